@@ -30,9 +30,9 @@ pub enum ScoreFunction {
     SoftmaxAfterTopK,
     /// Select by the softmax over all logits, which are also the probabilities, not renormalized.
     Softmax,
-    /// `σ(x)`, divided by the sum over the selected experts (+ 1e-20) where k > 1.
+    /// `σ(x)`; see [`RouterParams::normalize`].
     Sigmoid,
-    /// `√softplus(x)`, normalized like [`ScoreFunction::Sigmoid`]; `softplus(x) = x` above 20.
+    /// `√softplus(x)`, where `softplus(x) = x` above 20; see [`RouterParams::normalize`].
     SqrtSoftplus,
 }
 
@@ -41,8 +41,10 @@ pub enum ScoreFunction {
 pub struct GroupLimit {
     /// Number of groups, each of E / count consecutive experts.
     pub count: usize,
-    /// Groups kept: those with the largest sum of their best k / keep selection scores (expert bias included).
+    /// Groups kept: those with the largest sum of their best selection scores (expert bias included).
     pub keep: usize,
+    /// Scores in that sum: k / keep in Megatron Core, two in DeepSeek-V3.
+    pub best: usize,
 }
 
 /// How tokens are routed.
@@ -50,6 +52,8 @@ pub struct GroupLimit {
 pub struct RouterParams {
     /// Score function.
     pub score: ScoreFunction,
+    /// Divide the sigmoid or √softplus scores of the selected experts by their sum + 1e-20. The softmax functions ignore it.
+    pub normalize: bool,
     /// Group-limited routing.
     pub groups: Option<GroupLimit>,
     /// Factor on probabilities.
@@ -89,7 +93,7 @@ pub struct Route<'a> {
 /// With g = scale·dprobs, R the selection of a token and y its scores:
 /// - softmax after top-k: `y·(g − Σ_R g·y)` on R;
 /// - softmax: the same over all experts, with g = 0 outside R;
-/// - sigmoid, √softplus: `u·y'` on R with `u = (g − Σ_R g·y/A)/A`, `A = Σ_R y + 1e-20` (k = 1: `u = g`), and `y' = y·(1 − y)` or
+/// - sigmoid, √softplus: `u·y'` on R with `u = (g − Σ_R g·y/A)/A`, `A = Σ_R y + 1e-20` (not normalized: `u = g`), and `y' = y·(1 − y)` or
 ///   `σ(x)/(2y + 1e-20)`.
 ///
 /// Zero where a logit is −inf.

@@ -133,12 +133,15 @@ impl Case<'_> {
 
     /// The routing that the case states; absent options are off.
     fn routing(&self) -> RouterParams {
+        let (k, keep) = (count(self.json, "topk"), || count(self.json, "group_topk"));
         let groups = (!self.json["num_groups"].is_null()).then(|| GroupLimit {
             count: count(self.json, "num_groups"),
-            keep: count(self.json, "group_topk"),
+            keep: keep(),
+            best: k / keep(),
         });
         RouterParams {
             score: score(self.json),
+            normalize: k > 1,
             groups,
             scale: number_or(self.json, "scaling_factor", 1.0) as f32,
         }
@@ -243,7 +246,7 @@ fn sinkhorn(c: &Case) {
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
     c.h.k.top_k(&c.h.s, &balanced, None, &index).unwrap();
     let score = if k == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
-    let how = RouterParams { score, groups: None, scale: 1.0 };
+    let how = RouterParams { score, normalize: k > 1, groups: None, scale: 1.0 };
     c.h.k
         .route(
             &c.h.s,

@@ -188,6 +188,7 @@ impl Recipe {
             window: None,
             local_layers: Vec::new(),
             attn_scale: scale(head_dim),
+            attn_scale_by_layer: false,
             attn_softcap: None,
             attn_sink: false,
             no_rope_layers: Vec::new(),

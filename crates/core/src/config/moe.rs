@@ -56,6 +56,11 @@ impl Recipe {
         put(&mut moe.router_bias, m.router_bias);
         put(&mut moe.bias, m.bias);
         put(&mut moe.shared_gate, m.shared_gate);
+        if self.config.model.hf.is_none() && moe.router_is_constant() {
+            let what = "1 with a softmax over the chosen expert is always 1, and the router learns nothing; set \
+                        moe.pre_softmax = true";
+            return self.refuse("moe.topk", what);
+        }
         moe.groups = m.groups.or(moe.groups);
         moe.latent = m.latent.or(moe.latent);
         moe.shared_ffn = m.shared_ffn.or(moe.shared_ffn);

@@ -54,6 +54,9 @@ pub struct ModelConfig {
     pub local_layers: Vec<bool>,
     /// Factor on q·k; 1/sqrt(head_dim) unless the family says otherwise.
     pub attn_scale: f32,
+    /// Divide `attn_scale` by the number of the layer, counted from 1 (GPT-2's `scale_attn_by_inverse_layer_idx`).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub attn_scale_by_layer: bool,
     /// `c * tanh(score / c)` on attention scores.
     pub attn_softcap: Option<f32>,
     /// A learned logit of each head beside its scores in the softmax (GPT-OSS).
@@ -177,6 +180,11 @@ impl ModelConfig {
     /// Channels of a head's values.
     pub fn value_dim(&self) -> usize {
         self.mla.as_ref().map_or(self.head_dim, |m| m.v_dim)
+    }
+
+    /// Factor on q·k in layer `i`.
+    pub fn layer_attn_scale(&self, i: usize) -> f32 {
+        if self.attn_scale_by_layer { self.attn_scale / (i + 1) as f32 } else { self.attn_scale }
     }
 
     /// Does layer `i` see only a window?

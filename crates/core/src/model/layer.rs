@@ -78,7 +78,7 @@ fn attention(
 ) -> Result<SelfAttention> {
     let local = c.window.filter(|_| c.is_local(index));
     let scores = AttentionParams {
-        scale: c.attn_scale,
+        scale: c.layer_attn_scale(index),
         softcap: c.attn_softcap,
         causal: true,
         align: MaskAlign::TopLeft,

@@ -26,6 +26,12 @@ pub struct MoeConfig {
     /// Groups of neighbouring experts, of which only the best few are chosen from: [groups, kept].
     #[serde(default)]
     pub groups: Option<[usize; 2]>,
+    /// Experts whose scores rank a group (DeepSeek-V3: 2); none: topk / kept groups, as Megatron Core does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group_rank_topk: Option<usize>,
+    /// Divide sigmoid and sqrt-softplus scores of the chosen experts by their sum; none: where topk is above 1.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub normalize: Option<bool>,
     /// Factor on probabilities.
     pub scale: f32,
     /// Is a bias that follows the load added to scores for the choice?
@@ -76,6 +82,11 @@ pub struct Clamp {
 }
 
 impl MoeConfig {
+    /// Does every token give its only expert the probability 1, so that the loss sends the router no gradient?
+    pub fn router_is_constant(&self) -> bool {
+        self.topk == 1 && self.score == ScoreKind::Softmax && !self.pre_softmax
+    }
+
     /// Every layer a mixture, with a softmax over the chosen.
     pub fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
         MoeConfig {
@@ -86,6 +97,8 @@ impl MoeConfig {
             score: ScoreKind::Softmax,
             pre_softmax: false,
             groups: None,
+            group_rank_topk: None,
+            normalize: None,
             scale: 1.0,
             expert_bias: false,
             router_bias: false,
@@ -110,8 +123,10 @@ impl MoeConfig {
             ScoreKind::Sigmoid => ScoreFunction::Sigmoid,
             ScoreKind::SqrtSoftplus => ScoreFunction::SqrtSoftplus,
         };
-        let groups = self.groups.map(|[count, keep]| GroupLimit { count, keep });
-        RouterParams { score, groups, scale: self.scale }
+        let best = |keep: usize| self.group_rank_topk.unwrap_or(self.topk / keep.max(1));
+        let groups = self.groups.map(|[count, keep]| GroupLimit { count, keep, best: best(keep) });
+        let normalize = self.normalize.unwrap_or(self.topk > 1);
+        RouterParams { score, normalize, groups, scale: self.scale }
     }
 }
 
@@ -184,12 +199,6 @@ impl ModelConfig {
                 "moe.layers has {found} entries for {layers} layers; give one per layer, or none"
             ));
         }
-        if m.topk == 1 && m.score == ScoreKind::Softmax && !m.pre_softmax {
-            bad.push(
-                "moe.topk = 1 with a softmax over the chosen is always 1, and the router learns nothing; set moe.pre_softmax = true"
-                    .into(),
-            );
-        }
         if m.expert_bias && m.score == ScoreKind::Softmax {
             bad.push("moe.expert_bias needs moe.score_function = \"sigmoid\" or \"sqrt_softplus\"".into());
         }
@@ -197,16 +206,16 @@ impl ModelConfig {
             bad.push(format!("moe.route_scale is {}, it must be a positive number", m.scale));
         }
         if let Some([groups, keep]) = m.groups {
-            let fits = groups > 0
-                && keep > 0
-                && m.experts.is_multiple_of(groups)
-                && m.topk.is_multiple_of(keep)
-                && keep <= groups
-                && m.topk / keep <= m.experts / groups;
+            let divides = groups > 0 && (1..=groups).contains(&keep) && m.experts.is_multiple_of(groups);
+            let size = if divides { m.experts / groups } else { 0 };
+            let fits = match m.group_rank_topk {
+                Some(best) => (1..=size).contains(&best) && m.topk <= keep * size,
+                None => divides && m.topk.is_multiple_of(keep) && m.topk / keep <= size,
+            };
             if !fits {
                 bad.push(format!(
-                    "moe.groups = [{groups}, {keep}]: {groups} must divide the {} experts, {keep} the {} choices, and each kept \
-                     group must have as many experts as are chosen of it",
+                    "moe.groups = [{groups}, {keep}]: {groups} must divide the {} experts, {keep} must divide topk = {}, and a \
+                     group must hold topk / {keep} experts",
                     m.experts, m.topk
                 ));
             }

@@ -122,6 +122,7 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         window: None,
         local_layers: Vec::new(),
         attn_scale: inverse_sqrt(head_dim),
+        attn_scale_by_layer: false,
         attn_softcap: None,
         attn_sink: false,
         no_rope_layers: Vec::new(),

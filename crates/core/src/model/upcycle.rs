@@ -66,6 +66,8 @@ impl UpcycleConfig {
             score: ScoreKind::Softmax,
             pre_softmax: self.pre_softmax,
             groups: None,
+            group_rank_topk: None,
+            normalize: None,
             scale: 1.0,
             expert_bias: false,
             router_bias: false,
@@ -75,6 +77,9 @@ impl UpcycleConfig {
             shared_ffn: None,
             shared_gate: false,
         };
+        if moe.router_is_constant() {
+            return refuse("topk=1 gives every token the probability 1; add pre_softmax=true".into());
+        }
         // No MLP is left to be as wide as it was.
         let model = ModelConfig { moe: Some(moe), ffn: dense.ffn / g, ..dense.clone() };
         model.validate().map_err(|e| Error::Invalid(format!("upcycling: {e}")))?;

@@ -44,7 +44,8 @@ impl Saved for SharedExpertSaved {
 }
 
 /// The gate is a sigmoid router with one expert.
-const GATE: RouterParams = RouterParams { score: ScoreFunction::Sigmoid, groups: None, scale: 1.0 };
+const GATE: RouterParams =
+    RouterParams { score: ScoreFunction::Sigmoid, normalize: false, groups: None, scale: 1.0 };
 
 impl SharedExpert {
     pub(super) fn declare(

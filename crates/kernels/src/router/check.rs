@@ -88,17 +88,17 @@ pub(crate) fn top_k(
     Ok(sizes)
 }
 
-/// Checks that the groups divide the experts and the top-k.
+/// Checks that the groups divide the experts and hold the top-k.
 fn groups(op: &'static str, groups: Option<GroupLimit>, sizes: Sizes) -> Result<()> {
-    let Some(GroupLimit { count, keep }) = groups else { return Ok(()) };
+    let Some(GroupLimit { count, keep, best }) = groups else { return Ok(()) };
     let (e, k) = (sizes.experts, sizes.k);
-    let whole = count > 0 && keep > 0 && keep <= count && e.is_multiple_of(count) && k.is_multiple_of(keep);
-    if !whole || k / keep > e / count {
+    let divides = count > 0 && (1..=count).contains(&keep) && e.is_multiple_of(count);
+    if !divides || !(1..=e / count).contains(&best) || k > keep * (e / count) {
         return shape_error(
             op,
             format!(
-                "{keep} of {count} groups do not fit top-{k} of {e} experts: the number of groups must divide the \
-                 experts and the kept groups the top-k, with at most as many selections as experts per group"
+                "top-{k} of {e} experts from {keep} of {count} groups, ranked by their best {best}: the groups must divide \
+                 the experts, a group must hold {best} of them, and the groups kept at least {k}"
             ),
         );
     }

@@ -9,17 +9,21 @@ use ferrotron_kernels::{
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Experts and choices, and groups that fit them.
-const SIZES: [(usize, usize, Option<GroupLimit>); 10] = [
+const SIZES: [(usize, usize, Option<GroupLimit>); 13] = [
     (1, 1, None),
     (4, 4, None),
     (7, 1, None),
     (7, 3, None),
-    (8, 2, Some(GroupLimit { count: 4, keep: 2 })),
-    (64, 6, Some(GroupLimit { count: 8, keep: 3 })),
+    (8, 2, Some(GroupLimit { count: 4, keep: 2, best: 1 })),
+    (64, 6, Some(GroupLimit { count: 8, keep: 3, best: 2 })),
     (130, 8, None),
-    (130, 4, Some(GroupLimit { count: 65, keep: 2 })),
-    (256, 8, Some(GroupLimit { count: 8, keep: 4 })),
-    (1024, 32, Some(GroupLimit { count: 32, keep: 16 })),
+    // As many experts of a group as its rank is taken from, or more, or fewer.
+    (8, 1, Some(GroupLimit { count: 4, keep: 2, best: 2 })),
+    (8, 3, Some(GroupLimit { count: 4, keep: 2, best: 2 })),
+    (60, 7, Some(GroupLimit { count: 6, keep: 5, best: 10 })),
+    (130, 4, Some(GroupLimit { count: 65, keep: 2, best: 2 })),
+    (256, 8, Some(GroupLimit { count: 8, keep: 4, best: 2 })),
+    (1024, 32, Some(GroupLimit { count: 32, keep: 16, best: 2 })),
 ];
 
 fn tokens(experts: usize) -> &'static [usize] {
@@ -89,7 +93,10 @@ fn the_best_are_chosen() {
                             continue;
                         }
                         let scale = if grouped { 2.5 } else { 1.0 };
-                        let how = RouterParams { score, groups: if grouped { groups } else { None }, scale };
+                        // Both, whatever k is.
+                        let normalize = (n + which + kind) % 3 != 0;
+                        let groups = if grouped { groups } else { None };
+                        let how = RouterParams { score, normalize, groups, scale };
                         let what = format!("{} {dtype} {n}x{experts} {how:?} biased {biased}", h.name);
                         let (it, pt) = (h.poisoned(DType::I32, &[n, k]), h.poisoned(DType::F32, &[n, k]));
                         let bias = biased.then_some(&bt);
@@ -135,7 +142,8 @@ fn a_choice_may_be_given_and_have_gaps() {
             let index: Vec<f64> = (0..n * k).map(|i| pick(i / k, i % k)).collect();
             let (lt, it) = (h.tensor(dtype, &[n, experts], &x), h.tensor(DType::I32, &[n, k], &index));
             for score in SCORES {
-                let how = RouterParams { score, groups: Some(GroupLimit { count: 99, keep: 1 }), scale: 1.5 };
+                let groups = Some(GroupLimit { count: 99, keep: 1, best: 1 });
+                let how = RouterParams { score, normalize: n % 2 == 1, groups, scale: 1.5 };
                 let pt = h.poisoned(DType::F32, &[n, k]);
                 h.k.route(
                     &h.s,
@@ -153,8 +161,10 @@ fn a_choice_may_be_given_and_have_gaps() {
 #[test]
 fn gradients_are_differences() {
     for score in SCORES {
-        for (experts, k) in [(1, 1), (5, 1), (7, 3), (64, 6)] {
-            let how = RouterParams { score, groups: None, scale: 1.75 };
+        for (experts, k, normalize) in
+            [(1, 1, false), (5, 1, false), (5, 1, true), (7, 3, true), (7, 3, false), (64, 6, true)]
+        {
+            let how = RouterParams { score, normalize, groups: None, scale: 1.75 };
             let (x, d) = (numbers(DType::F32, 3, experts), numbers(DType::F32, 4, k));
             let index: Vec<Option<usize>> = (0..k).map(|j| (j != 1).then_some((j * 5) % experts)).collect();
             let wanted = differences(&x, |x| dot(&probs_of(how, x, &index), &d));
@@ -203,9 +213,9 @@ fn vectors_of_the_specification() {
     let x = [2.0, -1.0, 0.5, 1.0, -0.5, 0.0, 1.5, -2.0];
     let bias = [0.0, 0.6, 0.0, -0.2, 0.1, 0.0, 0.0, 0.4];
     let dprobs = [1.0, -2.0, 0.5, 0.0, 0.0, 0.0, 0.25, 3.0];
-    let plain = |score| RouterParams { score, groups: None, scale: 1.0 };
+    let plain = |score| RouterParams { score, normalize: true, groups: None, scale: 1.0 };
     let grouped = RouterParams {
-        groups: Some(GroupLimit { count: 4, keep: 2 }),
+        groups: Some(GroupLimit { count: 4, keep: 2, best: 2 }),
         scale: 2.5,
         ..plain(ScoreFunction::Sigmoid)
     };
@@ -349,9 +359,11 @@ fn choices_that_do_not_fit_are_refused() {
         let (k, s) = (&h.k, &h.s);
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let (x, i, p) = (z(DType::F32, &[4, 8]), z(DType::I32, &[4, 2]), z(DType::F32, &[4, 2]));
-        let plain = RouterParams { score: ScoreFunction::Sigmoid, groups: None, scale: 1.0 };
+        let plain =
+            RouterParams { score: ScoreFunction::Sigmoid, normalize: true, groups: None, scale: 1.0 };
         let best = ExpertChoice::TopK { bias: None };
-        let groups = |count, keep| RouterParams { groups: Some(GroupLimit { count, keep }), ..plain };
+        let groups =
+            |count, keep, best| RouterParams { groups: Some(GroupLimit { count, keep, best }), ..plain };
         let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
         let narrow = z(DType::BF16, &[4, 8]);
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
@@ -433,27 +445,27 @@ fn choices_that_do_not_fit_are_refused() {
         refused(
             &h,
             "uneven groups",
-            k.route(s, &Route { params: groups(3, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(3, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "more groups than there are",
-            k.route(s, &Route { params: groups(2, 4), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(2, 4, 1), choice: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
-            "choices not of whole groups",
-            k.route(s, &Route { params: groups(4, 4), choice: best, logits: &x, index: &i, probs: &p }),
+            "groups ranked by more experts than they have",
+            k.route(s, &Route { params: groups(4, 4, 3), choice: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "small groups",
-            k.route(s, &Route { params: groups(8, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(8, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "no groups",
-            k.route(s, &Route { params: groups(0, 0), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(0, 0, 0), choice: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,

@@ -80,10 +80,10 @@ pub fn choice(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> O
     // Every score grows with its logit.
     let by = if bias.is_some() { &selection } else { x };
     let mut order = ranked(by);
-    if let Some(GroupLimit { count, keep }) = how.groups {
+    if let Some(GroupLimit { count, keep, best: ranked_by }) = how.groups {
         let group = |e: usize| e / (x.len() / count);
         let of_group = |g: usize| order.iter().filter(move |e| group(**e) == g);
-        let sum = |g: usize| of_group(g).take(k / keep).map(|e| selection[*e]).sum();
+        let sum = |g: usize| of_group(g).take(ranked_by).map(|e| selection[*e]).sum();
         let sums: Vec<f64> = (0..count).map(sum).collect();
         let best = ranked(&sums);
         if hangs(&sums, &best, keep) {
@@ -111,7 +111,7 @@ pub fn probs_of(how: RouterParams, x: &[f64], index: &[Option<usize>]) -> Vec<f6
             let mut y = softmax(&chosen).into_iter();
             index.iter().map(|e| e.map_or(0.0, |_| y.next().unwrap())).collect()
         }
-        score if index.len() == 1 => of(&|e| alone(score, x[e])),
+        score if !how.normalize => of(&|e| alone(score, x[e])),
         score => {
             let sum = index.iter().flatten().map(|e| alone(score, x[*e])).sum::<f64>() + 1e-20;
             of(&|e| alone(score, x[e]) / sum)
@@ -188,7 +188,7 @@ pub fn gradient(how: RouterParams, x: &[f64], index: &[Option<usize>], dprobs: &
             dx.iter_mut().zip(softmax(x)).for_each(|(d, y)| *d = y * (*d - mean));
         }
         ScoreFunction::SoftmaxAfterTopK => chosen().for_each(|(slot, e)| dx[e] = p[slot] * (g[slot] - mean)),
-        _ if index.len() == 1 => chosen().for_each(|(slot, e)| dx[e] = g[slot] * slope(e)),
+        _ if !how.normalize => chosen().for_each(|(slot, e)| dx[e] = g[slot] * slope(e)),
         score => {
             let sum = chosen().map(|(_, e)| alone(score, x[e])).sum::<f64>() + 1e-20;
             chosen().for_each(|(slot, e)| dx[e] = (g[slot] - mean) / sum * slope(e));

@@ -11,7 +11,8 @@ fn chosen(index: &[i32]) -> impl Iterator<Item = (usize, usize)> + Clone {
 }
 
 /// `p [k]` = unscaled probabilities of the selection; `y [E]` is scratch.
-fn row(score: ScoreFunction, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
+fn row(how: RouterParams, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
+    let score = how.score;
     p.fill(0.0);
     match score {
         ScoreFunction::Softmax => {
@@ -26,7 +27,7 @@ fn row(score: ScoreFunction, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f
         }
         ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => {
             chosen(index).for_each(|(slot, e)| p[slot] = score.alone(x[e]));
-            if index.len() > 1 {
+            if how.normalize {
                 let sum = p.iter().sum::<f32>() + EPS;
                 p.iter_mut().for_each(|p| *p /= sum);
             }
@@ -51,7 +52,7 @@ pub fn probabilities<T: Float>(
         for (t, probs) in probs.chunks_mut(k).enumerate() {
             let t = piece * rows + t;
             take_row(logits, t, &mut x);
-            row(how.score, &x, &index[t * k..][..k], &mut y, probs);
+            row(how, &x, &index[t * k..][..k], &mut y, probs);
             probs.iter_mut().for_each(|p| *p *= how.scale);
         }
     });
@@ -60,7 +61,7 @@ pub fn probabilities<T: Float>(
 
 /// `dx [E]` from `g [k]`, the gradients of unscaled probabilities; `y [E]` and `p [k]` are scratch.
 fn row_backward(
-    score: ScoreFunction,
+    how: RouterParams,
     x: &[f32],
     index: &[i32],
     g: &[f32],
@@ -68,6 +69,7 @@ fn row_backward(
     p: &mut [f32],
     dx: &mut [f32],
 ) {
+    let score = how.score;
     dx.fill(0.0);
     match score {
         ScoreFunction::Softmax => {
@@ -77,11 +79,11 @@ fn row_backward(
             dx.iter_mut().zip(y).for_each(|(d, y)| *d = *y * (*d - mean));
         }
         ScoreFunction::SoftmaxAfterTopK => {
-            row(score, x, index, y, p);
+            row(how, x, index, y, p);
             let mean: f32 = chosen(index).map(|(slot, _)| g[slot] * p[slot]).sum();
             chosen(index).for_each(|(slot, e)| dx[e] += p[slot] * (g[slot] - mean));
         }
-        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus if index.len() == 1 => {
+        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus if !how.normalize => {
             chosen(index).for_each(|(slot, e)| dx[e] += g[slot] * score.slope(x[e]));
         }
         ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => {
@@ -114,7 +116,7 @@ pub fn probabilities_backward<T: Float>(
             let t = piece * rows + t;
             take_row(logits, t, &mut x);
             g.iter_mut().zip(&dprobs[t * k..]).for_each(|(g, d)| *g = how.scale * d);
-            row_backward(how.score, &x, &index[t * k..][..k], &g, &mut y, &mut p, &mut dx);
+            row_backward(how, &x, &index[t * k..][..k], &g, &mut y, &mut p, &mut dx);
             dlogits.iter_mut().zip(&dx).for_each(|(to, d)| *to = T::from_f32(*d));
         }
     });

@@ -81,14 +81,14 @@ impl Chooser<'_> {
         keys.clear();
         match groups {
             None => keys.extend(ranked.iter().enumerate().map(|(e, v)| key(*v, e))),
-            Some(GroupLimit { count, keep }) => {
+            Some(GroupLimit { count, keep, best: ranked_by }) => {
                 let size = x.len() / count;
                 let of_group = |g: usize| (g * size..(g + 1) * size).map(|e| key(ranked[e], e));
                 let mut sums = Vec::with_capacity(count);
                 for g in 0..count {
                     keys.clear();
                     keys.extend(of_group(g));
-                    let sum: f32 = best(keys, self.k / keep).iter().map(|e| self.selection[number(*e)]).sum();
+                    let sum: f32 = best(keys, ranked_by).iter().map(|e| self.selection[number(*e)]).sum();
                     sums.push(key(sum, g));
                 }
                 keys.clear();

@@ -28,11 +28,11 @@ ROUTER_KERNEL(top_k, top_k, TopKArgs, 8, float, f32)
 ROUTER_KERNEL(top_k, top_k, TopKArgs, 32, float, f32)
 
 
-// Keys outside the best groups become 0. A group's sum is that of its best `each` selection scores, best first. Group g is
+// Keys outside the best groups become 0. A group's sum is that of its `best` largest selection scores, best first. Group g is
 // column g of a row of groups.
 template <int V>
 __device__ __forceinline__ void keep_groups(const RouteArgs& a, const float (&selection)[V], u32 (&key)[V]) {
-    const i32 lane = threadIdx.x & 31, size = a.experts / a.groups, each = a.k / a.keep;
+    const i32 lane = threadIdx.x & 31, size = a.experts / a.groups;
     u32 of[V], group[V];
 #pragma unroll
     for (int s = 0; s < V; s++) group[s] = 0;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void keep_groups(const RouteArgs& a, const float (&se
         }
         float sum = 0.0f;
 #pragma unroll 1
-        for (i32 j = 0; j < each; j++) sum += at_column(selection, take_best(of));
+        for (i32 j = 0; j < a.best; j++) sum += at_column(selection, take_best(of));
 #pragma unroll
         for (int s = 0; s < V; s++)
             if (s * 32 + lane == g) group[s] = order(sum);
@@ -131,7 +131,7 @@ __device__ __forceinline__ float probability(const RouteArgs& a, const float (&x
         return mine >= 0 ? score / total : 0.0f;
     }
     if (mine >= 0) score = alone(a.score, v);
-    if (a.k > 1) total = warp_sum(score) + EPS;
+    if (a.normalize) total = warp_sum(score) + EPS;
     return score / total;
 }
 
@@ -173,7 +173,7 @@ template <int V, class T> __device__ __forceinline__ void route_backward(const R
         mean = warp_sum(mine >= 0 ? g * (expf(v - most) / total) : 0.0f);
     } else {
         const float p = probability(a, x, mine, v, total);
-        if (a.k > 1 || a.score == SOFTMAX_OF_CHOSEN) mean = warp_sum(mine >= 0 ? g * p : 0.0f);
+        if (a.normalize || a.score == SOFTMAX_OF_CHOSEN) mean = warp_sum(mine >= 0 ? g * p : 0.0f);
         g -= mean;
         g = a.score == SOFTMAX_OF_CHOSEN ? p * g : g / total * slope(a.score, v);
         if (v == none()) g = 0.0f;

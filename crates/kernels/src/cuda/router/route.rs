@@ -43,9 +43,13 @@ kernel_args! {
         /// Groups of experts, and how many of them a token may use; 0 without a limit.
         groups: i32,
         keep: i32,
+        /// Experts whose scores rank a group.
+        best: i32,
         scale: f32,
         /// The index is given.
         given: u32,
+        /// Divide scores of the selected experts by their sum.
+        normalize: u32,
         pad: u32,
     }
 }
@@ -65,8 +69,10 @@ impl RouteArgs {
             score: code(how.score),
             groups: how.groups.map_or(0, |g| g.count as i32),
             keep: how.groups.map_or(0, |g| g.keep as i32),
+            best: how.groups.map_or(0, |g| g.best as i32),
             scale: how.scale,
             given: 0,
+            normalize: how.normalize.into(),
             pad: 0,
         }
     }
