@@ -1,8 +1,8 @@
-//! Little-endian bytes of one float type to another: widening is exact, narrowing rounds to nearest even.
+//! Casts between f32, bf16 and f16 in little-endian bytes: exact to the wider type, to nearest even to the narrower.
 
 use ferrotron_tensor::{DType, Float, bf16, f16};
 
-/// Can tensors of this type be read and written?
+/// True for the dtypes that weights are read and written in.
 pub(crate) const fn is_castable(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::BF16 | DType::F16)
 }
@@ -38,9 +38,9 @@ fn each<const A: usize, const B: usize>(from: &[u8], to: &mut [u8], f: impl Fn([
 mod tests {
     use super::*;
 
-    /// Every bf16 and every f16 through f32 and back, and rounding against the exact neighbours.
+    /// Every bf16 and f16 value through f32 and back, and half-way values against their exact neighbours.
     #[test]
-    fn widening_is_exact_and_narrowing_rounds_to_nearest_even() {
+    fn casts_are_exact_up_and_to_nearest_even_down() {
         let halves: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
         for narrow in [DType::BF16, DType::F16] {
             let mut wide = vec![0; halves.len() * 2];

@@ -1,4 +1,4 @@
-//! Chat templates: a conversation to the text a model was taught to continue.
+//! Chat templates: render a conversation into the text that a chat model continues.
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
@@ -9,7 +9,7 @@ use minijinja::{Environment, ErrorKind};
 use serde_json::{Map, Value as Json, json};
 use std::path::Path;
 
-/// Steps a template may take; real ones need a few hundred per message.
+/// Limit on template instructions; published templates need a few hundred per message.
 const FUEL: u64 = 10_000_000;
 
 /// One turn of a conversation.
@@ -17,7 +17,7 @@ const FUEL: u64 = 10_000_000;
 pub struct Message {
     /// `system`, `user`, `assistant`…
     pub role: String,
-    /// What was said.
+    /// The text.
     pub content: String,
 }
 
@@ -30,8 +30,8 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a folder: `chat_template.jinja`, else what `tokenizer_config.json` or `chat_template.json`
-    /// holds. None if there is none.
+    /// The template of a folder: `chat_template.jinja`, otherwise the one in `tokenizer_config.json` or
+    /// `chat_template.json`. None if the folder has none.
     pub fn from_dir(dir: &Path) -> Result<Option<ChatTemplate>> {
         let read = |name: &str| -> Result<Map<String, Json>> {
             let path = dir.join(name);
@@ -52,10 +52,10 @@ impl ChatTemplate {
         source.map(|s| ChatTemplate::new(&s, token("bos_token"), token("eos_token"))).transpose()
     }
 
-    /// A template from its source and the text of the beginning and end tokens.
+    /// Compiles a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
         let mut environment = Environment::new();
-        // As the reference sets its engine up.
+        // The settings of transformers' Jinja environment.
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(|e| Error::Chat(explain(&e)))?);
         environment.set_fuel(Some(FUEL));
@@ -69,14 +69,14 @@ impl ChatTemplate {
         Ok(ChatTemplate { environment, bos: bos.into(), eos: eos.into() })
     }
 
-    /// The text of a conversation; with `add_generation_prompt` it ends where the model's answer begins.
+    /// Renders a conversation; with `add_generation_prompt` the text ends where the model's answer begins.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
         let messages: Vec<Json> =
             messages.iter().map(|m| json!({"role": m.role, "content": m.content})).collect();
         self.render_json(&Json::Array(messages), add_generation_prompt, &Map::new())
     }
 
-    /// The same for messages as JSON (tool calls, several parts) and with further variables (`tools`,
+    /// Renders messages given as JSON (tool calls, several parts), with further template variables (`tools`,
     /// `enable_thinking`…).
     pub fn render_json(
         &self,
@@ -94,7 +94,7 @@ impl ChatTemplate {
     }
 }
 
-/// The template itself, or the one called "default" of several.
+/// The template itself or, of several, the one called "default".
 fn default_template(v: &Json) -> Option<String> {
     match v {
         Json::String(s) => Some(s.clone()),
@@ -107,10 +107,10 @@ fn default_template(v: &Json) -> Option<String> {
     }
 }
 
-/// What went wrong and in which line, in one sentence.
+/// An error and its line in one sentence.
 fn explain(e: &minijinja::Error) -> String {
     let what = match e.kind() {
-        ErrorKind::OutOfFuel => "it takes too many steps".to_string(),
+        ErrorKind::OutOfFuel => "it runs for too long".to_string(),
         kind => e.detail().map_or_else(|| kind.to_string(), str::to_string),
     };
     match e.line() {
@@ -119,8 +119,8 @@ fn explain(e: &minijinja::Error) -> String {
     }
 }
 
-/// `{% generation %}` marks the model's own words for training and prints nothing; to the engine it becomes a
-/// block that is always taken, so that its whitespace control keeps working.
+/// Replaces `{% generation %}`, which marks the assistant's text for training and prints nothing, by an `{% if true
+/// %}` block, so that its whitespace control keeps working.
 fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -144,13 +144,13 @@ fn without_generation_marks(source: &str) -> String {
     out
 }
 
-/// JSON as Python prints it: spaces after commas and colons, nothing escaped for HTML.
+/// The `tojson` filter as Python's `json.dumps` prints: spaces after commas and colons, no HTML escapes.
 fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value, minijinja::Error> {
     let indent: Option<Value> = match indent {
         Some(i) => Some(i),
         None => options.get("indent")?,
     };
-    // Accepted and without effect here: text stays as it is, and the order of keys is the alphabet's.
+    // Accepted without effect: non-ASCII text is never escaped, and keys are already sorted.
     let _: Option<Value> = options.get("ensure_ascii")?;
     let _: Option<Value> = options.get("sort_keys")?;
     options.assert_all_used()?;

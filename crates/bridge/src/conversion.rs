@@ -1,4 +1,4 @@
-//! Hugging Face folder to checkpoint and back.
+//! Converts a Hugging Face folder to a native checkpoint, or back.
 
 use crate::cast::cast;
 use crate::config::HfConfig;
@@ -19,24 +19,24 @@ use ferrotron_tensor::DType;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
 
-/// How to convert.
+/// Options of [`convert`].
 pub struct ConvertOptions<'a> {
-    /// Element type to store weights in; none means as they are (or as in `like`).
+    /// Dtype to store weights in; none: unchanged (or as in `like`).
     pub dtype: Option<DType>,
-    /// A Hugging Face folder whose names, files, `config.json` and tokenizer are followed.
+    /// A Hugging Face folder whose tensor names, files, `config.json` and tokenizer the output follows.
     pub like: Option<&'a Path>,
-    /// Make a dense Hugging Face model one of experts on the way.
+    /// Turn a dense Hugging Face model into an MoE model.
     pub upcycle: Option<UpcycleConfig>,
-    /// Replace what is there.
+    /// Replace an existing output folder.
     pub overwrite: bool,
-    /// Told the elements done and the elements in all.
+    /// Gets the elements done and the total.
     pub progress: &'a dyn Fn(u64, u64),
 }
 
-/// What was converted.
+/// Summary of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Converted {
-    /// Is it a Hugging Face folder now (or a checkpoint)?
+    /// True if the output is a Hugging Face folder, false if it is a checkpoint.
     pub hugging_face: bool,
     /// The folder that was read.
     pub from: PathBuf,
@@ -44,28 +44,28 @@ pub struct Converted {
     pub parameters: u64,
     /// Bytes of weights written.
     pub bytes: u64,
-    /// The folder whose names and tokenizer were followed.
+    /// The folder whose tensor names and tokenizer were followed.
     pub like: Option<PathBuf>,
     /// The Hugging Face family.
     pub family: String,
-    /// Is there a tokenizer with it?
+    /// True if the output has a tokenizer.
     pub tokenizer: bool,
 }
 
-/// Converts `from` (a Hugging Face folder to a checkpoint; a checkpoint, or a run's newest, to a Hugging Face
-/// folder) into the new folder `to`, which appears whole or not at all. Memory: one tensor.
+/// Converts a Hugging Face folder to a checkpoint, or a checkpoint (of a run: its newest) to a Hugging Face folder.
+/// The new folder `to` appears only once it is complete. One tensor is in memory at a time.
 pub fn convert(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
     match locate_model(from)? {
         ModelLocation::HuggingFace(dir) => to_checkpoint(&dir, to, options),
         ModelLocation::Checkpoint { .. } if options.upcycle.is_some() => {
-            let what = "is a checkpoint; --upcycle makes a checkpoint of a Hugging Face folder, so convert it to one first";
+            let what = "is a checkpoint, and --upcycle takes a Hugging Face folder; convert it to one first";
             Err(Error::config(&from.display().to_string(), what))
         }
         ModelLocation::Checkpoint { .. } => to_hugging_face(from, to, options),
     }
 }
 
-/// Counts elements as tensors go by.
+/// Reports progress in elements.
 struct Counter<'a> {
     done: Cell<u64>,
     total: u64,
@@ -88,7 +88,7 @@ impl Counter<'_> {
 
 fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
     if options.like.is_some() {
-        let what = "--like is for writing a Hugging Face folder; this one becomes a checkpoint";
+        let what = "becomes a checkpoint, and --like applies to writing a Hugging Face folder; remove --like";
         return Err(Error::config(&from.display().to_string(), what));
     }
     let checkpoint = HfCheckpoint::open(from)?;
@@ -100,7 +100,7 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
     tensors.extend(logical_buffers(model));
     let dtype_of = |logical: &str| match &upcycled {
         None => target_dtype(&weights, logical, options.dtype),
-        // A new tensor is of the type of what it is made of, a router of the embedding's.
+        // A new tensor has the dtype of the dense tensor it comes from, a router that of the embedding.
         Some(u) => {
             let origin = u.source_name(logical);
             target_dtype(&weights, origin.as_deref().unwrap_or("embed.tokens"), options.dtype)
@@ -169,7 +169,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
     let config = match (&reference, &companions) {
         (Some(checkpoint), _) => checkpoint.config().with_model(model)?,
         (None, Some(dir)) if dir.join("config.json").is_file() => {
-            // Of another family or shape: the file says nothing about this model.
+            // A config.json of another family or shape does not describe this model.
             let said = HfConfig::from_dir(dir).and_then(|c| c.with_model(model));
             said.or_else(|_| HfConfig::from_model(model, options.dtype.unwrap_or(common)))?
         }
@@ -190,7 +190,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
         Ok(TensorData { dtype, bytes })
     };
     let out = ExportOptions {
-        // As in the reference, where there is one.
+        // None: the dtypes of the reference.
         dtype: options.dtype.or(if reference.is_some() { None } else { Some(common) }),
         reference: reference.as_ref(),
         companions: companions.as_deref().filter(|_| reference.is_none()),
@@ -210,12 +210,12 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
     })
 }
 
-/// The type a tensor is stored in: the one asked for, else its own; what is no parameter is f32.
+/// The dtype a tensor is stored in: the requested one, otherwise its own; buffers are f32.
 fn target_dtype(weights: &Weights, logical: &str, asked: Option<DType>) -> Result<DType> {
     Ok(load_dtype(logical, asked.map_or_else(|| weights.dtype(logical), Ok)?))
 }
 
-/// The Hugging Face folder a run started from, if it is still there and of the same shape.
+/// The Hugging Face folder that a run started from, if it still exists and has the same shapes.
 fn origin_checkpoint(found: &ModelSource) -> Option<HfCheckpoint> {
     let dir = PathBuf::from(found.config.as_ref()?.model.hf.as_ref()?);
     let checkpoint = HfCheckpoint::open(&dir).ok()?;

@@ -1,4 +1,4 @@
-//! Text files to a `.bin/.idx` pair: the tokenizer and the builder of the crate below brought together.
+//! Tokenizes text files into a `.bin/.idx` pair.
 
 use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
@@ -7,47 +7,47 @@ use crate::weights::to_core;
 use ferrotron_core::data::{self, BuildSummary, IndexedDataset, Input, TextFormat, TokenType};
 use std::path::{Path, PathBuf};
 
-/// What to build from what.
+/// Options of [`build`].
 pub struct DatasetOptions<'a> {
-    /// Files: each line of a `.jsonl` is a document, each other file is one.
+    /// Input files: each line of a `.jsonl` is a document, every other file is one.
     pub inputs: &'a [PathBuf],
-    /// The pair is `<prefix>.bin` and `<prefix>.idx`; folders on the way are made.
+    /// Output: `<prefix>.bin` and `<prefix>.idx`; missing folders are created.
     pub prefix: &'a Path,
-    /// A folder with `tokenizer.json` or such a file; none: a byte is a token.
+    /// A folder with `tokenizer.json`, or the file; none: byte-level tokens.
     pub tokenizer: Option<&'a Path>,
-    /// The field of a JSON line that holds the text.
+    /// The JSONL field that holds the text.
     pub field: &'a str,
-    /// What ends a document.
+    /// The token that ends a document.
     pub eod: Eod,
-    /// Replace a pair that is there.
+    /// Replace existing files.
     pub overwrite: bool,
 }
 
-/// What ends a document.
+/// The token that ends a document.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Eod {
-    /// The tokenizer's end of text; 0 for bytes.
+    /// The tokenizer's end-of-text token; 0 for byte-level tokens.
     Derived,
     /// This id.
     Id(u32),
-    /// Nothing.
+    /// No token.
     None,
 }
 
-/// What was built.
+/// Summary of a built dataset.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DatasetSummary {
     /// Documents, tokens, bytes.
     pub summary: BuildSummary,
-    /// One more than the largest id there can be.
+    /// Vocabulary size: one more than the largest possible id.
     pub vocab: u32,
     /// The id that ends documents.
     pub eod: Option<u32>,
-    /// How one token is stored.
+    /// Integer type of a stored token.
     pub token_type: TokenType,
 }
 
-/// The two files of a pair.
+/// The paths `<prefix>.bin` and `<prefix>.idx`.
 pub fn pair_paths(prefix: &Path) -> [PathBuf; 2] {
     [".bin", ".idx"].map(|ending| {
         let mut name = prefix.as_os_str().to_owned();
@@ -56,11 +56,11 @@ pub fn pair_paths(prefix: &Path) -> [PathBuf; 2] {
     })
 }
 
-/// Builds the pair; it appears only when complete. `progress` is told the bytes read and the bytes in all.
+/// Builds the pair, which appears only once it is complete. `progress` gets the bytes read and the total.
 pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<DatasetSummary> {
     let there = pair_paths(options.prefix).into_iter().find(|p| p.exists());
     if let (Some(path), false) = (there, options.overwrite) {
-        let what = "already exists; choose another --output or say --overwrite".into();
+        let what = "already exists; choose another --output or pass --overwrite".into();
         return Err(Error::Output { path, what });
     }
     let tokenizer = options.tokenizer.map(tokenizer_at).transpose()?.unwrap_or_else(Tokenizer::bytes);
@@ -71,7 +71,7 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
             (Some(id), _) => Some(*id),
             (None, None) => Some(0),
             (None, Some(path)) => {
-                let what = "names no token that ends a text; give its id with --eod or say --no-eod".into();
+                let what = "names no end-of-text token; give its id with --eod or pass --no-eod".into();
                 return Err(Error::Tokenizer { origin: path.display().to_string(), what });
             }
         },

@@ -1,24 +1,24 @@
-//! What can go wrong between Hugging Face folders and us.
+//! Errors of reading and writing Hugging Face folders.
 
 use std::path::{Path, PathBuf};
 
-/// Errors of this crate. Each names the file or key and, where there is one, the way out.
+/// Errors of this crate. Each names the file or key and, if there is one, the remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Tensor files and what lies below them (boxed: it is large).
+    /// An error of core, such as a corrupt tensor file (boxed: it is large).
     #[error(transparent)]
     Core(Box<ferrotron_core::error::Error>),
-    /// The operating system refused.
+    /// An I/O error.
     #[error("{}: cannot {doing}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// The act that failed.
+        /// The operation that failed.
         doing: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A JSON file does not say what it must.
+    /// A JSON file with a missing or wrong value.
     #[error("{origin}: {what}")]
     Config {
         /// The file.
@@ -26,15 +26,15 @@ pub enum Error {
         /// The key and what is wrong with it.
         what: String,
     },
-    /// A model this version cannot run.
+    /// A model that this version does not support.
     #[error("{origin}: {what}")]
     Unsupported {
         /// The file.
         origin: String,
-        /// What it asks for and what is there instead.
+        /// The unsupported feature and the supported alternatives.
         what: String,
     },
-    /// The weights do not fit the configuration. Everything that is wrong, at once.
+    /// Weights that do not match the configuration, with every problem listed.
     #[error("{}: {}", origin, crate::problems::sentence(.problems))]
     Tensors {
         /// The folder.
@@ -42,10 +42,10 @@ pub enum Error {
         /// One entry per tensor.
         problems: Vec<crate::problems::Problem>,
     },
-    /// No Hugging Face family has the switches of this model.
+    /// A model that no Hugging Face family can express.
     #[error("{0}")]
     CannotExpress(String),
-    /// A tensor that was asked for or handed over is not as it must be.
+    /// A missing or malformed tensor.
     #[error("tensor {name:?}: {what}")]
     Tensor {
         /// Its logical name.
@@ -53,23 +53,23 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
-    /// A tokenizer file that cannot be used, or text it cannot work on.
+    /// An unusable tokenizer file, or text that it cannot process.
     #[error("{origin}: {what}")]
     Tokenizer {
         /// The file.
         origin: String,
-        /// What is wrong, and the way out.
+        /// The problem and its remedy.
         what: String,
     },
-    /// A chat template that cannot be used.
+    /// An unusable chat template.
     #[error("chat template: {0}")]
     Chat(String),
-    /// Something in the way of writing a folder.
+    /// An output path that cannot be written.
     #[error("{}: {what}", path.display())]
     Output {
         /// The folder.
         path: PathBuf,
-        /// What is wrong, and the way out.
+        /// The problem and its remedy.
         what: String,
     },
 }

@@ -8,6 +8,20 @@ use ferrotron_core::model::config::ModelConfig;
 use std::collections::HashMap;
 use std::ops::Range;
 
+/// A layer: its number in the files, and what its parameters' logical names begin with.
+struct LayerNames {
+    hf: usize,
+    logical: String,
+}
+
+/// The decoder's layers and, after them, the layers of the MTP modules.
+fn layer_names(family: &Family, model: &ModelConfig) -> Vec<LayerNames> {
+    let decoder = (0..model.layers).map(|i| LayerNames { hf: i, logical: format!("layers.{i}.") });
+    let modules = if family.mtp.is_empty() { 0 } else { model.mtp.map_or(0, |m| m.modules()) };
+    let mtp = (0..modules).map(|j| LayerNames { hf: model.layers + j, logical: format!("mtp.{j}.layer.") });
+    decoder.chain(mtp).collect()
+}
+
 /// A Hugging Face tensor and the parameters that share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HfTensor {
@@ -60,35 +74,41 @@ pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> 
     let mut used = vec![false; logical.len()];
     let mut out: Vec<(usize, HfTensor)> = Vec::new();
 
-    let mut apply =
-        |rule: &Rule, name: String, layer: usize, experts: Range<usize>, blocks: Option<usize>| {
-            let mut parts = Vec::new();
-            for e in experts {
-                for p in rule.parts {
-                    // A rule for something this model does not have (a bias, a head) does not hold.
-                    let Some(&i) = by_name.get(fill(p, layer, e).as_str()) else { return };
-                    parts.push(i);
-                }
+    let mut apply = |rule: &Rule, name: String, layer: &str, experts: Range<usize>, blocks: Option<usize>| {
+        let mut parts = Vec::new();
+        for e in experts {
+            for p in rule.parts {
+                // A rule for something this model does not have (a bias, a head) does not hold.
+                let Some(&i) = by_name.get(logical_name(p, layer, e).as_str()) else { return };
+                parts.push(i);
             }
-            let first = parts.iter().copied().min().unwrap_or_default();
-            parts.iter().for_each(|&i| used[i] = true);
-            let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
-            out.push((first, fuse(name, parts, blocks, rule.layout)));
-        };
+        }
+        let first = parts.iter().copied().min().unwrap_or_default();
+        parts.iter().for_each(|&i| used[i] = true);
+        let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
+        out.push((first, fuse(name, parts, blocks, rule.layout)));
+    };
+    let all_layers = layer_names(family, model);
     for rule in family.tensors.iter().copied().flatten() {
-        let layers = if rule.hf.contains("{i}") { model.layers } else { 1 };
+        let layers = if rule.hf.contains("{i}") { &all_layers[..] } else { &all_layers[..1] };
         let of_experts = rule.parts.iter().any(|p| p.contains("{e}"));
-        for i in 0..layers {
-            let name = |e| format!("{prefix}{}", fill(rule.hf, i, e));
+        for layer in layers {
+            let (logical, name) = (&layer.logical, |e| format!("{prefix}{}", hf_name(rule.hf, layer.hf, e)));
             match (of_experts, rule.hf.contains("{e}")) {
-                (true, true) => (0..experts).for_each(|e| apply(rule, name(e), i, e..e + 1, None)),
-                (true, false) if experts > 0 => apply(rule, name(0), i, 0..experts, Some(experts)),
+                (true, true) => (0..experts).for_each(|e| apply(rule, name(e), logical, e..e + 1, None)),
+                (true, false) if experts > 0 => apply(rule, name(0), logical, 0..experts, Some(experts)),
                 (true, false) => {}
-                (false, _) => apply(rule, name(0), i, 0..1, None),
+                (false, _) => apply(rule, name(0), logical, 0..1, None),
             }
         }
     }
-    apply(&HEAD, HEAD.hf.into(), 0, 0..1, None);
+    for (j, layer) in all_layers[model.layers..].iter().enumerate() {
+        for rule in family.mtp {
+            let name = format!("{prefix}{}", hf_name(rule.hf, layer.hf, 0));
+            apply(rule, name, &format!("mtp.{j}."), 0..1, None);
+        }
+    }
+    apply(&HEAD, HEAD.hf.into(), "", 0..1, None);
 
     if let Some(t) = logical.iter().zip(&used).find_map(|(t, used)| (!used).then_some(t)) {
         return Err(Error::CannotExpress(format!("the family {} has no place for {}", family.name, t.name)));
@@ -97,8 +117,14 @@ pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> 
     Ok(out.into_iter().map(|(_, t)| t).collect())
 }
 
-fn fill(pattern: &str, layer: usize, expert: usize) -> String {
+/// The name in the files that a rule's pattern stands for.
+fn hf_name(pattern: &str, layer: usize, expert: usize) -> String {
     pattern.replace("{i}", &layer.to_string()).replace("{e}", &expert.to_string())
+}
+
+/// The logical name that a rule's pattern stands for in the layer whose names begin with `layer`.
+fn logical_name(pattern: &str, layer: &str, expert: usize) -> String {
+    pattern.replace("layers.{i}.", layer).replace("mtp.{j}.", layer).replace("{e}", &expert.to_string())
 }
 
 /// A tensor of `parts`: of so many experts in turn, or of all of them at once.

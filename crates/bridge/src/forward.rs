@@ -1,5 +1,5 @@
-//! One pass of a Hugging Face folder over given tokens: logits, loss and gradients under their Hugging Face
-//! names. The door through which anyone can check the numerics.
+//! Runs a Hugging Face checkpoint over given tokens: logits, loss and gradients under their Hugging Face names, to
+//! check the numerics against another system.
 
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
@@ -7,7 +7,7 @@ use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::load_dtype;
 use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::model::generate::to_host;
-use ferrotron_core::model::{Model, PipelineLayout};
+use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
 use ferrotron_core::parity::{Outcome, TensorKind};
 use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
@@ -21,7 +21,7 @@ use ferrotron_tensor::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
-/// Tokens and labels as the file has them.
+/// Tokens and labels of the input file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForwardInput {
     /// `[batch·sequence]`
@@ -30,7 +30,7 @@ pub struct ForwardInput {
     pub labels: Option<Vec<i32>>,
     /// Positions, if not counted from 0 in each row.
     pub positions: Option<Vec<i32>>,
-    /// Sequence boundaries of one packed row.
+    /// `cu_seqlens`: sequence boundaries of one packed row.
     pub offsets: Option<Vec<i32>>,
     /// Rows.
     pub batch: usize,
@@ -52,7 +52,7 @@ pub struct ForwardOutput {
     pub loss: Option<f32>,
     /// Name, shape and values of every gradient; empty without backward.
     pub gradients: Vec<Gradient>,
-    /// Layers with experts, and how many tokens each expert took; empty without backward.
+    /// Tokens per expert of every MoE layer; empty without backward.
     pub loads: Vec<(usize, Vec<f32>)>,
 }
 
@@ -76,7 +76,7 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
             }
         };
         let narrow = wide.iter().map(|x| i32::try_from(*x)).collect::<Result<_, _>>();
-        narrow.map(Some).map_err(|_| Error::config(&origin, format!("{name} holds a value past 32 bits")))
+        narrow.map(Some).map_err(|_| Error::config(&origin, format!("{name} holds a value beyond 32 bits")))
     };
     let Some(info) = file.get("input_ids") else {
         return Err(Error::config(&origin, "has no tensor input_ids [batch, sequence]"));
@@ -94,7 +94,7 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
     };
     for (name, tensor) in [("labels", &input.labels), ("position_ids", &input.positions)] {
         if tensor.as_ref().is_some_and(|t| t.len() != input.ids.len()) {
-            return Err(Error::config(&origin, format!("{name} has not the shape of input_ids")));
+            return Err(Error::config(&origin, format!("{name} does not have the shape of input_ids")));
         }
     }
     if input.ids.is_empty() {
@@ -103,8 +103,8 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
     Ok(input)
 }
 
-/// The rows of a data-parallel rank: every `ranks`-th, from `rank` on. A rank without rows gets the first one, whose
-/// labels do not count.
+/// The rows of a data-parallel rank: every `ranks`-th, from `rank` on. A rank without rows gets the first one with
+/// all labels ignored, so that it takes part in the collectives.
 fn rank_rows(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, Vec<usize>) {
     let mine: Vec<usize> = (rank..input.batch).step_by(ranks).collect();
     let taken = if mine.is_empty() { vec![0] } else { mine.clone() };
@@ -134,7 +134,8 @@ pub fn check_layout(checkpoint: &HfCheckpoint, layout: &RankLayout) -> Result<()
     Ok(RankLayout { ep, ..layout.clone() }.check_model(&sizes)?)
 }
 
-/// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`. Every rank returns the whole.
+/// Loads the weights in `dtype` and runs one forward pass, and a backward pass if `backward`. Every rank returns the
+/// full output.
 pub fn forward(
     rank: Rank,
     checkpoint: &HfCheckpoint,
@@ -143,7 +144,8 @@ pub fn forward(
     input: &ForwardInput,
     backward: bool,
 ) -> Result<ForwardOutput> {
-    let config = checkpoint.config().model();
+    // As transformers: MTP modules take no part in the model's own logits and loss.
+    let config = &ModelConfig { mtp: None, ..checkpoint.config().model().clone() };
     let etp = rank.etp.size();
     let (tp, ep) = (rank.tp.size(), rank.etp_ep_group.size() / etp);
     check_layout(checkpoint, &RankLayout { tp, ep, etp: Some(etp), ..RankLayout::default() })?;
@@ -197,7 +199,7 @@ pub fn forward(
     Ok(out)
 }
 
-/// One pass of all rows as one micro-batch, through all stages; what the last stage has of it.
+/// Runs all rows as one micro-batch through the pipeline; the last stage gets the outputs.
 fn run_pass(
     model: &Model,
     input: &ForwardInput,
@@ -229,7 +231,7 @@ fn layout_of(input: &ForwardInput) -> Layout {
     }
 }
 
-/// Gradients of all logical tensors, summed over ranks.
+/// Gradients of all logical tensors, reduced over ranks and gathered from all stages.
 fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<LogicalValues>> {
     let tensor = ferrotron_core::Error::from;
     grads.reduce(&model.rank).map_err(tensor)?;
@@ -245,7 +247,7 @@ fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<Logica
     Ok(gather_all_stages(&model.rank, model.decoder.config(), out)?)
 }
 
-/// Logits of all rows, from every data-parallel rank's.
+/// Gathers the logits of all rows from the data-parallel ranks.
 fn gather_rows(
     rank: &Rank,
     input: &ForwardInput,
@@ -270,7 +272,7 @@ fn gather_rows(
     Ok(out)
 }
 
-/// The loss over all rows, from every rank's of the last stage.
+/// Sums the loss over data-parallel, context-parallel and pipeline ranks.
 fn sum_over_ranks(rank: &Rank, mine: f64) -> Result<f32> {
     let mut sum = mine;
     for group in [&rank.dp_cp_group, &rank.pp] {
@@ -289,10 +291,12 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
     labels.chunks(sequence).flat_map(|row| row[1..].iter().copied().chain([IGNORE])).collect()
 }
 
-/// Gradients of logical tensors as the tensors of the folder.
+/// Assembles the gradients of Hugging Face tensors from those of logical tensors.
 fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
-    let all = hf_tensors(checkpoint.config().family(), checkpoint.config().model(), checkpoint.prefix())?;
+    let config = checkpoint.config();
+    let model = ModelConfig { mtp: None, ..config.model().clone() };
+    let all = hf_tensors(config.family(), &model, checkpoint.prefix())?;
     for t in all.into_iter().filter(|t| !t.is_buffer()) {
         let mut values = vec![0f32; t.shape.iter().product()];
         for part in &t.parts {
@@ -308,7 +312,7 @@ fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) 
     Ok(out)
 }
 
-/// Writes `logits`, `loss`, `grad.<name>` and, of layers with experts, `expert_load.<layer>` (tokens of each) as f32.
+/// Writes `logits`, `loss`, `grad.<name>` and, for MoE layers, `expert_load.<layer>` (tokens per expert) as f32.
 pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
     let f32_type = FileDType::from(DType::F32);
     let mut tensors: Vec<(String, &[usize], &[f32])> = vec![("logits".into(), &out.shape, &out.logits)];
@@ -332,7 +336,7 @@ pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
 }
 
 impl From<ForwardOutput> for Outcome {
-    /// As one side of a comparison.
+    /// As one side of `parity`.
     fn from(out: ForwardOutput) -> Outcome {
         let named = |(name, shape, values)| LogicalValues { name, shape, values };
         let logits = LogicalValues { name: "logits".into(), shape: out.shape, values: out.logits };

@@ -1,4 +1,4 @@
-//! A folder of weights checked against its configuration, ready to be read tensor by tensor.
+//! A Hugging Face folder whose weights have been checked against its configuration.
 
 use crate::cast::is_castable;
 use crate::config::HfConfig;
@@ -18,19 +18,19 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// What a tensor of the files is to us.
+/// The role of a tensor in the files.
 #[derive(Clone, Debug)]
 pub(crate) enum Role {
-    /// One or more parameters, or a second copy of one (the head in a file of a tied model).
+    /// Holds one or more parameters, or is a copy of one (the head in a file of a tied model).
     Parameters(HfTensor),
-    /// Numbers or scales of parameters that were stored in few bits; exported decoded.
+    /// Values or scales of quantized parameters; exported dequantized.
     Quantized,
-    /// Something no model needs; exported as it was.
+    /// Not used by the model; exported unchanged.
     Unused,
 }
 
-/// A Hugging Face folder whose every tensor has been accounted for: nothing missing, nothing unknown, shapes
-/// and element types right. Reading takes one tensor's memory.
+/// A Hugging Face folder whose every tensor has been accounted for: none missing, none unknown, shapes and dtypes
+/// right. Tensors are read one at a time.
 #[derive(Debug)]
 pub struct HfCheckpoint {
     dir: PathBuf,
@@ -38,12 +38,12 @@ pub struct HfCheckpoint {
     prefix: &'static str,
     shards: Shards,
     roles: HashMap<String, Role>,
-    places: HashMap<String, TensorLocation>,
+    locations: HashMap<String, TensorLocation>,
     logical: Vec<LogicalTensor>,
     buffers: Vec<LogicalTensor>,
 }
 
-/// Every tensor of the files by name, with its file.
+/// Every tensor of the files by name, with the index of its file.
 type FileTensors<'a> = HashMap<&'a str, (usize, &'a TensorInfo)>;
 
 impl HfCheckpoint {
@@ -57,11 +57,18 @@ impl HfCheckpoint {
         let mut problems = Vec::new();
         let shards = Shards::open(dir, &mut problems)?;
         let family = config.family();
-        let model = config.model();
-        // Files of the bare decoder (GPT-2's own on the hub) have no prefix.
+        // Files saved from the base model (GPT-2's own on the hub) have no prefix.
         let bare = shards.tensors().any(|(_, t)| t.name.ends_with(".weight"))
             && !shards.tensors().any(|(_, t)| t.name.starts_with(family.prefix));
         let prefix = if bare { "" } else { family.prefix };
+
+        let mtp = match (config.mtp_layers(), mtp_layers_in(&shards, &config, prefix)) {
+            // transformers drops the modules when it saves a model, and leaves the key.
+            (_, 0) => 0,
+            (stated, found) => stated.unwrap_or(found),
+        };
+        let config = if family.mtp.is_empty() { config } else { config.with_mtp_layers(mtp) };
+        let model = config.model();
 
         let mut found: FileTensors = HashMap::new();
         for (shard, file) in shards.files.iter().enumerate() {
@@ -72,14 +79,21 @@ impl HfCheckpoint {
             }
         }
         let mut roles = HashMap::new();
-        let mut places = HashMap::new();
+        let mut locations = HashMap::new();
         for t in hf_tensors(family, model, prefix)? {
-            locate(t, &found, config.weight_block(), (&mut roles, &mut places), &mut problems);
+            locate(t, &found, config.weight_block(), (&mut roles, &mut locations), &mut problems);
         }
         for (_, t) in shards.tensors().filter(|(_, t)| !roles.contains_key(&t.name)).collect::<Vec<_>>() {
             let role = if let Some(copy) = tied_head(model, &t.name) {
                 check(t, &copy, &mut problems);
                 Role::Parameters(copy)
+            } else if let Some((copy, of)) = mtp_copy(&config, prefix, &t.name) {
+                check(t, &copy, &mut problems);
+                // transformers takes the model's own whatever this one holds; a copy that is none is kept as it is.
+                match found.get(of.as_str()) {
+                    Some(&of) if same_values(&shards, t, of)? => Role::Parameters(copy),
+                    _ => Role::Unused,
+                }
             } else if is_unused(&config, t, prefix) {
                 Role::Unused
             } else {
@@ -97,7 +111,7 @@ impl HfCheckpoint {
             return Err(Error::Tensors { origin: dir.display().to_string(), problems });
         }
         let (logical, buffers) = (logical_tensors(model), logical_buffers(model));
-        Ok(HfCheckpoint { dir: dir.into(), config, prefix, shards, roles, places, logical, buffers })
+        Ok(HfCheckpoint { dir: dir.into(), config, prefix, shards, roles, locations, logical, buffers })
     }
 
     /// The folder.
@@ -115,45 +129,45 @@ impl HfCheckpoint {
         &self.logical
     }
 
-    /// What belongs to the model without being a parameter: f32, whatever the weights are.
+    /// Buffers: tensors of the model that are not trained; f32 whatever the weights' dtype.
     pub fn buffers(&self) -> &[LogicalTensor] {
         &self.buffers
     }
 
-    /// Element type of a parameter in the files; bf16 where it is stored in fewer bits.
+    /// Dtype of a tensor in the files; bf16 for quantized ones.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
-        Ok(self.place(logical)?.format.dtype())
+        Ok(self.location(logical)?.format.dtype())
     }
 
-    /// Is something stored in few bits, to be decoded when it is read?
+    /// True if some tensor is quantized, to be dequantized when it is read.
     pub fn is_quantized(&self) -> bool {
-        self.places.values().any(|p| !matches!(p.format, StorageFormat::Plain(_)))
+        self.locations.values().any(|p| !matches!(p.format, StorageFormat::Plain(_)))
     }
 
-    /// Tensors that are of no use to a model and are kept for export only.
+    /// Tensors that the model does not use, kept for export.
     pub fn unused_tensors(&self) -> impl Iterator<Item = &str> {
         self.roles.iter().filter(|(_, r)| matches!(r, Role::Unused)).map(|(n, _)| n.as_str())
     }
 
-    /// The tensor of the files that holds this parameter, alone or with others.
+    /// The tensor in the files that holds this parameter, alone or fused with others.
     pub fn hf_name(&self, logical: &str) -> Result<&str> {
-        Ok(&self.place(logical)?.hf)
+        Ok(&self.location(logical)?.hf)
     }
 
-    /// The tensors of the files that hold parameters, in the model's order.
+    /// The tensors in the files that hold parameters, in the model's order.
     pub fn hf_tensors(&self) -> Result<Vec<HfTensor>> {
         hf_tensors(self.config.family(), self.config.model(), self.prefix)
     }
 
     /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
     pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
-        let rows = self.place(logical)?.rows;
+        let rows = self.location(logical)?.rows;
         self.read_rows(logical, 0..rows, dtype)
     }
 
-    /// Some rows of one parameter, reading nothing else: a rank's own slice of a matrix.
+    /// Some rows of a parameter, such as a rank's slice of a matrix; reads nothing else.
     pub fn read_rows(&self, logical: &str, rows: Range<usize>, dtype: DType) -> Result<Vec<u8>> {
-        let p = self.place(logical)?;
+        let p = self.location(logical)?;
         if rows.start > rows.end || rows.end > p.rows {
             let what = format!("rows {rows:?} were asked for, but it has {}", p.rows);
             return Err(Error::tensor(logical, what));
@@ -167,8 +181,8 @@ impl HfCheckpoint {
         Ok(out)
     }
 
-    fn place(&self, logical: &str) -> Result<&TensorLocation> {
-        self.places
+    fn location(&self, logical: &str) -> Result<&TensorLocation> {
+        self.locations
             .get(logical)
             .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.dir.display())))
     }
@@ -186,12 +200,12 @@ impl HfCheckpoint {
     }
 }
 
-/// Finds a tensor in the files, as it is or in few bits, and says where its parameters are.
+/// Finds a tensor in the files, plain or quantized, and records where its parameters are.
 fn locate(
     t: HfTensor,
     found: &FileTensors,
     block: [usize; 2],
-    (roles, places): (&mut HashMap<String, Role>, &mut HashMap<String, TensorLocation>),
+    (roles, locations): (&mut HashMap<String, Role>, &mut HashMap<String, TensorLocation>),
     problems: &mut Vec<Problem>,
 ) {
     let beside = |suffix: &str| found.get(format!("{}{suffix}", t.name).as_str()).copied();
@@ -216,7 +230,7 @@ fn locate(
             values.dtype.native().map(StorageFormat::Plain)
         };
         if let Some(format) = format {
-            place(ShardTensor { shard, name: values.name.clone() }, &format, &t, places);
+            record(ShardTensor { shard, name: values.name.clone() }, &format, &t, locations);
         }
         roles.insert(t.name.clone(), Role::Parameters(t));
     } else if let Some((shard, values)) = beside(BLOCKS) {
@@ -225,10 +239,12 @@ fn locate(
         if let Some((_, scales)) = scales {
             coded(&scales.name);
         }
-        // Decoded, they are [out, in], whatever the others are.
+        // MXFP4 blocks run along the input features: the values are stored [out, in].
         let straight = t.untransposed();
         match quantized::mxfp4(&straight, values, scales) {
-            Ok(format) => place(ShardTensor { shard, name: values.name.clone() }, &format, &straight, places),
+            Ok(format) => {
+                record(ShardTensor { shard, name: values.name.clone() }, &format, &straight, locations)
+            }
             Err((name, how)) => problems.push(Problem::Wrong(name, how)),
         }
     } else {
@@ -242,12 +258,61 @@ fn check(found: &TensorInfo, wanted: &HfTensor, problems: &mut Vec<Problem>) {
         problems.push(Problem::Wrong(found.name.clone(), how));
     }
     if !found.dtype.native().is_some_and(is_castable) {
-        let how = format!("element type {} cannot be read as weights (F32, BF16 and F16 can)", found.dtype);
+        let how = format!("dtype {} cannot be read as weights (F32, BF16 and F16 can)", found.dtype);
         problems.push(Problem::Wrong(found.name.clone(), how));
     }
 }
 
-/// The head that some files of tied models have beside the embedding: not read, written as the embedding is.
+/// MTP modules that the files hold: layers after the decoder's last.
+fn mtp_layers_in(shards: &Shards, config: &HfConfig, prefix: &str) -> usize {
+    let layers = config.model().layers;
+    let holds = |j: &usize| {
+        let name = format!("{prefix}layers.{}.", layers + j);
+        shards.tensors().any(|(_, t)| t.name.starts_with(&name))
+    };
+    (0..64).take_while(holds).count()
+}
+
+/// The embedding or head that an MTP module's file has once more, and the tensor that it is a copy of.
+fn mtp_copy(config: &HfConfig, prefix: &str, name: &str) -> Option<(HfTensor, String)> {
+    let model = config.model();
+    let layer =
+        (0..model.mtp.map_or(0, |m| m.modules())).map(|j| format!("{prefix}layers.{}.", model.layers + j));
+    let kind = layer.into_iter().find_map(|layer| name.strip_prefix(&layer))?;
+    let (logical, of) = match kind {
+        "embed_tokens.weight" => ("embed.tokens", format!("{prefix}embed_tokens.weight")),
+        "shared_head.head.weight" if model.tied => ("embed.tokens", format!("{prefix}embed_tokens.weight")),
+        "shared_head.head.weight" => ("head.weight", HEAD.hf.into()),
+        _ => return None,
+    };
+    let part = LogicalTensor { name: logical.into(), shape: vec![model.vocab, model.hidden], buffer: false };
+    let layout = FusedLayout { transposed: false, interleaved: false };
+    Some((fuse(name.into(), vec![part], None, layout), of))
+}
+
+/// Do two tensors of the files hold the same bytes?
+fn same_values(shards: &Shards, a: &TensorInfo, (shard, b): (usize, &TensorInfo)) -> Result<bool> {
+    const CHUNK: u64 = 4 << 20;
+    let Some(first) = shards.files.iter().find(|s| s.file.get(&a.name).is_some()) else { return Ok(false) };
+    let bytes = a.dtype.tensor_bytes(&a.shape).unwrap_or(0);
+    if (a.dtype, &a.shape) != (b.dtype, &b.shape) {
+        return Ok(false);
+    }
+    let (mut x, mut y) = (Vec::new(), Vec::new());
+    for at in (0..bytes).step_by(CHUNK as usize) {
+        let n = (bytes - at).min(CHUNK) as usize;
+        x.resize(n, 0);
+        y.resize(n, 0);
+        first.file.read_range(&a.name, at, &mut x)?;
+        shards.files[shard].file.read_range(&b.name, at, &mut y)?;
+        if x != y {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// The head that some files of tied models have beside the embedding: not read, and written as the embedding.
 fn tied_head(model: &ModelConfig, name: &str) -> Option<HfTensor> {
     (model.tied && name == HEAD.hf).then(|| {
         let shape = vec![model.vocab, model.hidden];
@@ -258,29 +323,32 @@ fn tied_head(model: &ModelConfig, name: &str) -> Option<HfTensor> {
 
 fn is_unused(config: &HfConfig, found: &TensorInfo, prefix: &str) -> bool {
     let layers = config.model().layers;
+    // transformers stores the shared expert of `n_shared_experts = 0` as matrices without rows.
+    if found.shape.contains(&0) {
+        return true;
+    }
     let Some(name) = found.name.strip_prefix(prefix) else { return false };
     config.family().unused.iter().any(|p| matches(p, name, layers))
-        || (layers..layers + config.mtp_layers()).any(|i| name.starts_with(&format!("layers.{i}.")))
 }
 
-fn place(
+fn record(
     values: ShardTensor,
     format: &StorageFormat,
     t: &HfTensor,
-    places: &mut HashMap<String, TensorLocation>,
+    locations: &mut HashMap<String, TensorLocation>,
 ) {
     for part in &t.parts {
         let rows = part.tensor.shape.first().copied().unwrap_or(1);
         let cols = part.tensor.shape.get(1).copied().unwrap_or(1);
         let (hf, values, format) = (t.name.clone(), values.clone(), format.clone());
-        places.insert(
+        locations.insert(
             part.tensor.name.clone(),
             TensorLocation { hf, values, format, view: part.view, rows, cols },
         );
     }
 }
 
-/// Memory for a tensor, or an error where there is none.
+/// A zeroed buffer, or an error if memory is exhausted.
 pub(crate) fn zeros(name: &str, bytes: usize) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     out.try_reserve_exact(bytes)

@@ -1,13 +1,13 @@
-//! JSON objects read key by key, with errors that name the file and the key.
+//! Reads JSON objects key by key, with errors that name the file and the key.
 
 use crate::error::{Error, Result};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// Larger configuration files are a mistake or an attack.
+/// Size limit of a configuration file.
 const MAX_BYTES: u64 = 64 << 20;
 
-/// The text of a small file.
+/// Reads a small text file.
 pub(crate) fn read_text(path: &Path) -> Result<String> {
     let size = std::fs::metadata(path).map_err(|e| Error::io(path, "open", e))?.len();
     if size > MAX_BYTES {
@@ -30,7 +30,7 @@ pub(crate) fn parse_object(text: &str, origin: &str) -> Result<Map<String, Value
     }
 }
 
-/// A value in words for messages, cut short when long.
+/// A value as text for error messages, truncated to 60 characters.
 pub(crate) fn show(v: &Value) -> String {
     let text = v.to_string();
     if text.chars().count() <= 60 { text } else { text.chars().take(57).chain("...".chars()).collect() }
@@ -47,7 +47,7 @@ fn kind(v: &Value) -> &'static str {
     }
 }
 
-/// An object with the file it came from and the key it stands under (`rope_scaling.` or nothing).
+/// An object with its file and the key that holds it (`rope_scaling.` or nothing), for error messages.
 #[derive(Clone, Copy)]
 pub(crate) struct Object<'a> {
     pub map: &'a Map<String, Value>,

@@ -1,4 +1,4 @@
-//! Hugging Face in and out: configurations, weights, tokenizers and chat templates.
+//! Hugging Face checkpoints in and out: `config.json`, weights, tokenizers and chat templates.
 
 mod cast;
 pub mod chat;

@@ -1,4 +1,4 @@
-//! A model with everything needed to write text with it: weights, tokenizer, ends, chat template.
+//! A model with what text generation needs: weights, tokenizer, stop tokens and chat template.
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
@@ -12,28 +12,28 @@ use ferrotron_engine::Rank;
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
-/// Inside a converted checkpoint: what the Hugging Face folder had beside its weights.
+/// Folder inside a converted checkpoint for the files that the Hugging Face folder had beside its weights.
 pub(crate) const COMPANIONS: &str = "hf";
 
-/// A model that has been found and checked; nothing of it is in memory yet.
+/// A model that has been found and checked, but not loaded.
 #[derive(Debug)]
 pub struct ModelSource {
-    /// Where it is.
+    /// Its location.
     pub place: ModelLocation,
     /// Its weights.
     pub weights: Weights,
-    /// The recipe of the run it comes from, if it does.
+    /// The configuration of the run it belongs to, if any.
     pub config: Option<Config>,
 }
 
-/// TextIo in and out of a model.
+/// Tokenization for a model: text to prompt ids and generated ids to text.
 #[derive(Debug)]
 pub struct TextIo {
-    /// TextIo to ids and back.
+    /// Encodes and decodes text.
     pub tokenizer: Tokenizer,
-    /// What a text can start from when there is none: a beginning-of-text, an end of the text before, a new line.
+    /// The token to start from without a prompt: beginning of text, otherwise end of text, otherwise a newline.
     pub start: Option<i32>,
-    /// Ids that end a text.
+    /// Ids that end generation.
     pub stop: Vec<i32>,
     /// The model's chat template, if it has one.
     pub chat: Option<ChatTemplate>,
@@ -58,7 +58,7 @@ impl ModelSource {
         self.weights.model()
     }
 
-    /// The element type it was trained in: bf16 where that is known, otherwise f32, which holds every other.
+    /// The compute precision: bf16 if the model was trained in it, otherwise f32.
     pub fn dtype(&self) -> DType {
         let known = match (&self.weights, &self.config) {
             (_, Some(config)) => Some(config.precision.dtype.dtype()),
@@ -70,7 +70,7 @@ impl ModelSource {
         if known == Some(DType::BF16) { DType::BF16 } else { DType::F32 }
     }
 
-    /// The folder or file its tokenizer is in: its own, the one converted with it, or the one its recipe names.
+    /// The folder or file of its tokenizer: its own, the one converted with it, or the one its recipe names.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
         let with_tokenizer = |dir: &PathBuf| dir.join("tokenizer.json").is_file();
         match (&self.place, &self.config) {
@@ -85,19 +85,19 @@ impl ModelSource {
         }
     }
 
-    /// The folder that has what belongs to the model beside its weights, if there is one.
+    /// The folder with the files that belong to the model beside its weights, if there is one.
     pub(crate) fn companions(&self) -> Option<PathBuf> {
         let own = self.folder().join(COMPANIONS);
         if own.is_dir() { Some(own) } else { self.tokenizer_path().filter(|p| p.is_dir()) }
     }
 
-    /// Does the model read bytes: by its recipe, or, where that does not say, by the size of its vocabulary?
+    /// True if its tokens are bytes: according to its recipe, otherwise by its vocabulary size of 256.
     pub fn reads_bytes(&self) -> bool {
         let recipe = self.config.as_ref().is_some_and(|c| c.data.tokenizer.is_none() && c.model.hf.is_none());
         self.tokenizer_path().is_none() && (recipe || self.model().vocab == 256)
     }
 
-    /// Tokenizer, ends and chat template, from `given` or wherever the model says.
+    /// Tokenizer, stop tokens and chat template, from `given` or the model's own tokenizer.
     pub fn text(&self, given: Option<&Path>) -> Result<TextIo> {
         let eod = self.config.as_ref().and_then(|c| c.data.eod);
         let path = match given {
@@ -128,17 +128,21 @@ impl ModelSource {
 
     fn no_tokenizer(&self) -> Error {
         let what = match self.config.as_ref().and_then(|c| c.model.hf.as_ref()) {
-            Some(hf) => format!("began as {hf}, where there is no tokenizer now; give one with --tokenizer"),
-            None => "does not say which tokenizer it was made with; give one with --tokenizer".into(),
+            Some(hf) => {
+                format!("was trained from {hf}, which has no tokenizer any more; give one with --tokenizer")
+            }
+            None => "does not name its tokenizer; give one with --tokenizer".into(),
         };
         Error::Tokenizer { origin: self.folder().display().to_string(), what }
     }
 
-    /// Loads the weights in `dtype` for sequences of up to `positions` tokens, at most the model's own longest.
+    /// Loads the weights in `dtype` for sequences of up to `positions` tokens, limited to the model's maximum.
     pub fn load(&self, rank: Rank, dtype: DType, positions: usize) -> Result<Model> {
         let positions = positions.clamp(1, self.model().max_positions.max(1));
         let source = |name: &str| self.weights.read(name, load_dtype(name, dtype)).map_err(to_core);
-        Ok(Model::load(rank, self.model(), positions, dtype, &PipelineLayout::default(), &source)?)
+        // Text is drawn from the model's own logits: MTP modules are not loaded.
+        let model = ModelConfig { mtp: None, ..self.model().clone() };
+        Ok(Model::load(rank, &model, positions, dtype, &PipelineLayout::default(), &source)?)
     }
 
     /// The folder the weights are in.
@@ -150,13 +154,13 @@ impl ModelSource {
 }
 
 impl TextIo {
-    /// The ids a model is to continue: of the text, of a user's message in the model's chat template, or, where
-    /// there is no text, what a text starts from.
+    /// The prompt ids: of the text, of the text as a user message in the chat template, or the start token where
+    /// there is no text.
     pub fn prompt(&self, text: &str, chat: bool) -> Result<Vec<i32>> {
         let wrong = |what: &str| Err(Error::Chat(what.into()));
         let ids = if chat {
             let Some(template) = &self.chat else {
-                return wrong("this model has none; leave --chat out and write the prompt as it was taught");
+                return wrong("this model has none; remove --chat and format the prompt yourself");
             };
             let message = Message { role: "user".into(), content: text.into() };
             self.tokenizer.encode(&template.render(&[message], true)?)?
@@ -168,7 +172,7 @@ impl TextIo {
         match (ids.is_empty(), self.start) {
             (true, Some(start)) => Ok(vec![start]),
             (true, None) => {
-                let what = "has no token that begins a text, and the prompt is empty; give a prompt".into();
+                let what = "has no beginning-of-text token, and the prompt is empty; give a prompt".into();
                 Err(Error::Tokenizer { origin: "the tokenizer".into(), what })
             }
             (false, _) => Ok(ids.into_iter().map(|id| id as i32).collect()),
@@ -176,9 +180,9 @@ impl TextIo {
     }
 }
 
-/// A tokenizer by the folder of its `tokenizer.json`, or by a file of that format.
+/// Opens a tokenizer by the folder of its `tokenizer.json`, or by a file of that format.
 pub fn tokenizer_at(path: &Path) -> Result<Tokenizer> {
-    // The neighbours of a tokenizer.json say where texts begin and end.
+    // The files beside a tokenizer.json name the beginning and end tokens.
     match path.parent().filter(|_| path.is_file() && path.ends_with("tokenizer.json")) {
         Some(dir) if dir.as_os_str().is_empty() => Tokenizer::from_dir(Path::new(".")),
         Some(dir) => Tokenizer::from_dir(dir),

@@ -11,10 +11,10 @@ use ferrotron_core::train::model_of;
 use ferrotron_tensor::DType;
 use std::path::Path;
 
-/// Weights in a checkpoint are called this and their logical name.
+/// Prefix of weights in a checkpoint, before their logical name.
 pub(crate) const PREFIX: &str = "model/";
 
-/// A checkpoint whose every byte has been checked and which holds every parameter of its model.
+/// A native checkpoint with verified checksums that holds every parameter of its model.
 #[derive(Debug)]
 pub struct NativeCheckpoint {
     loaded: Loaded,
@@ -32,7 +32,7 @@ impl NativeCheckpoint {
         let mut problems = Vec::new();
         for t in tensors.iter().chain(&buffers) {
             match loaded.get(&format!("{PREFIX}{}", t.name)) {
-                // What mixtures remember begins with zeros.
+                // A missing expert bias starts from zero.
                 None if t.buffer => {}
                 None => problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape))),
                 Some(found) if found.shape != t.shape => problems.push(Problem::Wrong(
@@ -59,7 +59,7 @@ impl NativeCheckpoint {
         self.loaded.path()
     }
 
-    /// Steps done when it was written.
+    /// The training step it was saved at.
     pub fn step(&self) -> u64 {
         self.loaded.step()
     }
@@ -74,12 +74,12 @@ impl NativeCheckpoint {
         &self.tensors
     }
 
-    /// What belongs to the model without being a parameter.
+    /// Buffers: tensors of the model that are not trained.
     pub fn buffers(&self) -> &[LogicalTensor] {
         &self.buffers
     }
 
-    /// Element type of a parameter in the files.
+    /// Dtype of a tensor in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         let found = self.loaded.get(&format!("{PREFIX}{logical}")).and_then(|t| t.dtype.native());
         found

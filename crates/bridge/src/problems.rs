@@ -1,15 +1,15 @@
-//! Everything wrong with a folder of weights, collected before anything is read.
+//! Mismatches between weights and configuration, collected before anything is read.
 
 use std::fmt;
 
-/// One tensor that is not as the configuration wants it.
+/// A tensor that does not match the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Problem {
-    /// The configuration needs it and no file has it.
+    /// Required by the configuration and in no file.
     Missing(String),
-    /// A file has it and the model has no place for it.
+    /// In a file, but not a tensor of the model.
     Unexpected(String),
-    /// It is there, but not usable; the second says how (shape, element type, index entry…).
+    /// Present but unusable: the name, and the reason (shape, dtype, index entry…).
     Wrong(String, String),
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// A screenful is enough to read; the error value itself holds all of them.
+/// Problems listed in the message; the error value holds all of them.
 const SHOWN: usize = 2000;
 
 pub(crate) fn sentence(problems: &[Problem]) -> String {

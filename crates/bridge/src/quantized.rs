@@ -1,4 +1,5 @@
-//! Weights that were stored in few bits: FP8 with a scale for each block, MXFP4 with a power of two for each 32 numbers.
+//! Quantized weights: FP8 with a scale per block (DeepSeek-V3), MXFP4 with a power-of-two scale per 32 values
+//! (GPT-OSS).
 
 use crate::cast::{cast, is_castable};
 use crate::error::{Error, Result};
@@ -10,15 +11,15 @@ use ferrotron_tensor::DType;
 use ferrotron_tensor::fp8::{E2m1, E4m3, E8m0};
 use std::ops::Range;
 
-/// What follows the name of a tensor in FP8, for its scales.
+/// Suffix of the scales of an FP8 tensor.
 pub(crate) const SCALE_INV: &str = "_scale_inv";
-/// What follows the name of a tensor in MXFP4, for its numbers and for its scales.
+/// Suffixes of the values and scales of an MXFP4 tensor.
 pub(crate) const BLOCKS: &str = "_blocks";
 pub(crate) const SCALES: &str = "_scales";
-/// Numbers of one MXFP4 scale.
+/// Values per MXFP4 scale.
 const GROUP: usize = 32;
 
-/// FP8 numbers of a tensor, with the scales that were found; or what is wrong.
+/// The format of an FP8 tensor with its scales, or what is wrong with them.
 pub(crate) fn fp8(
     t: &HfTensor,
     scales: Option<(usize, &TensorInfo)>,
@@ -28,7 +29,7 @@ pub(crate) fn fp8(
         return Err(format!("is F8_E4M3, but there is no {}{SCALE_INV} to scale it by", t.name));
     };
     let (&[rows, cols], 1) = (&t.shape[..], t.parts.len()) else {
-        return Err("is F8_E4M3, which is read for whole matrices only".into());
+        return Err("is F8_E4M3, which is supported for unfused matrices only".into());
     };
     if t.layout.transposed {
         return Err("is F8_E4M3 and stored [in, out], which is not supported".into());
@@ -48,7 +49,7 @@ pub(crate) fn fp8(
     }
 }
 
-/// MXFP4 numbers of a tensor that is `t` when decoded; or what is wrong with which.
+/// The format of an MXFP4 tensor that dequantizes to `t`, or which tensor is wrong and how.
 pub(crate) fn mxfp4(
     t: &HfTensor,
     blocks: &TensorInfo,
@@ -74,14 +75,14 @@ pub(crate) fn mxfp4(
             return Err((found.name.clone(), what));
         }
         if found.dtype != FileDType::U8 {
-            let what = format!("element type {}, but numbers in MXFP4 are stored as U8", found.dtype);
+            let what = format!("dtype {}, but MXFP4 is stored as U8", found.dtype);
             return Err((found.name.clone(), what));
         }
     }
     Ok(StorageFormat::Mxfp4 { scales: ShardTensor { shard, name: scales.name.clone() } })
 }
 
-/// `number · scale of its block`
+/// Dequantizes FP8: `value · scale of its block`.
 pub(crate) fn read_fp8(
     files: &Shards,
     p: &TensorLocation,
@@ -116,7 +117,7 @@ pub(crate) fn read_fp8(
     Ok(())
 }
 
-/// `number · 2^(scale − 127)`
+/// Dequantizes MXFP4: `value · 2^(scale − 127)`.
 pub(crate) fn read_mxfp4(
     files: &Shards,
     p: &TensorLocation,

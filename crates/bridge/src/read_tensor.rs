@@ -1,4 +1,4 @@
-//! Reading one parameter from its place in the files.
+//! Reads one parameter from the files.
 
 use crate::cast::cast;
 use crate::error::{Error, Result};
@@ -8,12 +8,12 @@ use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_tensor::DType;
 use std::ops::Range;
 
-/// Where the rows of a parameter are.
+/// The location of a parameter in the files.
 #[derive(Debug)]
 pub(crate) struct TensorLocation {
-    /// The tensor as its family knows it.
+    /// Name of the Hugging Face tensor.
     pub hf: String,
-    /// The file and the tensor there that has the values.
+    /// The tensor in the files that has the values.
     pub values: ShardTensor,
     pub format: StorageFormat,
     pub view: View,
@@ -22,31 +22,31 @@ pub(crate) struct TensorLocation {
     pub cols: usize,
 }
 
-/// A tensor of one of the files.
+/// A tensor and the index of its file.
 #[derive(Clone, Debug)]
 pub(crate) struct ShardTensor {
     pub shard: usize,
     pub name: String,
 }
 
-/// What numbers are stored as.
+/// How values are stored.
 #[derive(Clone, Debug)]
 pub(crate) enum StorageFormat {
     Plain(DType),
-    /// E4M3, times the scale of the block it is in; `[⌈rows/block⌉, ⌈cols/block⌉]` scales of some float type.
+    /// E4M3 with a scale per block: `[⌈rows/block⌉, ⌈cols/block⌉]` scales of dtype `dtype`.
     Fp8 {
         scales: ShardTensor,
         dtype: DType,
         block: [usize; 2],
     },
-    /// Two E2M1 in a byte, the first in its low half, times the power of two of each 32 of a row.
+    /// Two E2M1 values per byte, the first in the low half, with a power-of-two scale per 32 values of a row.
     Mxfp4 {
         scales: ShardTensor,
     },
 }
 
 impl StorageFormat {
-    /// The element type numbers are handed on in, unless another is asked for.
+    /// The dtype the parameter is read as by default.
     pub fn dtype(&self) -> DType {
         match self {
             StorageFormat::Plain(dtype) => *dtype,
@@ -55,10 +55,10 @@ impl StorageFormat {
     }
 }
 
-/// Bytes read at once where a tensor passes through a buffer.
+/// Buffer size for tensors that are cast or gathered while they are read.
 pub(crate) const BUFFER: usize = 4 << 20;
 
-/// Fills `out` with those rows of a parameter as `dtype`.
+/// Reads some rows of a parameter into `out` as `dtype`.
 pub(crate) fn read(
     files: &Shards,
     p: &TensorLocation,
@@ -89,7 +89,7 @@ pub(crate) fn file<'a>(files: &'a Shards, spot: &ShardTensor) -> Result<&'a Tens
     }
 }
 
-/// Rows lie one after the other.
+/// Reads rows that are contiguous in the file.
 fn read_contiguous(
     files: &Shards,
     p: &TensorLocation,
@@ -111,7 +111,7 @@ fn read_contiguous(
     Ok(())
 }
 
-/// Rows or columns have others between them.
+/// Reads rows of a transposed, interleaved or fused tensor.
 fn read_strided(
     files: &Shards,
     p: &TensorLocation,
@@ -121,12 +121,12 @@ fn read_strided(
 ) -> Result<()> {
     let file = file(files, &p.values)?;
     let (n, view) = (rows.len(), View { offset: p.view.at(rows.start, 0), ..p.view });
-    // Lines are walked along the short stride.
+    // A line runs along the short stride.
     let by_rows = view.row >= view.col;
     let (lines, long, length, short) =
         if by_rows { (n, view.row, p.cols, view.col) } else { (p.cols, view.col, n, view.row) };
     let line = (length - 1) * short + 1;
-    // Lines that are close are read with what lies between them.
+    // Lines that are close together are read along with the gaps between them.
     let close = 2 * line >= long;
     let pitch = if close { long } else { line };
     let at_once = (BUFFER / (pitch * from.size())).clamp(1, lines);

@@ -1,4 +1,4 @@
-//! Recipes that name Hugging Face folders, checkpoints or tokenizers, resolved.
+//! Resolves recipes that name Hugging Face folders, checkpoints or tokenizers.
 
 use crate::error::Result;
 use crate::model_source::{COMPANIONS, tokenizer_at};
@@ -6,8 +6,8 @@ use crate::weights::Weights;
 use ferrotron_core::config::{Recipe, Resolved};
 use std::path::{Path, PathBuf};
 
-/// Derives what the recipe leaves open, from the model and the tokenizer it names too. Gives the weights of
-/// model.hf, where that is set.
+/// Resolves a recipe, with the architecture of `model.hf` and the end-of-document token of its tokenizer. Returns the
+/// weights of `model.hf` if it is set.
 pub fn resolve(recipe: &mut Recipe) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
     let weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
@@ -23,7 +23,7 @@ fn fill_eod(recipe: &mut Recipe) -> Result<()> {
     }
     let path = match (&c.data.tokenizer, &c.model.hf) {
         (Some(named), _) => Some(PathBuf::from(named)),
-        // A folder may come without one: data of another tokenizer is the recipe's to name.
+        // A folder without a tokenizer is fine: the recipe then names the one of its data.
         (None, Some(hf)) => [PathBuf::from(hf), Path::new(hf).join(COMPANIONS)]
             .into_iter()
             .find(|dir| dir.join("tokenizer.json").is_file()),

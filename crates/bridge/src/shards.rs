@@ -7,15 +7,15 @@ use ferrotron_core::tensorfile::{TensorFile, TensorInfo};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The only file of a small model.
+/// The weight file of a model that fits one.
 pub(crate) const SINGLE: &str = "model.safetensors";
-/// Where each tensor of a large model is.
+/// The index that maps tensors to files.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// One open weight file.
 #[derive(Debug)]
 pub(crate) struct Shard {
-    /// Its name in the folder.
+    /// File name.
     pub name: String,
     pub file: TensorFile,
 }
@@ -24,16 +24,16 @@ pub(crate) struct Shard {
 #[derive(Debug)]
 pub(crate) struct Shards {
     pub files: Vec<Shard>,
-    /// The index as it is in the folder.
+    /// The text of the index file.
     pub index: Option<String>,
 }
 
 impl Shards {
-    /// Opens every weight file. What disagrees between index and files is added to `problems`.
+    /// Opens every weight file. Contradictions between index and files are added to `problems`.
     pub fn open(dir: &Path, problems: &mut Vec<Problem>) -> Result<Shards> {
         let single = dir.join(SINGLE);
         let index = dir.join(INDEX);
-        // As the reference: the single file wins.
+        // As in transformers, the single file takes precedence.
         if single.exists() {
             let file = TensorFile::open(&single)?;
             return Ok(Shards { files: vec![Shard { name: SINGLE.into(), file }], index: None });
@@ -50,7 +50,7 @@ impl Shards {
         names.dedup();
         let mut files = Vec::with_capacity(names.len());
         for name in names {
-            // A name with a path in it could reach any file of the machine.
+            // A name with a path in it could reach outside the folder.
             if !name.ends_with(".safetensors")
                 || name.contains(['/', '\\', ':', '\0'])
                 || name.starts_with('.')

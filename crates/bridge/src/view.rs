@@ -1,45 +1,45 @@
-//! Where a parameter lies inside a tensor of the files, as plain numbers: stacked, turned, interleaved and one of many experts
-//! are all offsets and strides.
+//! Where a parameter lies inside a Hugging Face tensor: concatenated, transposed, interleaved and stacked experts are
+//! all an offset and two strides.
 
 /// Element `(r, c)` of a parameter is element `offset + r·row + c·col` of the tensor that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
     /// The first element.
     pub offset: usize,
-    /// From a row to the next.
+    /// Stride between rows.
     pub row: usize,
-    /// From a column to the next.
+    /// Stride between columns.
     pub col: usize,
 }
 
 impl View {
-    /// A matrix that is all there is, of that many columns.
+    /// A contiguous matrix of `cols` columns.
     pub fn contiguous(cols: usize) -> View {
         View { offset: 0, row: cols, col: 1 }
     }
 
-    /// The place of an element.
+    /// The index of an element.
     pub fn at(&self, row: usize, col: usize) -> usize {
         self.offset + row * self.row + col * self.col
     }
 
-    /// The same, seen from an element that is `first` elements further on.
+    /// The same elements, counted from element `first` of the tensor.
     pub(crate) fn from(self, first: usize) -> View {
         View { offset: self.offset - first, ..self }
     }
 
-    /// Do the elements lie one after the other, rows of that many columns?
+    /// True if rows of `cols` columns are contiguous.
     pub(crate) fn is_contiguous(&self, cols: usize) -> bool {
         self.row == cols && self.col == 1
     }
 }
 
-/// How the parameters of one block of a tensor lie: one expert's, or all there are.
+/// How parameters are fused into one block of a tensor: one expert's, or the whole tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FusedLayout {
-    /// Is the block `[in, out]`?
+    /// The block is stored `[in, out]`.
     pub transposed: bool,
-    /// Do rows of the parts take turns?
+    /// Rows of the parts alternate (GPT-OSS's gate and up).
     pub interleaved: bool,
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn copy(from: (&[u8], View), to: (&mut [u8], View), rows: usize, cols
 }
 
 fn copy_as<const N: usize>(from: (&[u8], View), to: (&mut [u8], View), rows: usize, cols: usize) {
-    // Square tiles, so that neither side walks memory with a long stride for long.
+    // Square tiles keep both sides in cache.
     const TILE: usize = 32;
     let ((from, a), (to, b)) = ((from.0.as_chunks::<N>().0, from.1), (to.0.as_chunks_mut::<N>().0, to.1));
     for r0 in (0..rows).step_by(TILE) {
@@ -87,7 +87,7 @@ fn copy_as<const N: usize>(from: (&[u8], View), to: (&mut [u8], View), rows: usi
 mod tests {
     use super::*;
 
-    /// Every kind of block against its definition: which element is it?
+    /// Every kind of block against its definition.
     #[test]
     fn views_are_where_the_definition_says() {
         let (rows, cols, blocks) = ([3usize, 3], 5usize, 2);

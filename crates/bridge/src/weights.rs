@@ -1,4 +1,4 @@
-//! The weights of a model, wherever they are: a Hugging Face folder, a checkpoint or a run folder.
+//! The weights of a model in a Hugging Face folder, a checkpoint or a run folder.
 
 use crate::error::{Error, Result};
 use crate::hf_checkpoint::HfCheckpoint;
@@ -10,12 +10,12 @@ use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
-/// Where a model is.
+/// The location of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ModelLocation {
     /// A folder with `config.json` and `.safetensors` files.
     HuggingFace(PathBuf),
-    /// A checkpoint, and the folder of the run it belongs to, if it does.
+    /// A native checkpoint and, if it belongs to a run, the run folder.
     Checkpoint {
         /// The checkpoint's folder.
         folder: PathBuf,
@@ -24,7 +24,7 @@ pub enum ModelLocation {
     },
 }
 
-/// Says what a folder is; of a run, the newest checkpoint.
+/// Detects what a folder holds; for a run folder, finds its newest checkpoint.
 pub fn locate_model(path: &Path) -> Result<ModelLocation> {
     let wrong = |what: &str| Err(Error::config(&path.display().to_string(), what));
     if path.join("manifest.json").is_file() {
@@ -38,18 +38,18 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
     if path.join(CHECKPOINTS).is_dir() || path.join(CONFIG).is_file() {
         return match latest(&path.join(CHECKPOINTS))? {
             Some(folder) => Ok(ModelLocation::Checkpoint { folder, run: Some(path.into()) }),
-            None => wrong("is a run without a checkpoint; train on until one is saved (checkpoint.every)"),
+            None => wrong("is a run without a checkpoint; train until one is saved (checkpoint.every)"),
         };
     }
     if !path.exists() {
-        return wrong("there is no such folder");
+        return wrong("does not exist");
     }
     wrong(
-        "is no model: neither a Hugging Face folder (config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
+        "holds no model: it is neither a Hugging Face folder (config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
     )
 }
 
-/// Weights ready to be read tensor by tensor.
+/// Weights that are read tensor by tensor.
 #[derive(Debug)]
 pub enum Weights {
     /// Of a Hugging Face folder.
@@ -64,7 +64,7 @@ impl Weights {
         Weights::at(&locate_model(path)?)
     }
 
-    /// Opens and checks what [`locate_model`] found.
+    /// Opens and checks the model at a location.
     pub fn at(place: &ModelLocation) -> Result<Weights> {
         Ok(match place {
             ModelLocation::HuggingFace(dir) => Weights::HuggingFace(Box::new(HfCheckpoint::open(dir)?)),
@@ -90,7 +90,7 @@ impl Weights {
         }
     }
 
-    /// What belongs to the model without being a parameter: f32, whatever the weights are.
+    /// Buffers: tensors of the model that are not trained; f32 whatever the weights' dtype.
     pub fn buffers(&self) -> &[LogicalTensor] {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.buffers(),
@@ -98,7 +98,7 @@ impl Weights {
         }
     }
 
-    /// Element type of a parameter in the files.
+    /// Dtype of a tensor in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.dtype(logical),
@@ -106,7 +106,7 @@ impl Weights {
         }
     }
 
-    /// Element type of all parameters, if they have one in common.
+    /// The dtype of all parameters, if they share one.
     pub fn common_dtype(&self) -> Option<DType> {
         let mut types = self.tensors().iter().map(|t| self.dtype(&t.name).ok());
         let first = types.next()??;
@@ -121,11 +121,11 @@ impl Weights {
         }
     }
 
-    /// Puts the weights into a model that is about to be trained.
+    /// Loads the weights into a trainer.
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
         let source = |name: &str| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
-        // A recipe may ask for biases that the weights never had: they begin with zeros.
+        // A recipe may enable expert biases that the weights lack: they start from zero.
         set_expert_biases(&trainer.rank, &trainer.model.step_state, &|name| {
             let known = self.buffers().iter().any(|t| t.name == name);
             let experts = trainer.model.decoder.config().moe.as_ref().map_or(0, |m| m.experts);
@@ -134,7 +134,7 @@ impl Weights {
     }
 }
 
-/// An error of ours where one of the crate below is wanted.
+/// Converts an error for code that returns core's.
 pub(crate) fn to_core(e: Error) -> ferrotron_core::Error {
     match e {
         Error::Core(e) => *e,

@@ -249,29 +249,3 @@ fn mxfp4_that_cannot_be_decoded_is_refused_by_name() {
     let e = plan.unwrap().read("layers.0.moe.experts.1.down.weight", DType::F32).unwrap_err().to_string();
     assert!(e.contains(name) && e.contains("row 6") && e.contains("no number"), "{e}");
 }
-
-/// Layers that predict further tokens are passed over; what is written without them does not speak of them.
-#[test]
-fn further_layers_are_passed_over() {
-    let dir = tempfile::tempdir().unwrap();
-    let further = "model.layers.3.eh_proj.weight";
-    let add = |t: &mut Tensors| drop(t.insert(further.into(), plain(&mut SeededRng(4), &[48, 96])));
-    let refused = dir.path().join("refused");
-    deepseek(&refused, |_, t| add(t));
-    let e = HfCheckpoint::open(&refused).unwrap_err().to_string();
-    assert!(e.contains(&format!("unexpected: {further}")), "{e}");
-    let fine = dir.path().join("fine");
-    deepseek(&fine, |c, t| {
-        c["num_nextn_predict_layers"] = json!(1);
-        add(t);
-    });
-    let plan = HfCheckpoint::open(&fine).unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(plan.unused_tensors().collect::<Vec<_>>(), [further]);
-    let to = dir.path().join("again");
-    let source = |name: &str| Ok(TensorData { dtype: DType::F32, bytes: plan.read(name, DType::F32)? });
-    export(&to, plan.config(), &source, &ExportOptions { reference: Some(&plan), ..Default::default() })
-        .unwrap();
-    let again = HfCheckpoint::open(&to).unwrap_or_else(|e| panic!("{e}"));
-    assert_eq!(again.config().get("num_nextn_predict_layers"), Some(&json!(0)));
-    assert_eq!(again.unused_tensors().count(), 0);
-}

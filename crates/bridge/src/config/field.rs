@@ -1,4 +1,4 @@
-//! One key of `config.json` ↔ one switch of the model.
+//! One key of `config.json` ↔ one field of the model's configuration.
 
 use crate::error::Result;
 use crate::family::{Absent, Field, Key};
@@ -6,13 +6,13 @@ use crate::json::Object;
 use ferrotron_core::model::config::{Activation, MlaConfig, ModelConfig};
 use serde_json::{Map, Value, json};
 
-/// `x^-1/2`, rounded once.
+/// `1/√x`, rounded to f32 once.
 pub(super) fn inverse_sqrt(x: f64) -> f32 {
     (1.0 / x.sqrt()) as f32
 }
 
 impl Key {
-    /// The spelling this object uses. A null counts only where it says something (soft caps).
+    /// The name this object uses. Null counts as absent, except where it has a meaning of its own (soft caps).
     fn spelling(&self, o: &Object) -> Option<&'static str> {
         let null_counts = matches!(self.absent, Absent::Cap(_) | Absent::Rank(_));
         self.names.iter().copied().find(|n| match o.map.get(*n) {
@@ -21,7 +21,7 @@ impl Key {
         })
     }
 
-    /// Sets the switch from the object, or from what a missing key means.
+    /// Sets the field from the object, or from the default of a missing key.
     pub(super) fn read(&self, o: &Object, c: &mut ModelConfig) -> Result<()> {
         let name = self.spelling(o);
         let shown = self.names.first().copied().unwrap_or("(derived)");
@@ -60,7 +60,7 @@ impl Key {
             Field::NopeDim => latent(c).nope_dim = self.size(o, name, c)?,
             Field::RopeDim => {
                 latent(c).rope_dim = self.size(o, name, c)?;
-                // What a query's width is made of has been read.
+                // `nope_dim` has been read before: the two make up a query's head.
                 let m = *latent(c);
                 c.head_dim = m.nope_dim.saturating_add(m.rope_dim);
                 c.attn_scale = inverse_sqrt(c.head_dim as f64);
@@ -73,6 +73,7 @@ impl Key {
                     c.attn_scale = 1.0;
                 }
             }
+            Field::ScaleByLayer => c.attn_scale_by_layer = self.flag(o, name)?,
             Field::Activation(_) => {
                 let word = match name {
                     Some(n) => o.text(n)?.unwrap_or_default(),
@@ -114,7 +115,7 @@ impl Key {
                 _ => Err(o.wrong(
                     shown,
                     format_args!(
-                        "cannot be derived: the width {} is not a multiple of the {} heads",
+                        "cannot be derived: hidden size {} is not a multiple of {} heads",
                         c.hidden, c.heads
                     ),
                 )),
@@ -148,7 +149,7 @@ impl Key {
         }
     }
 
-    /// Writes the switch under the spelling already there, or the first one.
+    /// Writes the field under the name the file already uses, or the first one.
     pub(super) fn write(&self, c: &ModelConfig, map: &mut Map<String, Value>) {
         let Some(&name) = self.names.iter().find(|n| map.contains_key(**n)).or(self.names.first()) else {
             return;
@@ -156,7 +157,7 @@ impl Key {
         map.insert(name.to_string(), self.value(c));
     }
 
-    /// The switch as JSON.
+    /// The field as JSON.
     pub(super) fn value(&self, c: &ModelConfig) -> Value {
         match self.field {
             Field::Layers => json!(c.layers),
@@ -183,6 +184,7 @@ impl Key {
             Field::QueryWidth => json!(c.head_dim),
             Field::Moe(mix) => super::moe::value(mix, c),
             Field::ScaleScores => json!(c.attn_scale == inverse_sqrt(c.head_dim as f64)),
+            Field::ScaleByLayer => json!(c.attn_scale_by_layer),
             Field::Activation(tanh) => json!(match c.activation {
                 Activation::Silu => "silu",
                 Activation::GeluErf => "gelu",
@@ -193,8 +195,8 @@ impl Key {
     }
 }
 
-/// The widths of latent attention, to be filled in. The norms of narrow rows have an eps of their own, whatever the
-/// model's.
+/// The model's MLA configuration, for keys to fill in. The norms of compressed q and kv have an eps of 1e-6, whatever
+/// `rms_norm_eps` says.
 fn latent(c: &mut ModelConfig) -> &mut MlaConfig {
     c.mla.get_or_insert(MlaConfig {
         q_lora_rank: None,
@@ -206,12 +208,12 @@ fn latent(c: &mut ModelConfig) -> &mut MlaConfig {
     })
 }
 
-/// The shortest decimal that gives this f32 back: 1e-5 stays 1e-5.
+/// The shortest decimal that rounds to this f32: 1e-5 stays 1e-5.
 pub(super) fn real(x: f32) -> Value {
     x.to_string().parse::<f64>().map_or(Value::Null, |x| json!(x))
 }
 
-/// The number whose inverse root the scale is: a whole one if that gives the same bits.
+/// The `query_pre_attn_scalar` of a scale: an integer if that gives the same bits.
 fn query_scalar(scale: f32) -> Value {
     let exact = 1.0 / (f64::from(scale) * f64::from(scale));
     let whole = exact.round();

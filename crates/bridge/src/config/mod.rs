@@ -4,6 +4,7 @@ mod field;
 mod moe;
 mod read;
 mod rope;
+mod rope_write;
 mod sliding_window;
 mod write;
 
@@ -13,14 +14,15 @@ use crate::error::Result;
 use crate::expected::{HfTensor, hf_tensors};
 use crate::family::Family;
 use crate::json::{Object, parse_object, read_text};
+use ferrotron_core::model::MtpConfig;
 use ferrotron_core::model::config::ModelConfig;
 use ferrotron_tensor::DType;
 use read::{detect_family, read_model, weight_block};
 use serde_json::{Map, Value};
 use std::path::Path;
 
-/// A `config.json`: the family, the architecture, and the file itself so that export writes back what was
-/// read, including keys that mean nothing to us.
+/// A `config.json`: its family, its architecture, and the file itself, so that export writes back what was read,
+/// unknown keys included.
 #[derive(Clone, Debug)]
 pub struct HfConfig {
     family: &'static Family,
@@ -47,7 +49,7 @@ impl HfConfig {
         HfConfig::parse_as(family, text, origin)
     }
 
-    /// The same of a family that is known, whatever the text says of its class.
+    /// Reads the text as a `config.json` of the given family, whatever class it names.
     pub fn parse_as(family: &'static Family, text: &str, origin: &str) -> Result<HfConfig> {
         let map = parse_object(text, origin)?;
         let model = read_model(family, &Object { map: &map, origin, under: "" })?;
@@ -64,7 +66,7 @@ impl HfConfig {
         &self.model
     }
 
-    /// The file's text, as read or as it is to be written.
+    /// The text of the file, as read or as to be written.
     pub fn text(&self) -> &str {
         &self.text
     }
@@ -74,7 +76,7 @@ impl HfConfig {
         &self.origin
     }
 
-    /// Element type of the weights, if the file says one we know.
+    /// Dtype of the weights, if the file names one that we support.
     pub fn dtype(&self) -> Option<DType> {
         let word = ["dtype", "torch_dtype"].into_iter().find_map(|k| self.map.get(k)?.as_str())?;
         match word.strip_prefix("torch.").unwrap_or(word) {
@@ -85,15 +87,22 @@ impl HfConfig {
         }
     }
 
-    /// The blocks that FP8 weights have a scale each for: rows, columns.
+    /// Block size of FP8 scales: rows, columns.
     pub(crate) fn weight_block(&self) -> [usize; 2] {
         weight_block(&Object { map: &self.map, origin: &self.origin, under: "" }).unwrap_or([128, 128])
     }
 
-    /// Layers after the last, which predict further tokens: kept for export, otherwise passed over.
-    pub(crate) fn mtp_layers(&self) -> usize {
-        let layers = self.map.get(MTP_LAYERS).and_then(Value::as_u64);
-        layers.map_or(0, |n| n.min(64) as usize)
+    /// MTP modules that the file states, if it does. Whether a checkpoint has them is for its files to say:
+    /// transformers drops them when it saves a model, and leaves the key.
+    pub(crate) fn mtp_layers(&self) -> Option<usize> {
+        let layers = MTP_LAYERS.iter().find_map(|k| self.map.get(*k)?.as_u64());
+        layers.map(|n| n.min(64) as usize)
+    }
+
+    /// The same file of a checkpoint that has so many MTP modules.
+    pub(crate) fn with_mtp_layers(mut self, layers: usize) -> HfConfig {
+        self.model.mtp = (layers > 0).then_some(MtpConfig { layers, shared_layer: false });
+        self
     }
 
     /// The tensors this model has in Hugging Face's files, in the model's order.
@@ -106,10 +115,10 @@ impl HfConfig {
         self.map.get(key)
     }
 
-    /// Keys that mean nothing to us and are not known to be harmless. They are kept for export.
+    /// Keys that are neither read nor known to have no effect. They are kept for export.
     pub fn unknown_keys(&self) -> Vec<&str> {
         let known = |k: &str| {
-            HARMLESS.contains(&k)
+            NO_EFFECT.contains(&k)
                 || rope::KEYS.contains(&k)
                 || sliding_window::KEYS.contains(&k)
                 || self.family.refused.iter().any(|r| r.key == k)
@@ -120,10 +129,11 @@ impl HfConfig {
 }
 
 const QUANTIZATION: &str = "quantization_config";
-const MTP_LAYERS: &str = "num_nextn_predict_layers";
+/// The key of published files, and the one of transformers.
+const MTP_LAYERS: [&str; 2] = ["num_nextn_predict_layers", "num_mtp_layers"];
 
-/// Keys that change nothing of what the model computes in training without dropout.
-const HARMLESS: &[&str] = &[
+/// Keys without effect on what the model computes in training without dropout.
+const NO_EFFECT: &[&str] = &[
     "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
@@ -146,8 +156,11 @@ const HARMLESS: &[&str] = &[
     "pad_token_id",
     "pretraining_tp",
     QUANTIZATION,
-    MTP_LAYERS,
+    MTP_LAYERS[0],
+    MTP_LAYERS[1],
     "reorder_and_upcast_attn",
+    "add_cross_attention",
+    "router_jitter_noise",
     "resid_pdrop",
     "router_aux_loss_coef",
     "seq_aux",

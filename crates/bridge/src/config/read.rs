@@ -1,4 +1,4 @@
-//! What a `config.json` says: its family, and the architecture in its keys.
+//! Reads the family and the architecture from a `config.json`.
 
 use super::{QUANTIZATION, moe, rope, sliding_window};
 use crate::error::{Error, Result};
@@ -7,10 +7,10 @@ use crate::json::{Object, show};
 use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
 use serde_json::{Map, Value, json};
 
-/// Keys by which models with experts are known, whatever their class.
+/// Keys that only MoE models have, whatever their class.
 const EXPERT_KEYS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
 
-/// The family of a file, by its class or else its type of model.
+/// Detects the family by `architectures`, otherwise by `model_type`.
 pub(super) fn detect_family(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> {
     let o = Object { map, origin, under: "" };
     let class = match o.list("architectures")?.map(|l| l.as_slice()) {
@@ -24,9 +24,10 @@ pub(super) fn detect_family(map: &Map<String, Value>, origin: &str) -> Result<&'
         None => match o.text("model_type")? {
             Some(kind) => FAMILIES.iter().find(|f| f.model_type == kind),
             None => {
-                return Err(
-                    o.wrong("architectures", "and `model_type` are both missing: which model is this?")
-                );
+                return Err(o.wrong(
+                    "architectures",
+                    "and `model_type` are both missing, so the architecture is unknown",
+                ));
             }
         },
     };
@@ -37,21 +38,18 @@ pub(super) fn detect_family(map: &Map<String, Value>, origin: &str) -> Result<&'
     if experts && !found.is_some_and(|f| knows(f)) {
         return Err(Error::unsupported(
             origin,
-            format!(
-                "{} is a mixture of experts of a kind that is not supported; these are: {supported}",
-                show(&json!(name))
-            ),
+            format!("MoE architecture {} is not supported; supported are: {supported}", show(&json!(name))),
         ));
     }
     found.copied().ok_or_else(|| {
         Error::unsupported(
             origin,
-            format!("architecture {} is not supported; these are: {supported}", show(&json!(name))),
+            format!("architecture {} is not supported; supported are: {supported}", show(&json!(name))),
         )
     })
 }
 
-/// The architecture that a file of a family describes.
+/// Reads the architecture from a file of a known family.
 pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
     weight_block(o)?;
     for r in family.refused {
@@ -78,14 +76,14 @@ pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
     Ok(c)
 }
 
-/// The blocks that FP8 weights have a scale each for. Other ways to store weights in few bits are refused.
+/// Block size of FP8 scales. Other quantization methods are refused.
 pub(super) fn weight_block(o: &Object) -> Result<[usize; 2]> {
     const DEFAULT: [usize; 2] = [128, 128];
     let Some(map) = o.object(QUANTIZATION)? else { return Ok(DEFAULT) };
     let q = Object { map, under: "quantization_config.", ..*o };
     let unknown = || {
         let what = format!(
-            "the weights are quantised ({}); FP8 with scales of blocks and MXFP4 can be read, for others convert a bf16 version",
+            "the weights are quantized ({}); block-scaled FP8 and MXFP4 are supported, otherwise use a bf16 version",
             show(&json!(map))
         );
         Error::unsupported(o.origin, what)
@@ -103,7 +101,7 @@ pub(super) fn weight_block(o: &Object) -> Result<[usize; 2]> {
     }
 }
 
-/// A decoder with nothing special, to be filled in.
+/// A plain decoder, for keys to fill in.
 fn blank() -> ModelConfig {
     ModelConfig {
         layers: 0,
@@ -127,6 +125,7 @@ fn blank() -> ModelConfig {
         window: None,
         local_layers: Vec::new(),
         attn_scale: 1.0,
+        attn_scale_by_layer: false,
         attn_softcap: None,
         attn_sink: false,
         no_rope_layers: Vec::new(),

@@ -1,4 +1,4 @@
-//! Which layers have a sliding window.
+//! Sliding-window attention: the window and the layers that use it.
 
 use crate::error::{Error, Result};
 use crate::family::SlidingWindows;
@@ -56,7 +56,7 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
             (every_window(4096)?, Box::new(move |i| (i + 1) % pattern != 0))
         }
     };
-    // Checked before a list of that length is made.
+    // Checked before a list of that length is allocated.
     if c.layers > 1 << 16 {
         return Err(o.wrong("num_hidden_layers", format_args!("is {}, which no model has", c.layers)));
     }
@@ -64,7 +64,7 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
         Some(types) => listed(types, o, c.layers)?,
         None => (0..c.layers).map(derived).collect(),
     };
-    // Without a local layer the window means nothing: one way to say it, so that equal models compare equal.
+    // Without a local layer the window has no effect: leave it out, so that equal models compare equal.
     if window.is_some() && local.contains(&true) {
         c.window = window;
         c.local_layers = local;
@@ -116,7 +116,7 @@ pub(super) fn write(windows: &SlidingWindows, c: &ModelConfig, map: &mut Map<Str
     for key in PATTERNS {
         map.remove(key);
     }
-    // Older versions of the reference know the pattern only.
+    // Older versions of transformers read the pattern only.
     if matches!(windows, SlidingWindows::AllBut)
         && (0..c.layers).all(|i| c.is_local(i) == ((i + 1) % DEFAULT_PATTERN != 0))
     {

@@ -1,7 +1,7 @@
-//! A `config.json` for a model: a new one, or the one that was read with what has changed.
+//! Writes the `config.json` of a model: a new one, or the one that was read with the changed keys.
 
 use super::read::read_model;
-use super::{HfConfig, MTP_LAYERS, QUANTIZATION, rope, sliding_window};
+use super::{HfConfig, MTP_LAYERS, QUANTIZATION, rope_write, sliding_window};
 use crate::error::{Error, Result};
 use crate::family::{FAMILIES, Family};
 use crate::json::{Object, show};
@@ -10,7 +10,7 @@ use ferrotron_tensor::DType;
 use serde_json::{Map, Value, json};
 
 impl HfConfig {
-    /// The configuration of a natively trained model: of the first family that has all its switches.
+    /// The `config.json` of a natively trained model, of the first family that can express it.
     pub fn from_model(model: &ModelConfig, dtype: DType) -> Result<HfConfig> {
         model.validate().map_err(|e| Error::CannotExpress(e.to_string()))?;
         let mut closest: Option<(&Family, Vec<String>)> = None;
@@ -24,8 +24,11 @@ impl HfConfig {
             for key in family.keys.iter().copied().flatten() {
                 key.write(model, &mut map);
             }
-            rope::write(&family.rope, model, &mut map);
+            rope_write::write(&family.rope, model, &mut map);
             sliding_window::write(&family.windows, model, &mut map);
+            if let Some(mtp) = model.mtp {
+                map.insert(MTP_LAYERS[0].into(), json!(mtp.layers));
+            }
             match from_map(family, map, model, "config.json") {
                 Ok(config) => return Ok(config),
                 Err(differences) => {
@@ -37,13 +40,13 @@ impl HfConfig {
         }
         let (family, differences) = closest.ok_or_else(|| Error::CannotExpress("no families".into()))?;
         Err(Error::CannotExpress(format!(
-            "no Hugging Face family can express this model; the closest is {}, which cannot say {}",
+            "no Hugging Face family can express this model; the closest is {}, which cannot express {}",
             family.name,
             differences.join(", ")
         )))
     }
 
-    /// The same file with the switches of `model`: only keys that say something else are touched.
+    /// The same file for `model`: only keys whose value changes are touched.
     pub fn with_model(&self, model: &ModelConfig) -> Result<HfConfig> {
         if *model == self.model {
             return Ok(self.clone());
@@ -55,22 +58,25 @@ impl HfConfig {
             }
         }
         if (&model.positions, &model.rope_local) != (&self.model.positions, &self.model.rope_local) {
-            rope::write(&self.family.rope, model, &mut map);
+            rope_write::write(&self.family.rope, model, &mut map);
         }
         let layout = |c: &ModelConfig| (c.layers, c.window, c.local_layers.clone());
         if layout(model) != layout(&self.model) {
             sliding_window::write(&self.family.windows, model, &mut map);
         }
+        if model.mtp != self.model.mtp {
+            set_mtp_layers(&mut map, model);
+        }
         from_map(self.family, map, model, &self.origin).map_err(|differences| {
             Error::CannotExpress(format!(
-                "the family {} cannot say {}; export without the reference folder",
+                "the family {} cannot express {}; export without the reference folder",
                 self.family.name,
                 differences.join(", ")
             ))
         })
     }
 
-    /// The same file saying that the weights are of this type; untouched if it says so already.
+    /// The same file with the weights' dtype; unchanged if it names it already.
     pub fn with_dtype(&self, dtype: DType) -> HfConfig {
         let mut config = self.clone();
         if self.dtype() != Some(dtype) {
@@ -81,13 +87,15 @@ impl HfConfig {
         config
     }
 
-    /// The same file for weights as they are written: no longer in few bits and, unless tensors are copied from where
-    /// they were, without further layers. Untouched if it says so already.
-    pub(crate) fn as_written(&self, copied: bool) -> HfConfig {
+    /// The same file for weights as they are written: not quantized and, unless every tensor is written to where it
+    /// was in the source (`like_source`), with the number of MTP modules that are written. Unchanged if it says so
+    /// already.
+    pub(crate) fn as_written(&self, like_source: bool) -> HfConfig {
         let mut config = self.clone();
         let mut changed = config.map.remove(QUANTIZATION).is_some();
-        if !copied && self.mtp_layers() > 0 {
-            config.map.insert(MTP_LAYERS.into(), json!(0));
+        let mtp = self.model.mtp.map_or(0, |m| m.layers);
+        if !like_source && self.mtp_layers().unwrap_or(0) != mtp {
+            set_mtp_layers(&mut config.map, &self.model);
             changed = true;
         }
         if changed {
@@ -97,22 +105,32 @@ impl HfConfig {
     }
 }
 
-/// The configuration of `map`, if it says exactly `model`; otherwise the switches it cannot say.
+/// States the model's MTP modules under the key that is there already, or the one of published files.
+fn set_mtp_layers(map: &mut Map<String, Value>, model: &ModelConfig) {
+    let key = MTP_LAYERS.into_iter().find(|k| map.contains_key(*k)).unwrap_or(MTP_LAYERS[0]);
+    map.insert(key.into(), json!(model.mtp.map_or(0, |m| m.layers)));
+}
+
+/// The configuration of `map` if it describes exactly `model`; otherwise the fields that it cannot express.
 fn from_map(
     family: &'static Family,
     map: Map<String, Value>,
     model: &ModelConfig,
     origin: &str,
 ) -> Result<HfConfig, Vec<String>> {
-    let read =
+    let mut read =
         read_model(family, &Object { map: &map, origin, under: "" }).map_err(|e| vec![e.to_string()])?;
+    // Which MTP modules there are is for the weights to say.
+    if !family.mtp.is_empty() && model.mtp.is_none_or(|m| m.modules() == m.layers) {
+        read.mtp = model.mtp;
+    }
     if read != *model {
         return Err(differences(model, &read));
     }
     Ok(HfConfig { family, model: read, text: pretty(&map), map, origin: origin.into() })
 }
 
-/// Switches of `wanted` that `got` has otherwise, as `name = value`.
+/// Fields in which `wanted` differs from `got`, as `name = value`.
 fn differences(wanted: &ModelConfig, got: &ModelConfig) -> Vec<String> {
     match (serde_json::to_value(wanted), serde_json::to_value(got)) {
         (Ok(Value::Object(wanted)), Ok(Value::Object(got))) => wanted
@@ -120,7 +138,7 @@ fn differences(wanted: &ModelConfig, got: &ModelConfig) -> Vec<String> {
             .filter(|(k, v)| got.get(*k) != Some(v))
             .map(|(k, v)| format!("{k} = {}", show(v)))
             .collect(),
-        _ => vec!["some of its switches".into()],
+        _ => vec!["some of its fields".into()],
     }
 }
 
@@ -132,7 +150,7 @@ fn dtype_word(dtype: DType) -> &'static str {
     }
 }
 
-/// The text of a file. A map of strings to JSON always has one.
+/// The map as indented JSON.
 fn pretty(map: &Map<String, Value>) -> String {
     serde_json::to_string_pretty(map).unwrap_or_default() + "\n"
 }

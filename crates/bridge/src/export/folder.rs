@@ -1,11 +1,11 @@
-//! A folder that appears whole or not at all.
+//! A folder that is written in a staging area and renamed into place.
 
 use crate::error::{Error, Result};
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// A folder in the staging, beside the place where it will be. Dropped before it is published, it is removed.
+/// A folder being written beside its target. Dropped before it is published, it is deleted.
 pub(super) struct StagedFolder {
     staging: PathBuf,
     target: PathBuf,
@@ -14,7 +14,8 @@ pub(super) struct StagedFolder {
 }
 
 impl StagedFolder {
-    /// With `overwrite`, a Hugging Face folder may be there and is replaced; anything else never is.
+    /// Creates the staging folder. With `overwrite`, an existing Hugging Face folder is replaced; any other folder
+    /// never is.
     pub fn create(target: &Path, overwrite: bool) -> Result<StagedFolder> {
         if let Ok(mut entries) = fs::read_dir(target) {
             if entries.next().is_some() && !(overwrite && target.join("config.json").is_file()) {
@@ -41,7 +42,7 @@ impl StagedFolder {
             _ => Path::new("."),
         };
         fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
-        // A name that an earlier attempt left behind is passed over, never written into.
+        // The leftovers of an earlier process are never written into.
         let mut attempt = 0u32;
         loop {
             let mut partial = std::ffi::OsString::from(".");
@@ -58,7 +59,7 @@ impl StagedFolder {
         }
     }
 
-    /// Where files go while it is made.
+    /// The staging folder.
     pub fn dir(&self) -> &Path {
         &self.staging
     }
@@ -75,10 +76,10 @@ impl StagedFolder {
             .map_err(|e| Error::io(&path, "write", e))
     }
 
-    /// Makes the folder appear under its name.
+    /// Renames the folder to its target.
     pub fn publish(mut self) -> Result<()> {
         sync_dir(&self.staging)?;
-        // What is replaced goes aside first and comes back should its successor not arrive.
+        // The old folder is moved aside first, and back if the rename fails.
         let aside = self.staging.with_extension("replaced");
         let replaces = self.overwrite && self.target.is_dir();
         if replaces {
@@ -106,7 +107,7 @@ impl StagedFolder {
 impl Drop for StagedFolder {
     fn drop(&mut self) {
         if !self.published {
-            // Nothing can be done about a folder that will not go; the error that led here is the one to report.
+            // If this fails, too, the error that led here is the one to report.
             let _ = fs::remove_dir_all(&self.staging);
         }
     }
@@ -119,7 +120,7 @@ fn sync_dir(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Files that belong to the model whatever its weights are.
+/// True for files that accompany the weights: tokenizer, generation defaults, licence.
 fn is_companion(name: &str) -> bool {
     const NAMES: &[&str] = &[
         "added_tokens.json",
@@ -143,7 +144,7 @@ pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
         let name = entry.file_name();
         let Some(name) = name.to_str().filter(|n| is_companion(n)) else { continue };
         let path = entry.path();
-        // Through links: in a download cache every file is one.
+        // Symbolic links count: in the Hugging Face cache every file is one.
         if !path.is_file() {
             continue;
         }

@@ -1,4 +1,4 @@
-//! Writing a Hugging Face folder: all of it or nothing.
+//! Writes a Hugging Face folder, atomically.
 
 mod folder;
 mod sharding;
@@ -17,24 +17,24 @@ use std::path::Path;
 use write_tensor::{ShardWriter, copy_unused, write_parameters};
 pub use write_tensor::{TensorData, assemble};
 
-/// Gives the values of one parameter under its logical name, row-major, in any float type.
+/// Returns the values of a parameter by its logical name: row-major, in any float dtype.
 pub type TensorSource<'a> = dyn Fn(&str) -> Result<TensorData> + 'a;
 
-/// How to write a folder.
+/// Options of [`export`].
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions<'a> {
-    /// Element type of the weights; none means as in the reference, without one as `config.json` says, else f32.
+    /// Dtype of the weights; none: as in the reference, otherwise as `config.json` says, otherwise f32.
     pub dtype: Option<DType>,
-    /// A new file is begun before one grows beyond this (a single larger tensor still gets its own file).
-    /// The reference's files are kept as they are cut.
+    /// Largest size of a weight file (a single larger tensor gets a file of its own). With a reference, its sharding
+    /// is kept.
     pub max_shard_bytes: u64,
-    /// The folder the model came from: same names, order, files and headers, and its tokenizer files.
+    /// The folder the model came from: the output has its tensor names, order, files, headers and tokenizer files.
     pub reference: Option<&'a HfCheckpoint>,
-    /// A folder whose tokenizer files are copied; the reference's unless given.
+    /// A folder whose tokenizer files are copied; the reference unless given.
     pub companions: Option<&'a Path>,
-    /// Further files by name (a tokenizer for a natively trained model, say).
+    /// Additional files as name and text, such as a tokenizer for a natively trained model.
     pub more: &'a [(&'a str, &'a str)],
-    /// Replace a Hugging Face folder that is in the way.
+    /// Replace an existing Hugging Face folder.
     pub overwrite: bool,
 }
 
@@ -51,7 +51,7 @@ impl Default for ExportOptions<'_> {
     }
 }
 
-/// What was written.
+/// Summary of an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportSummary {
     /// Weight files, in order.
@@ -60,9 +60,9 @@ pub struct ExportSummary {
     pub tensor_bytes: u64,
 }
 
-/// Writes `config.json`, the weights (and their index, if there are several files) and, with a reference, its
-/// tokenizer files to `out_dir`, which must not exist or be empty unless it may be replaced. The folder is made beside it, synced and
-/// renamed, so that it appears whole or not at all. Memory: one tensor.
+/// Writes `config.json`, the weights, their index if there are several files, and the tokenizer files of the
+/// reference to `out_dir`, which must not exist or be empty unless `overwrite` is set. The folder is written beside
+/// it, synced and renamed, so that it appears only once it is complete. One tensor is in memory at a time.
 pub fn export(
     out_dir: &Path,
     config: &HfConfig,
@@ -105,10 +105,20 @@ fn write_file(
         let Some(&t) = by_name.get(name.as_str()) else { continue };
         match &t.role {
             Role::Parameters(hf) => write_parameters(&mut out, t, hf, source)?,
-            Role::Quantized => return Err(Error::tensor(&t.name, "is written decoded, under another name")),
+            Role::Quantized => {
+                return Err(Error::tensor(
+                    &t.name,
+                    "is quantized and is exported dequantized under another name",
+                ));
+            }
             Role::Unused => match reference {
                 Some(plan) => copy_unused(&mut out, plan, t)?,
-                None => return Err(Error::tensor(&t.name, "no folder to copy it from")),
+                None => {
+                    return Err(Error::tensor(
+                        &t.name,
+                        "is not a parameter, and there is no reference folder to copy it from",
+                    ));
+                }
             },
         }
     }

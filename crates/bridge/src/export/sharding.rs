@@ -1,4 +1,4 @@
-//! Which tensor goes into which file.
+//! Assigns tensors to weight files.
 
 use super::ExportOptions;
 use crate::cast::is_castable;
@@ -23,7 +23,7 @@ pub(super) struct OutTensor {
 
 impl OutTensor {
     pub fn bytes(&self) -> u64 {
-        // Shapes were checked against real files or a validated model, so this cannot fail.
+        // Shapes come from checked files or a validated model, so the product does not overflow.
         self.dtype.tensor_bytes(&self.shape).unwrap_or(0)
     }
 }
@@ -36,13 +36,13 @@ pub(super) struct OutFile {
     pub header: Header,
 }
 
-/// What comes before the tensors.
+/// The safetensors header of a file.
 pub(super) enum Header {
-    /// A new header, tensors in the official writer's order.
+    /// A new header, with tensors in the order of the safetensors library.
     New,
-    /// A new header, tensors in the order given.
+    /// A new header, with tensors in the given order.
     Ordered,
-    /// The reference's own bytes.
+    /// The bytes of the reference's header.
     Copied(Vec<u8>),
 }
 
@@ -59,7 +59,7 @@ pub(super) fn plan_shards(config: &HfConfig, options: &ExportOptions) -> Result<
         return Err(Error::CannotExpress(format!("weights are written as f32, bf16 or f16, not as {d}")));
     }
     let (files, old_index) = match options.reference {
-        // Decoded, tensors have other names, sizes and places.
+        // Dequantized tensors have other names and sizes.
         Some(checkpoint) if checkpoint.is_quantized() => (new_files(config, options)?, None),
         Some(checkpoint) => {
             (like_reference(checkpoint, config, options.dtype)?, checkpoint.shards().index.as_deref())
@@ -77,7 +77,7 @@ pub(super) fn plan_shards(config: &HfConfig, options: &ExportOptions) -> Result<
     Ok(ShardPlan { files, index, tensor_bytes })
 }
 
-/// The files of the reference, tensor by tensor.
+/// The files of the reference.
 fn like_reference(
     checkpoint: &HfCheckpoint,
     config: &HfConfig,
@@ -110,8 +110,8 @@ fn like_reference_file(checkpoint: &HfCheckpoint, shard: &Shard, dtype: Option<D
     Ok(OutFile { name: shard.name.clone(), tensors, metadata: shard.file.metadata().clone(), header })
 }
 
-/// Everything before the first tensor: other writers order and pad their headers in ways of their own, and a
-/// round trip gives them back.
+/// The bytes before the first tensor. Copying them keeps a round trip byte for byte, however the writer ordered and
+/// padded its header.
 fn header_bytes(shard: &Shard) -> Result<Vec<u8>> {
     let path = shard.file.path();
     let length = shard.file.tensors().first().map_or(shard.file.bytes(), |t| t.begin);
@@ -120,12 +120,12 @@ fn header_bytes(shard: &Shard) -> Result<Vec<u8>> {
         .and_then(|f| f.take(length).read_to_end(&mut head))
         .map_err(|e| Error::io(path, "read", e))?;
     if head.len() as u64 != length {
-        return Err(Error::config(&path.display().to_string(), "was cut short while it was being read"));
+        return Err(Error::config(&path.display().to_string(), "was truncated while it was being read"));
     }
     Ok(head)
 }
 
-/// Files of at most `max_shard_bytes`, filled in the model's order.
+/// New files of at most `max_shard_bytes`, filled in the model's order.
 fn new_files(config: &HfConfig, options: &ExportOptions) -> Result<Vec<OutFile>> {
     let dtype = FileDType::from(options.dtype.or(config.dtype()).unwrap_or(DType::F32));
     let family = config.family();

@@ -1,4 +1,4 @@
-//! Writing one tensor.
+//! Writes one tensor.
 
 use super::TensorSource;
 use super::sharding::{Header, OutFile, OutTensor};
@@ -23,7 +23,7 @@ pub struct TensorData {
     pub bytes: Vec<u8>,
 }
 
-/// Bytes converted at once.
+/// Buffer size for casting.
 const BUFFER: usize = 4 << 20;
 
 /// A weight file being written, under a new header or a copied one.
@@ -53,7 +53,7 @@ impl ShardWriter {
         })
     }
 
-    /// Names in the order their bytes must come.
+    /// Tensor names in the order their bytes are written.
     pub fn order(&self, file: &OutFile) -> Vec<String> {
         match self {
             ShardWriter::New(w) => w.tensors().iter().map(|t| t.name.clone()).collect(),
@@ -85,7 +85,7 @@ impl ShardWriter {
     }
 }
 
-/// Fetches a parameter and checks it.
+/// Fetches a parameter and checks its size.
 fn fetch(part: &LogicalTensor, source: &TensorSource) -> Result<TensorData> {
     let (name, shape) = (&part.name, &part.shape);
     let values = source(name)?;
@@ -104,7 +104,7 @@ fn fetch(part: &LogicalTensor, source: &TensorSource) -> Result<TensorData> {
     Ok(values)
 }
 
-/// A Hugging Face tensor as bytes, from its parameters (or anything of their shapes: gradients, moments).
+/// Assembles a Hugging Face tensor from its parameters, or from other tensors of their shapes, such as gradients.
 pub fn assemble(t: &HfTensor, dtype: DType, source: &TensorSource) -> Result<Vec<u8>> {
     let mut out = Vec::new();
     emit(t, dtype, source, &mut |bytes| {
@@ -114,7 +114,7 @@ pub fn assemble(t: &HfTensor, dtype: DType, source: &TensorSource) -> Result<Vec
     Ok(out)
 }
 
-/// Writes a tensor made of one or more parameters.
+/// Writes a tensor that holds one or more parameters.
 pub(super) fn write_parameters(
     out: &mut ShardWriter,
     t: &OutTensor,
@@ -127,7 +127,7 @@ pub(super) fn write_parameters(
     emit(hf, dtype, source, &mut |bytes| out.write(&t.name, bytes))
 }
 
-/// Gives the bytes of a tensor piece by piece, in order.
+/// Passes the bytes of a tensor to `out` in chunks, in order.
 fn emit(
     t: &HfTensor,
     dtype: DType,
@@ -137,7 +137,7 @@ fn emit(
     if !is_castable(dtype) {
         return Err(Error::tensor(&t.name, format!("weights cannot be written as {dtype}")));
     }
-    // One expert's at a time where the tensor holds all of them.
+    // One expert at a time where the tensor stacks all of them.
     for (b, parts) in t.each_block().enumerate() {
         if !t.layout.transposed && !t.layout.interleaved {
             for part in parts {
@@ -166,7 +166,7 @@ fn emit(
     Ok(())
 }
 
-/// Rows as they lie, converted piece by piece.
+/// Passes contiguous rows to `out`, cast in chunks.
 fn emit_rows(values: &TensorData, dtype: DType, out: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
     if values.dtype == dtype {
         return out(&values.bytes);
@@ -180,7 +180,7 @@ fn emit_rows(values: &TensorData, dtype: DType, out: &mut dyn FnMut(&[u8]) -> Re
     Ok(())
 }
 
-/// Copies a tensor that is nobody's parameter.
+/// Copies a tensor that the model does not use.
 pub(super) fn copy_unused(out: &mut ShardWriter, checkpoint: &HfCheckpoint, t: &OutTensor) -> Result<()> {
     let Some(shard) = checkpoint.shards().files.iter().find(|s| s.file.get(&t.name).is_some()) else {
         return Err(Error::tensor(&t.name, "is in none of the reference's files"));

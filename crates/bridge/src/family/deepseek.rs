@@ -1,4 +1,4 @@
-//! DeepSeek-V3: latent attention, some dense layers, then many narrow experts in groups and one for all tokens.
+//! DeepSeek-V3: MLA, dense layers followed by MoE layers with group-limited sigmoid routing and a shared expert, MTP.
 
 use super::{
     Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField,
@@ -7,8 +7,7 @@ use super::{
 use crate::config::moe_config;
 use ferrotron_core::model::moe_config::ScoreKind;
 
-/// Keys and values from a narrow row, rotary channels that all heads share; experts chosen by sigmoids that a bias keeps
-/// in balance.
+/// MLA; sigmoid routing with an expert bias for load balancing (`noaux_tc`); MTP modules after the decoder.
 pub static DEEPSEEK_V3: Family = Family {
     name: "DeepSeek-V3",
     architecture: "DeepseekV3ForCausalLM",
@@ -23,6 +22,7 @@ pub static DEEPSEEK_V3: Family = Family {
     },
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, MLA_TENSORS, EXPERT_TENSORS, SHARED],
+    mtp: MTP_TENSORS,
     unused: UNUSED_ROTARY,
 };
 
@@ -32,7 +32,7 @@ const KEYS: &[Key] = &[
     key(&["qk_nope_head_dim"], Field::NopeDim, Absent::Size(128)),
     key(&["qk_rope_head_dim"], Field::RopeDim, Absent::Size(64)),
     key(&["v_head_dim"], Field::ValueDim, Absent::Size(128)),
-    // The class makes these of the others, whatever a file says.
+    // The configuration class derives these from the others, whatever the file says.
     key(&["qk_head_dim"], Field::QueryWidth, Absent::Derived),
     key(&["head_dim"], Field::RotaryWidth, Absent::Derived),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(4096)),
@@ -72,5 +72,16 @@ const SHARED: &[Rule] = &[
     same("layers.{i}.mlp.shared_experts.down_proj.weight", &["layers.{i}.moe.shared.down.weight"]),
 ];
 
-const SOME_LAYERS: Refused =
-    Refused { key: "moe_layer_freq", or_one: true, what: "experts in every n-th layer only" };
+/// An MTP module. Its `embed_tokens` and `shared_head.head` are the model's own embedding and head.
+const MTP_TENSORS: &[Rule] = &[
+    same("layers.{i}.enorm.weight", &["mtp.{j}.enorm.weight"]),
+    same("layers.{i}.hnorm.weight", &["mtp.{j}.hnorm.weight"]),
+    same("layers.{i}.eh_proj.weight", &["mtp.{j}.eh.weight"]),
+    same("layers.{i}.shared_head.norm.weight", &["mtp.{j}.norm.weight"]),
+];
+
+const SOME_LAYERS: Refused = Refused {
+    key: "moe_layer_freq",
+    or_one: true,
+    what: "MoE in every n-th layer only, which transformers ignores for this family",
+};

@@ -6,7 +6,7 @@ use super::{
 };
 use ferrotron_core::model::config::ModelConfig;
 
-/// Soft caps, post-norms, a window on every other layer.
+/// Logit soft caps, post-norms, a sliding window on every other layer.
 pub static GEMMA2: Family = Family {
     name: "Gemma 2",
     architecture: "Gemma2ForCausalLM",
@@ -18,10 +18,11 @@ pub static GEMMA2: Family = Family {
     fixed: gemma_fixed,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, GEMMA_NORMS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
-/// Norms on q and k, five local layers to a global one, a RoPE base for each kind.
+/// QK norms, five sliding-window layers per global layer, each kind with its own RoPE base.
 pub static GEMMA3: Family = Family {
     name: "Gemma 3",
     architecture: "Gemma3ForCausalLM",
@@ -36,6 +37,7 @@ pub static GEMMA3: Family = Family {
     },
     prefix: "model.",
     tensors: &[COMMON_TENSORS, GEMMA_NORMS, QK_NORMS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
@@ -48,7 +50,7 @@ fn gemma_fixed(c: &mut ModelConfig) {
 const BIDIRECTIONAL: Refused = Refused {
     key: "use_bidirectional_attention",
     or_one: false,
-    what: "attention that sees the future, which a language model in training must not",
+    what: "bidirectional attention, which a causal language model cannot be trained with",
 };
 
 const GEMMA2_KEYS: &[Key] = &[
@@ -73,7 +75,7 @@ const GEMMA3_KEYS: &[Key] = &[
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
 ];
 
-/// `post_attention_layernorm` is what Llama calls the norm before the MLP; here it is what it says.
+/// Here `post_attention_layernorm` is a norm after attention; in Llama that name is the pre-MLP norm.
 const GEMMA_NORMS: &[Rule] = &[
     same("layers.{i}.post_attention_layernorm.weight", &["layers.{i}.attn_post_norm.weight"]),
     same("layers.{i}.pre_feedforward_layernorm.weight", &["layers.{i}.mlp_norm.weight"]),

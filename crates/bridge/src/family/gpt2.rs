@@ -1,9 +1,9 @@
 //! GPT-2.
 
-use super::{Absent, Family, Field, Key, Refused, RopeStyle, Rule, SlidingWindows, key, same, transposed};
+use super::{Absent, Family, Field, Key, RopeStyle, Rule, SlidingWindows, key, same, transposed};
 use ferrotron_core::model::config::NormKind;
 
-/// LayerNorm, learned positions, biases everywhere, matrices stored `[in, out]` and q, k, v in one.
+/// LayerNorm, learned positions, biases everywhere; matrices stored `[in, out]`, q, k and v fused.
 pub static GPT2: Family = Family {
     name: "GPT-2",
     architecture: "GPT2LMHeadModel",
@@ -11,14 +11,7 @@ pub static GPT2: Family = Family {
     keys: &[KEYS],
     rope: RopeStyle::Learned,
     windows: SlidingWindows::Never,
-    refused: &[
-        Refused { key: "add_cross_attention", or_one: false, what: "cross-attention" },
-        Refused {
-            key: "scale_attn_by_inverse_layer_idx",
-            or_one: false,
-            what: "another attention scale in every layer",
-        },
-    ],
+    refused: &[],
     fixed: |c| {
         c.norm.kind = NormKind::LayerNorm;
         c.gated = false;
@@ -26,7 +19,8 @@ pub static GPT2: Family = Family {
     },
     prefix: "transformer.",
     tensors: &[TENSORS],
-    unused: &["h.{i}.attn.bias", "h.{i}.attn.masked_bias"],
+    mtp: &[],
+    unused: UNUSED,
 };
 
 const KEYS: &[Key] = &[
@@ -42,7 +36,22 @@ const KEYS: &[Key] = &[
     key(&["initializer_range"], Field::InitStd, Absent::Real(0.02)),
     key(&["activation_function"], Field::Activation("gelu_new"), Absent::Word("gelu_new")),
     key(&["scale_attn_weights"], Field::ScaleScores, Absent::Flag(true)),
+    key(&["scale_attn_by_inverse_layer_idx"], Field::ScaleByLayer, Absent::Flag(false)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
+];
+
+/// Masks of old files, and cross-attention, which a decoder without an encoder never runs.
+const UNUSED: &[&str] = &[
+    "h.{i}.attn.bias",
+    "h.{i}.attn.masked_bias",
+    "h.{i}.crossattention.c_attn.weight",
+    "h.{i}.crossattention.c_attn.bias",
+    "h.{i}.crossattention.q_attn.weight",
+    "h.{i}.crossattention.q_attn.bias",
+    "h.{i}.crossattention.c_proj.weight",
+    "h.{i}.crossattention.c_proj.bias",
+    "h.{i}.ln_cross_attn.weight",
+    "h.{i}.ln_cross_attn.bias",
 ];
 
 const TENSORS: &[Rule] = &[

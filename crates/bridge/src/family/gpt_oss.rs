@@ -1,4 +1,4 @@
-//! GPT-OSS: sinks, windows and biases in attention; experts with bounds, all of them in one tensor.
+//! GPT-OSS: attention sinks, sliding windows and biases; experts with a clamped SwiGLU, stacked in one tensor.
 
 use super::{
     Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField, PARTIAL_ROTARY,
@@ -7,13 +7,13 @@ use super::{
 use crate::config::moe_config;
 use crate::view::FusedLayout;
 
-/// Sinks, biases, a window on every other layer, YaRN; experts weighted by a softmax over the chosen.
+/// Attention sinks, biases, a sliding window on every other layer, YaRN; softmax over the top-k experts.
 pub static GPT_OSS: Family = Family {
     name: "GPT-OSS",
     architecture: "GptOssForCausalLM",
     model_type: "gpt_oss",
     keys: &[COMMON_KEYS, KEYS],
-    rope: RopeStyle::RequiredScaling { theta: 1.5e5 },
+    rope: RopeStyle::GptOss { theta: 1.5e5 },
     windows: SlidingWindows::Alternate { window: 128 },
     refused: &[PARTIAL_ROTARY],
     fixed: |c| {
@@ -23,6 +23,7 @@ pub static GPT_OSS: Family = Family {
     },
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, SINKS, EXPERTS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
@@ -42,7 +43,7 @@ const KEYS: &[Key] = &[
 
 const SINKS: &[Rule] = &[same("layers.{i}.self_attn.sinks", &["layers.{i}.attn.sink"])];
 
-/// `[E, in, out]`, where the columns of gate and up take turns.
+/// `[E, in, out]`, with the columns of gate and up interleaved.
 const EXPERTS: &[Rule] = &[
     same("layers.{i}.mlp.router.weight", &["layers.{i}.moe.router.weight"]),
     same("layers.{i}.mlp.router.bias", &["layers.{i}.moe.router.bias"]),

@@ -1,11 +1,11 @@
-//! Llama 3 and 3.x (and every model published under its class).
+//! Llama 3 and 3.x, and every model published under its class.
 
 use super::{
     Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, PARTIAL_ROTARY, RopeStyle,
     SlidingWindows, UNUSED_ROTARY, key,
 };
 
-/// RMSNorm, SwiGLU, RoPE; no biases unless asked for.
+/// RMSNorm, SwiGLU, RoPE; biases only where the configuration enables them.
 pub static LLAMA: Family = Family {
     name: "Llama",
     architecture: "LlamaForCausalLM",
@@ -17,6 +17,7 @@ pub static LLAMA: Family = Family {
     fixed: |_| {},
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 

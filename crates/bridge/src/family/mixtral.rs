@@ -1,11 +1,11 @@
 //! Mixtral.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField, NO_JITTER,
-    PARTIAL_ROTARY, RopeStyle, Rule, SlidingWindows, UNUSED_ROTARY, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField, PARTIAL_ROTARY,
+    RopeStyle, Rule, SlidingWindows, UNUSED_ROTARY, key, same,
 };
 
-/// As Llama with experts as wide as its MLP in every layer, weighted by a softmax over the chosen.
+/// Llama with an MoE layer in place of every MLP; softmax over the top-k experts.
 pub static MIXTRAL: Family = Family {
     name: "Mixtral",
     architecture: "MixtralForCausalLM",
@@ -13,10 +13,11 @@ pub static MIXTRAL: Family = Family {
     keys: &[COMMON_KEYS, KEYS],
     rope: RopeStyle::Global { theta: 1e6 },
     windows: SlidingWindows::Every { switch: false },
-    refused: &[PARTIAL_ROTARY, NO_JITTER],
+    refused: &[PARTIAL_ROTARY],
     fixed: |_| {},
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, EXPERTS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 

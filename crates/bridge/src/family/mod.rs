@@ -1,5 +1,5 @@
-//! The supported families: what their `config.json` says and where their tensors go, as tables that work in
-//! both directions.
+//! The supported Hugging Face families, as declarative two-way tables: keys of `config.json` ↔ fields of the model,
+//! tensor names ↔ logical names.
 
 mod deepseek;
 mod gemma;
@@ -20,7 +20,7 @@ pub use qwen::{QWEN2, QWEN3, QWEN3_MOE};
 use crate::view::FusedLayout;
 use ferrotron_core::model::config::ModelConfig;
 
-/// Every family, in the order in which one is chosen for a natively trained model.
+/// Every family, in the order in which they are tried for a natively trained model.
 pub const FAMILIES: &[&Family] =
     &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2, &MIXTRAL, &QWEN3_MOE, &DEEPSEEK_V3, &GPT_OSS];
 
@@ -32,21 +32,24 @@ pub struct Family {
     pub architecture: &'static str,
     /// `model_type` of `config.json`.
     pub model_type: &'static str,
-    /// Keys that set a switch each, in reading order (later ones may depend on earlier ones).
+    /// Keys that set one field each, in reading order (later ones may depend on earlier ones).
     pub(crate) keys: &'static [&'static [Key]],
-    /// Where RoPE is described.
+    /// How RoPE is described.
     pub(crate) rope: RopeStyle,
-    /// Where sliding windows are described.
+    /// How sliding windows are described.
     pub(crate) windows: SlidingWindows,
-    /// Keys that must say "no", because we do not have what they switch on.
+    /// Keys that must be off, because what they enable is not supported.
     pub(crate) refused: &'static [Refused],
-    /// What no key says because it is true of the whole family.
+    /// Sets the fields that are the same for the whole family and have no key.
     pub(crate) fixed: fn(&mut ModelConfig),
-    /// What stands before every tensor name except the head's. Files of the bare decoder lack it.
+    /// Prefix of every tensor name except the head's. Files saved from the base model lack it.
     pub(crate) prefix: &'static str,
-    /// Where the tensors go.
+    /// Tensor names.
     pub(crate) tensors: &'static [&'static [Rule]],
-    /// Tensors that old files carry and nobody needs (without the prefix): kept for export as they are.
+    /// Where the tensors of MTP modules go, beside those of their decoder layer, which `tensors` names. `{i}` counts
+    /// on after the decoder's layers, `{j}` counts the modules from 0. Empty: the family has no MTP.
+    pub(crate) mtp: &'static [Rule],
+    /// Tensors in published files that the model does not use (without the prefix): kept for export unchanged.
     pub(crate) unused: &'static [&'static str],
 }
 
@@ -62,15 +65,15 @@ impl PartialEq for Family {
     }
 }
 
-/// A key of `config.json` and the switch it sets.
+/// A key of `config.json` and the field it sets.
 pub(crate) struct Key {
-    /// Spellings; the first present one counts, the first one is written. None: always derived.
+    /// Names of the key: the first present one is read, the first one is written. Empty: always derived.
     pub names: &'static [&'static str],
     pub field: Field,
     pub absent: Absent,
 }
 
-/// A switch of [`ModelConfig`], or two that Hugging Face ties together.
+/// A field of [`ModelConfig`], or two that Hugging Face sets together.
 #[derive(Clone, Copy)]
 pub(crate) enum Field {
     Layers,
@@ -84,7 +87,7 @@ pub(crate) enum Field {
     NormEps,
     InitStd,
     Tied,
-    /// With the family's word for the tanh form of GELU.
+    /// With the family's name for the tanh approximation of GELU.
     Activation(&'static str),
     /// Biases on q, k, v and on the output projection.
     AttentionBias,
@@ -95,50 +98,52 @@ pub(crate) enum Field {
     QueryScalar,
     /// `attn_scale = 1` when false.
     ScaleScores,
-    /// Widths of latent attention.
+    /// `attn_scale` divided by the number of the layer, counted from 1.
+    ScaleByLayer,
+    /// MLA: ranks of the compressed q and kv, and head dimensions.
     QueryRank,
     KeyRank,
     NopeDim,
     RopeDim,
     ValueDim,
-    /// Written for readers that want them: channels of a query, and those of them with positions.
+    /// Written but not read: head dimension of a query, and its rotary part.
     QueryWidth,
     RotaryWidth,
-    /// Something about experts.
+    /// A field of the MoE configuration.
     Moe(MoeField),
 }
 
-/// What a key says about mixtures of experts.
+/// A field of the MoE configuration.
 #[derive(Clone, Copy)]
 pub(crate) enum MoeField {
     Experts,
     TopK,
-    /// Inside an expert.
+    /// Intermediate size of an expert.
     ExpertFfn,
-    /// Softmax scores over the chosen experts only, or over all.
+    /// Softmax probabilities over the top-k experts only (true) or over all (false).
     NormTopkProb,
-    /// Sigmoid scores divided by the sum of the chosen.
+    /// Sigmoid scores of the top-k experts are divided by their sum.
     NormalizeSigmoid,
-    /// Groups of experts, and how many of them are chosen from.
+    /// Group-limited routing: the number of groups, and of those the top-k is taken from.
     Groups,
     TopkGroup,
     RouteScale,
-    /// Experts that all tokens go to; one as wide as all of them.
+    /// Number of shared experts, which are computed as one of their total width.
     SharedExperts,
-    /// Layers before the first mixture.
+    /// Dense layers before the first MoE layer.
     FirstKDense,
-    /// Every n-th layer is a mixture.
+    /// Every n-th layer is an MoE layer.
     SparseStep,
-    /// Layers that are none.
+    /// Dense layers by number.
     MlpOnlyLayers,
-    /// Bounds of both halves of an expert, and steepness of its sigmoid.
+    /// Clamp of both halves of GPT-OSS's SwiGLU, and the factor inside its sigmoid.
     SwigluLimit,
     SwigluAlpha,
-    /// A word that must be this one.
+    /// A string with one supported value.
     MustBe(&'static str),
 }
 
-/// What a missing (or null) key means: the default of the family's class.
+/// The value of a missing or null key: the default of the family's configuration class.
 #[derive(Clone, Copy)]
 pub(crate) enum Absent {
     Required,
@@ -146,11 +151,11 @@ pub(crate) enum Absent {
     Real(f64),
     Flag(bool),
     Word(&'static str),
-    /// A soft cap: absent means this one, null means none.
+    /// A soft cap: this one if absent, none if null.
     Cap(Option<f64>),
-    /// A width that may be none: absent means this one, null means none.
+    /// An optional size: this one if absent, none if null.
     Rank(Option<usize>),
-    /// Nothing is read.
+    /// Never read.
     Derived,
     /// As many as query heads.
     Heads,
@@ -160,18 +165,18 @@ pub(crate) enum Absent {
     FourHidden,
 }
 
-/// Where RoPE is described in `config.json`, and the base when it is not.
+/// How `config.json` describes RoPE, with the default base.
 pub(crate) enum RopeStyle {
     Learned,
     Global {
         theta: f64,
     },
-    /// The same, with a stretching that must be there: no version of the reference goes without.
-    RequiredScaling {
+    /// The same, with GPT-OSS's YaRN where none is described.
+    GptOss {
         theta: f64,
     },
-    /// On the channels of latent attention, in pairs side by side unless `rope_interleave` says otherwise; `mscale_all_dim`
-    /// scales scores too.
+    /// On MLA's rotary channels, in interleaved pairs unless `rope_interleave` is false; `mscale_all_dim` scales
+    /// attention scores, too.
     Mla {
         theta: f64,
     },
@@ -181,16 +186,16 @@ pub(crate) enum RopeStyle {
     },
 }
 
-/// How layers with a sliding window are described when `layer_types` does not list them.
+/// Which layers have a sliding window where `layer_types` does not list them.
 pub(crate) enum SlidingWindows {
     Never,
     /// Only with `use_sliding_window`, on layers from `max_window_layers` on.
     FromLayer,
-    /// All layers have the window of `sliding_window`, if there is one and, where there is a switch, `use_sliding_window`.
+    /// All layers, if `sliding_window` is set and, for families with that flag, `use_sliding_window`.
     Every {
         switch: bool,
     },
-    /// Even layers, of so many tokens when that is not said.
+    /// Even layers, with a default window.
     Alternate {
         window: usize,
     },
@@ -205,10 +210,9 @@ pub(crate) struct Refused {
     pub what: &'static str,
 }
 
-/// The Hugging Face tensor `hf` is the rows of `parts` one after the other, or taking turns where `woven`, then
-/// transposed if `transposed` (GPT-2 stores `[in, out]`). `{i}` is the layer, `{e}` the expert; where only the parts
-/// have an `{e}`, the tensor holds those of all experts, one after the other. A rule holds for a model that has all its
-/// parts.
+/// The Hugging Face tensor `hf` holds the rows of `parts`, concatenated or interleaved, and transposed if
+/// `transposed` (GPT-2 stores `[in, out]`). `{i}` is the layer, `{e}` the expert; where only the parts have an `{e}`,
+/// the tensor stacks those of all experts. A rule applies to models that have all its parts.
 pub(crate) struct Rule {
     pub hf: &'static str,
     pub parts: &'static [&'static str],
@@ -227,7 +231,7 @@ pub(crate) const fn transposed(hf: &'static str, parts: &'static [&'static str])
     Rule { hf, parts, layout: FusedLayout { transposed: true, interleaved: false } }
 }
 
-/// The keys all families but GPT-2 share.
+/// Keys of all families but GPT-2.
 pub(crate) const COMMON_KEYS: &[Key] = &[
     key(&["num_hidden_layers"], Field::Layers, Absent::Required),
     key(&["hidden_size"], Field::Hidden, Absent::Required),
@@ -239,7 +243,7 @@ pub(crate) const COMMON_KEYS: &[Key] = &[
     key(&["initializer_range"], Field::InitStd, Absent::Real(0.02)),
 ];
 
-/// The tensors all families but GPT-2 share (without the prefix).
+/// Tensors of all families but GPT-2 (without the prefix).
 pub(crate) const COMMON_TENSORS: &[Rule] = &[
     same("embed_tokens.weight", &["embed.tokens"]),
     same("layers.{i}.input_layernorm.weight", &["layers.{i}.attn_norm.weight"]),
@@ -260,7 +264,7 @@ pub(crate) const COMMON_TENSORS: &[Rule] = &[
     same("norm.weight", &["final_norm.weight"]),
 ];
 
-/// Norm before the MLP under Llama's name for it.
+/// The pre-MLP norm under Llama's name.
 pub(crate) const LLAMA_NORMS: &[Rule] =
     &[same("layers.{i}.post_attention_layernorm.weight", &["layers.{i}.mlp_norm.weight"])];
 
@@ -270,7 +274,7 @@ pub(crate) const QK_NORMS: &[Rule] = &[
     same("layers.{i}.self_attn.k_norm.weight", &["layers.{i}.attn.k_norm.weight"]),
 ];
 
-/// The router and an MLP for each expert, under Qwen's and DeepSeek's names.
+/// Router and experts under Qwen's and DeepSeek's names.
 pub(crate) const EXPERT_TENSORS: &[Rule] = &[
     same("layers.{i}.mlp.gate.weight", &["layers.{i}.moe.router.weight"]),
     same("layers.{i}.mlp.experts.{e}.gate_proj.weight", &["layers.{i}.moe.experts.{e}.gate.weight"]),
@@ -278,21 +282,15 @@ pub(crate) const EXPERT_TENSORS: &[Rule] = &[
     same("layers.{i}.mlp.experts.{e}.down_proj.weight", &["layers.{i}.moe.experts.{e}.down.weight"]),
 ];
 
-/// The head, which stands outside the decoder and so has no prefix.
+/// The LM head, which is outside the base model and so has no prefix.
 pub(crate) const HEAD: Rule = same("lm_head.weight", &["head.weight"]);
 
-/// Frequencies that old exporters stored as if they were weights.
+/// RoPE frequencies that old versions of transformers stored.
 pub(crate) const UNUSED_ROTARY: &[&str] =
     &["layers.{i}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"];
 
 pub(crate) const PARTIAL_ROTARY: Refused = Refused {
     key: "partial_rotary_factor",
     or_one: true,
-    what: "RoPE on a part of each head, which this family's reference code does not have",
-};
-
-pub(crate) const NO_JITTER: Refused = Refused {
-    key: "router_jitter_noise",
-    or_one: false,
-    what: "noise before the router; set it to 0 (moe.jitter is the key of training)",
+    what: "RoPE on a part of each head, which transformers does not implement for this family",
 };

@@ -1,11 +1,11 @@
-//! Qwen2, Qwen2.5, Qwen3 and Qwen3 with experts.
+//! Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE.
 
 use super::{
     Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField,
     PARTIAL_ROTARY, QK_NORMS, RopeStyle, SlidingWindows, UNUSED_ROTARY, key,
 };
 
-/// As Llama with biases on q, k, v, always.
+/// Llama with biases on q, k and v.
 pub static QWEN2: Family = Family {
     name: "Qwen2",
     architecture: "Qwen2ForCausalLM",
@@ -17,10 +17,11 @@ pub static QWEN2: Family = Family {
     fixed: |c| c.qkv_bias = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
-/// As Llama with norms on each head of q and k.
+/// Llama with per-head norms of q and k.
 pub static QWEN3: Family = Family {
     name: "Qwen3",
     architecture: "Qwen3ForCausalLM",
@@ -32,10 +33,11 @@ pub static QWEN3: Family = Family {
     fixed: |c| c.qk_norm = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, QK_NORMS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
-/// As Qwen3 with many narrow experts in place of the MLP of all or some layers.
+/// Qwen3 with fine-grained experts in place of the MLP of all or some layers.
 pub static QWEN3_MOE: Family = Family {
     name: "Qwen3-MoE",
     architecture: "Qwen3MoeForCausalLM",
@@ -47,6 +49,7 @@ pub static QWEN3_MOE: Family = Family {
     fixed: |c| c.qk_norm = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, QK_NORMS, EXPERT_TENSORS],
+    mtp: &[],
     unused: UNUSED_ROTARY,
 };
 
@@ -58,7 +61,7 @@ const QWEN2_KEYS: &[Key] = &[
 ];
 
 const QWEN3_KEYS: &[Key] = &[
-    // The class has a size of its own here; hidden / heads would be wrong for most of the family.
+    // The configuration class defaults to 128, not to hidden / heads.
     key(&["head_dim"], Field::HeadDim, Absent::Size(128)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),

@@ -1,8 +1,8 @@
-//! The byte tokenizer as a `tokenizer.json`, so that natively trained models load elsewhere.
+//! The byte-level tokenizer as a `tokenizer.json`, so that natively trained models load in transformers.
 
 use serde_json::{Map, Value, json};
 
-/// A `tokenizer.json` whose ids are bytes, for export beside a model of 256 tokens.
+/// A `tokenizer.json` whose ids are bytes, for models with a vocabulary of 256.
 pub fn byte_tokenizer_json() -> String {
     let vocab: Map<String, Value> = (0..=255u8).map(|b| (printable(b).to_string(), json!(b))).collect();
     let byte_level = json!({
@@ -26,8 +26,8 @@ pub fn byte_tokenizer_json() -> String {
     tokenizer.to_string() + "\n"
 }
 
-/// The character that stands for a byte in byte-level vocabularies: itself if it can be seen, otherwise the next
-/// free one from U+0100 on.
+/// The character that stands for a byte in GPT-2's byte-level vocabularies: itself if it is printable, otherwise the
+/// next free one from U+0100 on.
 fn printable(byte: u8) -> char {
     let visible = |b: u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     if visible(byte) {

@@ -1,13 +1,13 @@
-//! What of `tokenizer.json` and its neighbours we read ourselves: sizes, special tokens, ends.
+//! Reads vocabulary size and special tokens from `tokenizer.json` and the files beside it.
 
 use crate::error::Result;
 use crate::json::{parse_object, read_text};
 use serde_json::Value;
 use std::path::Path;
 
-/// Tables are made as long as the largest id: one wild id must not take the machine's memory.
+/// Limit on ids: tables are as long as the largest id.
 const MAX_ID: u64 = 1 << 22;
-/// Longest token, a limit of the library.
+/// Longest token that the tokenizers library supports.
 const MAX_TOKEN_BYTES: usize = 65_535;
 
 pub(super) struct Checked {
@@ -63,7 +63,7 @@ pub(super) fn check(text: &str) -> Result<Checked, String> {
     Ok(Checked { vocab_size: largest as usize + 1, specials, value })
 }
 
-/// Where texts begin and end.
+/// Beginning- and end-of-text tokens.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Ends {
     pub bos: Option<u32>,

@@ -1,4 +1,4 @@
-//! Text ↔ token ids: a Hugging Face `tokenizer.json`, or plain bytes.
+//! Text ↔ token ids, by a Hugging Face `tokenizer.json` or byte-level.
 
 mod byte_level;
 mod file;
@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
 
-/// Text to ids and back.
+/// A tokenizer.
 pub struct Tokenizer {
     kind: TokenizerKind,
     origin: String,
@@ -37,7 +37,7 @@ impl std::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// The built-in one: 256 ids, each a byte of UTF-8.
+    /// The built-in byte-level tokenizer: 256 ids, each a byte of UTF-8.
     pub fn bytes() -> Tokenizer {
         let (origin, specials) = ("byte tokenizer".into(), Vec::new());
         Tokenizer {
@@ -54,7 +54,7 @@ impl Tokenizer {
     pub fn from_dir(dir: &Path) -> Result<Tokenizer> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
-            let what = "has no tokenizer.json; save the tokenizer in its fast form first".into();
+            let what = "has no tokenizer.json; save it as a fast tokenizer first".into();
             return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
         }
         let mut tokenizer = Tokenizer::from_file(&path)?;
@@ -87,7 +87,7 @@ impl Tokenizer {
         })
     }
 
-    /// One more than the largest id. A model's vocabulary may be padded beyond it.
+    /// Vocabulary size: one more than the largest id. A model's may be padded beyond it.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
     }
@@ -107,12 +107,12 @@ impl Tokenizer {
         &self.eos
     }
 
-    /// Ids of a text, nothing added. Special tokens that are spelled out in the text are recognised.
+    /// Encodes a text without adding special tokens. Special tokens spelled out in the text are recognized.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_as(text, false)
     }
 
-    /// Ids of a text with the special tokens that the file puts around it (a beginning-of-text, say).
+    /// Encodes a text with the special tokens that the tokenizer adds, such as beginning of text.
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_as(text, true)
     }
@@ -131,13 +131,12 @@ impl Tokenizer {
         Ok(out.into_iter().map(|t| t.id()).collect())
     }
 
-    /// The text of ids, without special tokens. Ids outside the vocabulary are passed over; bytes that are no
-    /// UTF-8 become U+FFFD.
+    /// Decodes ids without special tokens. Ids outside the vocabulary are skipped; invalid UTF-8 becomes U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         self.decode_as(ids, true)
     }
 
-    /// The text of ids, special tokens spelled out.
+    /// Decodes ids with special tokens spelled out.
     pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String> {
         self.decode_as(ids, false)
     }
@@ -155,7 +154,7 @@ impl Tokenizer {
         }
     }
 
-    /// Decodes ids one by one as they are generated.
+    /// A streaming decoder.
     pub fn stream(&self) -> TextStream<'_> {
         TextStream::new(self)
     }
@@ -165,9 +164,8 @@ impl Tokenizer {
     }
 }
 
-/// The library indexes by what the file says and asserts on some of it; a file must not be able to end the
-/// process.
+/// Turns a panic of the tokenizers library, which trusts indices in the file, into an error.
 fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
     catch_unwind(AssertUnwindSafe(work))
-        .unwrap_or_else(|_| Err("the file is inconsistent: the tokenizer broke down over it".into()))
+        .unwrap_or_else(|_| Err("the file is inconsistent: the tokenizers library panicked on it".into()))
 }

@@ -1,21 +1,21 @@
-//! Text as it is generated: whole characters only.
+//! Streaming decoder: emits complete characters only.
 
 use super::{Tokenizer, TokenizerKind};
 use crate::error::Result;
 
-/// Turns ids into text one by one. A character whose bytes are spread over several ids comes out with its last
-/// one; nothing is ever taken back.
+/// Decodes ids one by one. A character whose bytes are spread over several ids is emitted with the last of them;
+/// emitted text never changes.
 #[derive(Debug)]
 pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
-    /// Bytes of a character that is not complete (byte tokenizer).
+    /// Bytes of an incomplete character (byte-level tokenizer).
     bytes: Vec<u8>,
-    /// Ids whose text gives the context for the next ones, then ids not shown yet.
+    /// Ids that are the context of the next ones, then ids not emitted yet.
     ids: Vec<u32>,
     shown: usize,
 }
 
-/// A character is at most four bytes, so at most four ids; what is not one by then never will be.
+/// A UTF-8 character has at most four bytes, so at most four ids.
 const LONGEST: usize = 4;
 
 impl<'a> TextStream<'a> {
@@ -23,7 +23,7 @@ impl<'a> TextStream<'a> {
         TextStream { tokenizer, bytes: Vec::new(), ids: Vec::new(), shown: 0 }
     }
 
-    /// The text that `id` completes; empty while a character is in the making.
+    /// The text that `id` completes; empty within a character.
     pub fn push(&mut self, id: u32) -> Result<String> {
         if matches!(self.tokenizer.kind, TokenizerKind::Bytes) {
             self.bytes.extend(u8::try_from(id).ok());
@@ -34,7 +34,7 @@ impl<'a> TextStream<'a> {
         if text.ends_with('\u{fffd}') && self.ids.len() - self.shown < LONGEST {
             return Ok(String::new());
         }
-        // Special tokens and the like have no text: keep the context until something has.
+        // Special tokens have no text: keep the context.
         if text.len() <= before.len() {
             return Ok(String::new());
         }
@@ -44,7 +44,7 @@ impl<'a> TextStream<'a> {
         Ok(new)
     }
 
-    /// What is left at the end: an incomplete character as U+FFFD.
+    /// The rest: an incomplete character becomes U+FFFD.
     pub fn finish(self) -> Result<String> {
         if matches!(self.tokenizer.kind, TokenizerKind::Bytes) {
             return Ok(String::from_utf8_lossy(&self.bytes).into_owned());

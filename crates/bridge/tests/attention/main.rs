@@ -1,5 +1,5 @@
-//! The attention of DeepSeek-V3 and GPT-OSS: configurations, weights in and out, logits and gradients against a model by
-//! its definition, which is itself held against golden vectors.
+//! The attention of DeepSeek-V3 and GPT-OSS: configurations, weights in and out, logits and gradients against a model
+//! by its definition, which is itself held against golden vectors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod full_model;
