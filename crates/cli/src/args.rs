@@ -11,64 +11,64 @@ use std::time::Instant;
 
 const AFTER: &str = "\
 Examples:
-  ferrotron train                          a small model on the corpus inside the program, in a minute
-  ferrotron train my.toml --out runs/a     your recipe; the same command resumes after an interruption
-  ferrotron recipes                        recipes to start from
-  ferrotron explain train.micro_batch      what a key means
-  ferrotron doctor                         what this machine has and what that costs
+  ferrotron train                          train a small model on the built-in corpus, about a minute
+  ferrotron train my.toml --out runs/a     train your recipe; the same command resumes an interrupted run
+  ferrotron recipes                        list the built-in recipes
+  ferrotron explain train.micro_batch      explain a recipe key
+  ferrotron doctor                         show the hardware and libraries that were found
 
-Exit codes: 0 done (or interrupted and saved), 1 failed or, for parity, different, 2 wrong usage or configuration.";
+Exit codes: 0 success (or interrupted and saved); 1 failure or, for parity, a difference; 2 wrong usage or configuration.";
 
-/// Train transformer language models, from a laptop's CPU up
+/// Train transformer language models on one CPU, one GPU or many
 #[derive(Debug, Parser)]
 #[command(name = "ferrotron", version, after_help = AFTER, arg_required_else_help = true)]
 pub struct Cli {
-    /// Options of every command.
+    /// Options that every command takes.
     #[command(flatten)]
     pub global: Global,
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// Options of every command.
+/// Options that every command takes.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Options of every command")]
 pub struct Global {
-    /// Write machine-readable JSON to standard output
+    /// Write results to standard output as JSON
     #[arg(long, global = true)]
     pub json: bool,
-    /// Where to compute: auto, cpu, cuda or cuda:N
+    /// Device to compute on: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
-    /// Check that events order all memory accesses of streams; slower
+    /// Check that events order every conflicting memory access of different streams; slower
     #[arg(long, global = true)]
     pub check: bool,
-    /// CPU threads; 0 means one per core. Results do not depend on it
+    /// CPU threads, 0 for one per core; the results do not depend on it
     #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
-    /// Devices are made for a trace; commands that can write one say so.
+    /// Record a trace of kernels and collectives; set by commands with `--trace`.
     #[arg(skip)]
     pub trace: bool,
-    /// Seconds that a rank waits for another before the run ends with an error that names it
+    /// Seconds a rank waits in a collective before the run fails with an error that names the missing rank
     #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
-    /// When the process began.
+    /// When the process started.
     #[arg(skip = Instant::now())]
     pub started: Instant,
-    /// This process's part of a job, where a launcher started it.
+    /// This process's rank in a job, where a launcher (mpirun, srun, torchrun) started it.
     #[arg(skip)]
     pub launch: Arc<Launch>,
 }
 
-/// Where to compute.
+/// The device that `--device` names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Device {
-    /// The best there is.
+    /// The first GPU if one works, otherwise the CPU.
     Auto,
     /// The CPU.
     Cpu,
-    /// A CUDA card.
+    /// The CUDA GPU of that ordinal.
     Cuda(usize),
 }
 
@@ -88,36 +88,36 @@ impl FromStr for Device {
     }
 }
 
-/// What to do.
+/// The commands.
 #[derive(Debug, Subcommand)]
-#[allow(clippy::large_enum_variant)] // there is one of it in the whole program
+#[allow(clippy::large_enum_variant)] // the program makes one of them
 pub enum Command {
-    /// Train a model from a recipe; the same command resumes
+    /// Train a model from a recipe, or resume an interrupted run
     #[command(long_about = train::LONG)]
     Train(train::Args),
-    /// One pass of a Hugging Face folder over given token ids: logits, loss, gradients
+    /// Run a Hugging Face model over token ids and write logits, loss and gradients
     #[command(long_about = forward::LONG)]
     Forward(forward::Args),
-    /// One step under two precisions, devices or layouts, compared tensor by tensor
+    /// Compare one training step under two layouts, precisions or devices, tensor by tensor
     #[command(long_about = parity::LONG)]
     Parity(parity::Args),
-    /// Hugging Face folder to checkpoint and back
+    /// Convert a Hugging Face folder to a checkpoint, or back
     #[command(long_about = convert::LONG)]
     Convert(convert::Args),
-    /// Continue a text
+    /// Generate text with a trained model
     #[command(long_about = generate::LONG)]
     Generate(generate::Args),
     /// Prepare training data
     Data(data::Args),
-    /// Measure speed on the yardsticks
+    /// Benchmark training steps, kernels or collectives
     Bench(bench::Args),
-    /// Compile every GPU kernel, with or without a GPU
+    /// Compile every CUDA kernel; needs NVRTC but no GPU
     #[command(long_about = kernels::LONG)]
     Kernels(kernels::Args),
-    /// What this machine has, what is missing and what that costs
+    /// Show the hardware and libraries that were found, and what the missing ones cost
     Doctor(doctor::Args),
-    /// The recipes inside the program
+    /// List or print the built-in recipes
     Recipes(recipes::Args),
-    /// What a recipe's key means
+    /// Explain a recipe key
     Explain(explain::Args),
 }

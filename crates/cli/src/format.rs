@@ -1,10 +1,10 @@
-//! Numbers and times for people.
+//! Formatting of counts, times and rates.
 
 /// 950, 12.3K, 3.5M, 1.24B.
 pub fn count(n: u64) -> String {
     let x = n as f64;
     for (unit, name) in [(1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")] {
-        // 999,950 rounds to 1000.0K: the next unit says it better.
+        // 999,950 would round to 1000.0K: use the next unit.
         if x >= unit * 0.99995 {
             let y = x / unit;
             let digits = if y < 9.995 { 2 } else { 1 };
@@ -45,12 +45,12 @@ pub fn seconds(s: f64) -> String {
     }
 }
 
-/// A loss: four digits, or that it is none.
+/// A loss with four digits, or "not a number".
 pub fn loss(x: f64) -> String {
     if x.is_finite() { format!("{x:.4}") } else { "not a number".into() }
 }
 
-/// TFLOP/s with as many digits as matter.
+/// TFLOP/s with three significant digits or so.
 pub fn tflops(x: f64) -> String {
     match x {
         x if x >= 100.0 => format!("{x:.0} TFLOP/s"),
@@ -59,7 +59,7 @@ pub fn tflops(x: f64) -> String {
     }
 }
 
-/// Text a model wrote, fit for a terminal: a young model writes anything, and control characters must not reach it.
+/// Generated text without control characters, safe to print on a terminal.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
 }

@@ -1,26 +1,26 @@
-//! Layouts (`tp=2,pp=2`) and the two sides of a comparison (`bf16,threads=1`) as written on the command line.
+//! Parallel layouts (`tp=2,pp=2`) and the two sides of `parity` (`bf16,threads=1`), as given on the command line.
 
 use crate::args::Device;
 use ferrotron_core::config::{Precision, QuantRecipe, nearest};
 use ferrotron_core::grid;
 use std::str::FromStr;
 
-/// How the work is cut over ranks; unset sizes are 1.
+/// A parallel layout; sizes that are not set are 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// Tensor parallel.
+    /// Tensor-parallel size.
     pub tp: Option<usize>,
-    /// Context parallel.
+    /// Context-parallel size.
     pub cp: Option<usize>,
     /// Pipeline stages.
     pub pp: Option<usize>,
-    /// Chunks of layers per stage.
+    /// Virtual pipeline stages (model chunks) per rank.
     pub vp: Option<usize>,
-    /// Data parallel.
+    /// Data-parallel size.
     pub dp: Option<usize>,
-    /// Expert parallel.
+    /// Expert-parallel size.
     pub ep: Option<usize>,
-    /// Tensor parallel inside an expert; as `tp` unless given.
+    /// Tensor-parallel size of experts; `tp` unless given.
     pub etp: Option<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Layout {
         [("tp", tp), ("cp", cp), ("pp", pp), ("vp", vp), ("dp", dp), ("ep", ep), ("etp", etp)]
     }
 
-    /// As the grid of ranks wants it.
+    /// The layout of the rank grid.
     pub fn grid(&self) -> grid::RankLayout {
         let one = |n: Option<usize>| n.unwrap_or(1);
         grid::RankLayout {
@@ -81,22 +81,22 @@ impl FromStr for Layout {
     }
 }
 
-/// One side of a comparison.
+/// One side of `parity`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ParitySide {
-    /// Element type; the recipe's unless given.
+    /// Compute precision; the recipe's unless given.
     pub dtype: Option<Precision>,
     /// Device; the command's unless given.
     pub device: Option<Device>,
     /// CPU threads; the command's unless given.
     pub threads: Option<usize>,
-    /// Scaling of 8-bit products; the recipe's unless given.
+    /// FP8 recipe; the recipe's unless given.
     pub fp8: Option<QuantRecipe>,
-    /// Sequences per pass; the recipe's unless given.
+    /// Micro-batch size; the recipe's unless given.
     pub micro_batch: Option<usize>,
     /// The layout.
     pub layout: Layout,
-    /// As it was written.
+    /// The text of the command line.
     pub text: String,
 }
 
@@ -109,7 +109,11 @@ impl FromStr for ParitySide {
                 Some((key, value)) => (key.trim(), value.trim()),
                 None if item.parse::<Precision>().is_ok() => ("dtype", item),
                 None if item.parse::<Device>().is_ok() => ("device", item),
-                None => return Err(format!("{item:?} is neither f32, bf16, cpu nor key=value")),
+                None => {
+                    return Err(format!(
+                        "{item:?} is neither a precision (f32, bf16), a device (cpu, cuda, cuda:N) nor key=value"
+                    ));
+                }
             };
             let number =
                 || value.parse::<usize>().map_err(|_| format!("{key} needs a whole number, not {value:?}"));

@@ -1,4 +1,4 @@
-//! The `ferrotron` binary: argument parsing and presentation, nothing else.
+//! The `ferrotron` binary: argument parsing and presentation.
 
 mod args;
 mod commands;

@@ -1,6 +1,7 @@
-//! Writing results and errors: for people, or as JSON.
+//! Writing results and errors, as text or JSON.
 
 use crate::args::Global;
+use clap::error::{ContextKind, ContextValue};
 use serde::Serialize;
 use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
@@ -10,7 +11,7 @@ pub const FAILED: u8 = 1;
 /// Exit code of wrong usage or configuration.
 pub const USAGE: u8 = 2;
 
-/// A command line that cannot be carried out, beyond what the parser sees.
+/// An error in the command line that the argument parser does not see.
 #[derive(Debug)]
 pub struct UsageError {
     what: String,
@@ -18,12 +19,12 @@ pub struct UsageError {
 }
 
 impl UsageError {
-    /// One sentence that says what to change.
+    /// An error with one sentence that says what to change.
     pub fn new(what: impl Into<String>) -> UsageError {
         UsageError { what: what.into(), hint: None }
     }
 
-    /// With a hint beside it.
+    /// Adds a hint.
     pub fn hint(self, hint: impl Into<String>) -> UsageError {
         UsageError { hint: Some(hint.into()), ..self }
     }
@@ -37,7 +38,7 @@ impl std::fmt::Display for UsageError {
 
 impl std::error::Error for UsageError {}
 
-/// Writes text to standard output. A reader that went away (`| head`) is no failure.
+/// Writes text to standard output. A closed pipe (`| head`) is not an error.
 pub fn print(text: &str) -> anyhow::Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -51,23 +52,39 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     print(&format!("{}\n", serde_json::to_string_pretty(value)?))
 }
 
-/// Reports what the argument parser refused, or prints the help it was asked for.
+/// Flags that were renamed, and their new names.
+const RENAMED_FLAGS: [(&str, &str); 2] = [("--patience", "--timeout"), ("--forced", "--force-balance")];
+
+/// The hint for an unknown flag that is the old name of another.
+fn renamed(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(flag)) = error.get(ContextKind::InvalidArg) else { return None };
+    let (old, new) = RENAMED_FLAGS.into_iter().find(|(old, _)| old == flag)?;
+    (error.kind() == clap::error::ErrorKind::UnknownArgument).then(|| format!("{old} is now {new}"))
+}
+
+/// Reports an error of the argument parser, or prints the help that was asked for.
 pub fn usage(error: &clap::Error) -> ExitCode {
     let json = std::env::args_os().any(|a| a == "--json");
-    if json && error.use_stderr() {
+    if let Some(hint) = renamed(error) {
+        report(
+            &format!("unexpected argument {}", hint.split(' ').next().unwrap_or_default()),
+            Some(&hint),
+            json,
+        );
+    } else if json && error.use_stderr() {
         let text = error.to_string();
         let mut parts = text.split("\n\n");
         let what = parts.next().unwrap_or_default().trim_start_matches("error: ").replace('\n', " ");
         let hint = parts.find_map(|p| p.trim().strip_prefix("tip: ").map(str::to_string));
         report(&what, hint.as_deref(), true);
     } else {
-        // Nothing is left to do when even this cannot be written.
+        // If standard error cannot be written, there is nowhere to report it.
         let _ = error.print();
     }
     ExitCode::from(if error.use_stderr() { USAGE } else { 0 })
 }
 
-/// Reports why a command failed: one sentence, and a hint where there is one.
+/// Reports why a command failed: one sentence, and a hint if there is one.
 pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
     let core = error.downcast_ref::<ferrotron_core::Error>().or_else(|| match error.downcast_ref() {
         Some(ferrotron_bridge::Error::Core(e)) => Some(&**e),
@@ -86,7 +103,7 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
 }
 
 fn report(what: &str, hint: Option<&str>, json: bool) {
-    // Of many processes, each says who it is.
+    // In a job of several processes each names its rank.
     let rank =
         ferrotron_core::ranks::LaunchEnv::detect().ok().flatten().filter(|j| j.size > 1).map(|j| j.rank);
     let what = &rank.map_or_else(|| what.to_string(), |r| format!("rank {r}: {what}"));
@@ -99,7 +116,7 @@ fn report(what: &str, hint: Option<&str>, json: bool) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// Columns for people: each cell padded to the widest of its column, the last one left as it is.
+/// A text table with aligned columns.
 pub fn table(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);

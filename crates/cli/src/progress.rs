@@ -1,5 +1,4 @@
-//! How a run is shown while it goes: a bar on a terminal, a plain line now and then elsewhere, the events
-//! themselves with `--json`.
+//! Progress of a run: a bar on a terminal, a line every few seconds elsewhere, the events themselves with `--json`.
 
 use crate::args::Global;
 use crate::format;
@@ -10,10 +9,10 @@ use std::cell::Cell;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
-/// Between plain lines.
+/// Interval between progress lines where there is no terminal.
 const EVERY: Duration = Duration::from_secs(10);
 
-/// Shows events as they happen.
+/// Shows the events of a run.
 pub struct Progress {
     view: View,
     total: u64,
@@ -27,7 +26,7 @@ enum View {
 }
 
 impl Progress {
-    /// A run of `total` steps, of which `done` were made before.
+    /// A run of `total` steps that resumes after step `done`.
     pub fn new(global: &Global, total: u64, done: u64) -> Progress {
         let view = if global.json {
             View::Json
@@ -44,7 +43,7 @@ impl Progress {
         Progress { view, total, pace: None }
     }
 
-    /// Shows one event. Failing to show is no reason to stop a run.
+    /// Shows one event. Errors of the terminal do not stop the run.
     pub fn event(&mut self, event: &Event) {
         if let Event::Step(step) = event {
             self.measure(step);
@@ -79,14 +78,14 @@ impl Progress {
         }
     }
 
-    /// Ends the view; what comes after stands on its own line.
+    /// Ends the progress bar.
     pub fn finish(self) {
         if let View::Bar(bar) = self.view {
             bar.finish();
         }
     }
 
-    /// Seconds per step, smoothed: a checkpoint or a busy moment should not throw the estimate about.
+    /// Updates the exponential moving average of seconds per step that the remaining time is estimated from.
     fn measure(&mut self, step: &Step) {
         if step.seconds > 0.0 && step.seconds.is_finite() {
             self.pace = Some(self.pace.map_or(step.seconds, |p| 0.9 * p + 0.1 * step.seconds));
@@ -94,7 +93,7 @@ impl Progress {
     }
 }
 
-/// How far a long job is: a bar on a terminal, a line now and then elsewhere, nothing with `--json`.
+/// Progress of a conversion or similar job: a bar on a terminal, lines elsewhere, nothing with `--json`.
 pub struct JobProgress {
     what: &'static str,
     bar: Option<ProgressBar>,
@@ -103,7 +102,7 @@ pub struct JobProgress {
 }
 
 impl JobProgress {
-    /// A job described by `what` ("reading", "writing").
+    /// A job that `what` describes ("converting").
     pub fn new(global: &Global, what: &'static str) -> JobProgress {
         let bar = (!global.json && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
@@ -116,7 +115,7 @@ impl JobProgress {
         JobProgress { what, bar, quiet: global.json, last: Cell::new(Instant::now()) }
     }
 
-    /// `done` of `total` are done.
+    /// Shows that `done` of `total` units are done.
     pub fn set(&self, done: u64, total: u64) {
         if let Some(bar) = &self.bar {
             bar.set_length(total);
@@ -166,13 +165,13 @@ fn note(event: &Event) -> Option<String> {
             Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
         }
         Event::RunEnd(e) if e.ending == Ending::Interrupted => {
-            Some(format!("stopped after step {}; the same command resumes", e.step))
+            Some(format!("interrupted after step {}; the same command resumes", e.step))
         }
         Event::RunStart(_) | Event::Step(_) | Event::Sample(_) | Event::RunEnd(_) => None,
     }
 }
 
-/// The worst of what was seen of 8-bit operands.
+/// The worst saturation, underflow and error among the FP8 operands.
 fn worst(p: &Precision) -> Option<String> {
     let most = |what: &str, of: &dyn Fn(&Operand) -> f64| {
         let found = p.operands.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
@@ -183,7 +182,7 @@ fn worst(p: &Precision) -> Option<String> {
         most("underflow", &|o| o.underflow)?,
         most("error", &|o| 1e2 * o.error)?,
     ];
-    Some(format!("step {}  8-bit operands, at worst: {}", p.step, parts.join(", ")))
+    Some(format!("step {}  worst FP8 operands: {}", p.step, parts.join(", ")))
 }
 
 #[cfg(test)]
@@ -227,7 +226,7 @@ mod tests {
         });
         assert_eq!(note(&c).as_deref(), Some("step 50  saved checkpoints/50 (2.0 KiB, 0.2 s)"));
         let e = Event::RunEnd(RunEnd { step: 7, ending: Ending::Interrupted, ..RunEnd::default() });
-        assert_eq!(note(&e).as_deref(), Some("stopped after step 7; the same command resumes"));
+        assert_eq!(note(&e).as_deref(), Some("interrupted after step 7; the same command resumes"));
         assert_eq!(note(&Event::Step(Step::default())), None);
         let operand = |role: &str, [saturation, underflow, error]: [f64; 3]| Operand {
             module: "layers.0.mlp.down".into(),
@@ -239,7 +238,7 @@ mod tests {
         };
         let operands = vec![operand("input", [0.0, 0.5, 0.02]), operand("gradient", [0.25, 0.0, 0.051])];
         let p = Event::Precision(Precision { step: 3, operands });
-        let said = "step 3  8-bit operands, at worst: saturation 0.250 % (layers.0.mlp.down gradient), underflow 0.500 % \
+        let said = "step 3  worst FP8 operands: saturation 0.250 % (layers.0.mlp.down gradient), underflow 0.500 % \
                     (layers.0.mlp.down input), error 5.100 % (layers.0.mlp.down gradient)";
         assert_eq!(note(&p).as_deref(), Some(said));
         assert_eq!(note(&Event::Precision(Precision::default())), None);

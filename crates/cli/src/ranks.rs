@@ -1,4 +1,4 @@
-//! Where a command computes: the CPU, or the card it found or was to_core_error.
+//! Devices and ranks of a command: on the CPU or a GPU, as threads or as the processes of a launcher.
 
 use crate::args::{Device, Global};
 use crate::output::UsageError;
@@ -12,7 +12,7 @@ use ferrotron_tensor::{Instrumentation, gpus};
 use std::time::{Duration, Instant};
 
 impl Global {
-    /// A rank where `--device` says. `auto` is the first card if there is one that works.
+    /// A single rank on the device of `--device`; `auto` is the first GPU if it works, otherwise the CPU.
     pub fn rank(&self, seed: u64, watch: Instrumentation) -> Result<Rank> {
         let watch = Instrumentation {
             race_check: self.check || watch.race_check,
@@ -24,7 +24,7 @@ impl Global {
             Device::Cuda(ordinal) => self.card(ordinal, seed, watch),
             Device::Auto if gpus().is_ok_and(|all| !all.is_empty()) => {
                 self.card(0, seed, watch).or_else(|why| {
-                    eprintln!("warning: there is a GPU, but it cannot be used: {why:#}");
+                    eprintln!("warning: using the CPU, because the GPU cannot be used: {why:#}");
                     Ok(Rank::cpu_instrumented(self.threads, seed, watch)?)
                 })
             }
@@ -32,7 +32,7 @@ impl Global {
         }
     }
 
-    /// How many ranks there are to be, where `--ranks` or a launcher says so; not where they contradict each other.
+    /// The world size that `--ranks` or the launcher asks for; an error if they contradict each other.
     pub fn world_size(&self, asked: Option<usize>) -> Result<Option<usize>> {
         match (asked, self.launch.job()?) {
             (Some(n), Some(job)) if n != job.size => {
@@ -44,18 +44,18 @@ impl Global {
         }
     }
 
-    /// The rank of a process of a job: on the card of its local number, or on its share of the host's cores.
+    /// The rank of a launched process: on the GPU of its local rank, or on its share of the host's cores.
     fn job_rank(&self, job: &LaunchEnv, seed: u64) -> Result<Rank> {
         let gpu_count = || gpus().map_or(0, |all| all.len());
         let card = match self.device {
             Device::Cpu => None,
             Device::Auto if gpu_count() == 0 => None,
-            // A launcher that shows each process one card has chosen it already.
+            // A launcher that sets CUDA_VISIBLE_DEVICES to one GPU per process has chosen already.
             Device::Auto | Device::Cuda(0) => Some(if gpu_count() == 1 { 0 } else { job.local_rank }),
             Device::Cuda(n) if n == job.local_rank => Some(n),
             Device::Cuda(n) => {
                 let what = format!(
-                    "--device cuda:{n}: a process of a job takes the card of its local rank, here {}; say --device cuda",
+                    "--device cuda:{n}: a launched process uses the GPU of its local rank, here {}; use --device cuda",
                     job.local_rank
                 );
                 return Err(UsageError::new(what).into());
@@ -65,8 +65,7 @@ impl Global {
             Instrumentation { race_check: self.check, trace: self.trace, ..Instrumentation::default() };
         match card {
             Some(n) if n >= gpu_count() => Err(UsageError::new(format!(
-                "rank {} is number {n} on its host (from 0), which has {} cards; start one process for each card, or say \
-                 --device cpu",
+                "rank {} has local rank {n}, but its host has {} GPUs; start one process per GPU, or use --device cpu",
                 job.rank,
                 gpu_count()
             ))
@@ -85,17 +84,17 @@ impl Global {
         let begin = Instant::now();
         let (rank, KernelCacheStats { compiled, cached }) = Rank::cuda(ordinal, self.threads, seed, watch)?;
         if compiled > 0 && !self.json && self.launch.leads() {
-            let kept = cache_folder().map_or(String::new(), |f| format!("; kept in {}", f.display()));
+            let kept = cache_folder().map_or(String::new(), |f| format!("; cached in {}", f.display()));
             let seconds = begin.elapsed().as_secs_f64();
             let all = compiled + cached;
-            eprintln!("compiled {compiled} of {all} kernel sources for this card in {seconds:.1} s{kept}");
+            eprintln!("compiled {compiled} of {all} kernel sources for this GPU in {seconds:.1} s{kept}");
         }
         Ok(rank)
     }
 }
 
-/// Runs `work` on this process's ranks of the layout: on its one rank of a job that a launcher started, else on all of
-/// them as threads. Returns what each made.
+/// Runs `work` on the ranks of a layout that this process has: its one rank of a launched job, otherwise all ranks, as
+/// threads. Returns their results in rank order.
 pub fn run<T: Send>(
     global: &Global,
     layout: &RankLayout,
@@ -122,7 +121,7 @@ pub fn run<T: Send>(
             return Ok(on_one_device(layout, timeout, &first, work)?);
         }
     }
-    // Compute threads are shared out.
+    // The ranks share the compute threads.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let all = if global.threads == 0 { cores } else { global.threads };
     let watch =
@@ -131,17 +130,17 @@ pub fn run<T: Send>(
     Ok(on_threads_with(layout, timeout, ReduceKernels::default(), make, work)?)
 }
 
-/// Runs `work` on one rank that has nobody to talk to, whatever started this process.
+/// Runs `work` on a single rank without communication, even in a launched job.
 pub fn run_single<T>(
     global: &Global,
     seed: u64,
     work: impl Fn(Rank) -> ferrotron_core::Result<T>,
 ) -> Result<Vec<T>> {
-    // A rank made here says what it has to say before work begins, with all that is known of an error.
+    // Made outside `work`, so that an error keeps its hint.
     Ok(vec![work(global.rank(seed, Instrumentation::default())?)?])
 }
 
-/// An error of presentation as one of the run.
+/// Converts an error for code that returns core's.
 pub fn to_core_error(e: anyhow::Error) -> ferrotron_core::Error {
     match e.downcast::<ferrotron_core::Error>() {
         Ok(e) => e,
@@ -149,7 +148,7 @@ pub fn to_core_error(e: anyhow::Error) -> ferrotron_core::Error {
     }
 }
 
-/// The device of a rank as people know it: `CPU (AMX)`, `cuda:0 (NVIDIA H200)`.
+/// The device of a rank, such as `CPU (AMX)` or `cuda:0 (NVIDIA H200)`.
 pub fn device_name(rank: &Rank) -> String {
     match rank.device().gpu() {
         Some(card) => format!("cuda:{} ({})", card.ordinal, card.name),
@@ -157,7 +156,7 @@ pub fn device_name(rank: &Rank) -> String {
     }
 }
 
-/// The same with what decides its speed: `CPU (AMX) x 8 threads`.
+/// The device with its ranks and threads, such as `4 ranks (tp=2, dp=2) on CPU (AMX) x 8 threads`.
 pub fn device_description(rank: &Rank) -> String {
     let sizes = [("tp", &rank.tp), ("cp", &rank.cp), ("pp", &rank.pp), ("dp", &rank.dp)];
     let sizes: Vec<String> =

@@ -1,28 +1,28 @@
-//! Being requested to stop. The first Ctrl-C or SIGTERM raises a flag, and the run saves and ends at the next step;
-//! the second ends the program at once.
+//! Interruption by SIGINT or SIGTERM. The first signal sets a flag, and the run saves a checkpoint and exits after the
+//! current step; the second exits at once.
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The flag that asks a run to stop. Cloning shares it.
+/// The flag that a signal sets. Clones share it.
 #[derive(Clone, Debug)]
 pub struct StopFlag(Arc<AtomicBool>);
 
 impl StopFlag {
-    /// Listens to SIGINT and SIGTERM from now on.
+    /// Installs the handlers of SIGINT and SIGTERM.
     pub fn listen() -> anyhow::Result<StopFlag> {
         let requested = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM] {
-            // The order matters: the flag must still be down when the first signal looks at it.
+            // Registered first: this handler exits if the flag is set, so the first signal must see it unset.
             flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&requested))?;
             flag::register(signal, Arc::clone(&requested))?;
         }
         Ok(StopFlag(requested))
     }
 
-    /// Has someone asked?
+    /// True once a signal has arrived.
     pub fn requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

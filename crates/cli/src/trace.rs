@@ -1,4 +1,4 @@
-//! `--trace`: a timeline of a few steps, and what it says about kernels and communication.
+//! `--trace`: a timeline of some steps, with time by kernel and overlap of communication with compute.
 
 use crate::args::Global;
 use crate::{output, ranks};
@@ -12,23 +12,23 @@ use ferrotron_tensor::trace::{Coverage, KernelTime, Trace};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// Lines of a table before the rest is added up.
+/// Rows of a table; the rest is summed up in one.
 const LINES: usize = 20;
 
-/// What to trace.
+/// Options of `--trace`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TraceArgs {
-    /// Write a timeline of the last steps: every kernel and collective of every rank, for ui.perfetto.dev
+    /// Write a timeline of the last steps (every kernel and collective of every rank) for ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     pub trace: Option<PathBuf>,
-    /// Steps in the timeline
+    /// Number of steps in the timeline
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..), hide_default_value = true)]
     pub trace_steps: u64,
 }
 
 impl TraceArgs {
-    /// The options of every command, with devices made for a trace if there is to be one. A file that cannot be
-    /// written is found here, not at the end of a run.
+    /// The global options, with tracing on if `--trace` is given. Fails here, not at the end of the run, if the file
+    /// cannot be written.
     pub fn with_tracing(&self, global: &Global) -> Result<Global> {
         if let Some(file) = self.trace.as_ref().filter(|_| global.launch.leads()) {
             std::fs::File::create(file).map_err(|e| Error::io_doing(file, "write the trace", e))?;
@@ -36,8 +36,7 @@ impl TraceArgs {
         Ok(Global { trace: self.trace.is_some(), ..global.clone() })
     }
 
-    /// Trains as [`Run::train`] does, and has the timeline written. What is returned beside the outcome is for the
-    /// rank that shows it.
+    /// Trains as [`Run::train`] does and writes the timeline. Rank 0 gets its summary.
     pub fn train(
         &self,
         run: &mut Run,
@@ -51,13 +50,13 @@ impl TraceArgs {
         Ok((outcome, summary))
     }
 
-    /// An observer that also starts and stops the trace.
+    /// Wraps an observer in one that starts and pauses the trace around steps.
     pub fn step_tracer<'a>(&self, inner: &'a mut dyn Observer) -> StepTracer<'a> {
         StepTracer { inner, steps: self.trace_steps }
     }
 }
 
-/// Traces steps, and nothing between them: no evaluation, no checkpoint.
+/// Traces the last steps and nothing between them: no evaluation, no checkpoint.
 pub struct StepTracer<'a> {
     inner: &'a mut dyn Observer,
     steps: u64,
@@ -79,7 +78,7 @@ impl Observer for StepTracer<'_> {
     fn before_step(&mut self, rank: &Rank, left: u64) -> Core<()> {
         self.inner.before_step(rank, left)?;
         if left <= self.steps {
-            // Ranks may share a device: none starts while another has still to pause.
+            // Ranks may share a device: no rank starts tracing before all have paused.
             rank.world.all().barrier("a traced step begins")?;
             rank.device().start_trace()?;
         }
@@ -95,7 +94,7 @@ impl Observer for StepTracer<'_> {
     }
 }
 
-/// Nothing to show and nobody to ask to stop.
+/// Ignores events and never stops a run.
 pub struct NullObserver;
 
 impl Observer for NullObserver {
@@ -105,10 +104,10 @@ impl Observer for NullObserver {
     }
 }
 
-/// Collects the traces of all ranks; the first writes them and gets the tables.
+/// Gathers the traces of all ranks; rank 0 writes them and gets the summary.
 pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
     let all = rank.world.all();
-    // Ranks that share a device share its trace: whoever takes it first has all of it.
+    // Ranks that share a device share its trace: the first to take it gets all of it.
     let mine = serde_json::to_vec(&rank.device().take_trace()?)?;
     let traces = all.all_gather_bytes(&mine, "traces")?;
     if all.rank() != 0 {
@@ -120,14 +119,14 @@ pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
     Ok(Some(Summary { file: file.to_path_buf(), trace }))
 }
 
-/// A trace that was written.
+/// A written trace.
 pub struct Summary {
     file: PathBuf,
     trace: Trace,
 }
 
 impl Summary {
-    /// Shows it on standard output.
+    /// Prints the summary.
     pub fn print(&self, global: &Global) -> Result<()> {
         match global.json {
             true => output::print(&format!("{}\n", json!({ "trace": self.json() }))),
@@ -135,11 +134,11 @@ impl Summary {
         }
     }
 
-    /// For people.
+    /// The summary as text.
     pub fn text(&self) -> String {
         let t = &self.trace;
         if t.is_empty() {
-            return format!("\nno step was traced; {} has none\n", self.file.display());
+            return format!("\nno step was traced: {} is empty\n", self.file.display());
         }
         let mut out = format!(
             "\ntrace: {} ({:.1} ms of {}; open it in ui.perfetto.dev)\n",
@@ -155,18 +154,18 @@ impl Summary {
         if !collectives.is_empty() {
             out += &format!("\n{}", table("collective", &collectives));
             let o = t.overlap();
-            let heads = ["communication", "ms", "under compute of its rank", "of any rank"];
+            let heads = ["communication", "ms", "overlapped by own compute", "by any rank's compute"];
             out += "\n";
             out += &output::table(&[
                 heads.map(String::from).to_vec(),
-                line("in all, with waiting", o.collectives),
+                line("total, with waiting", o.collectives),
                 line("moving data", o.transfers),
             ]);
         }
         out
     }
 
-    /// For programs.
+    /// The summary as JSON.
     pub fn json(&self) -> Value {
         let times = |rows: Vec<KernelTime>| -> Vec<Value> {
             rows.into_iter()

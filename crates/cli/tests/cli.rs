@@ -72,6 +72,13 @@ fn wrong_usage_is_exit_code_2_with_a_tip() {
         fails(&["forward", "--model", "a", "--input", "b", "--output", "c", "--layout", "zp=2"], 2)
             .contains("tp, cp")
     );
+    for (old, new) in [("--patience", "--timeout"), ("--forced", "--force-balance")] {
+        let text = fails(&["bench", "train", old, "3"], 2);
+        assert!(text.contains(&format!("unexpected argument {old}")), "{text}");
+        assert!(text.contains(&format!("hint: {old} is now {new}")), "{text}");
+        let v: Value = serde_json::from_str(&fails(&["bench", "train", old, "--json"], 2)).unwrap();
+        assert_eq!(v["hint"], format!("{old} is now {new}"));
+    }
     let v: Value = serde_json::from_str(&fails(&["trian", "--json"], 2)).unwrap();
     assert!(v["error"].as_str().unwrap().contains("trian"));
     assert!(fails(&[], 2).contains("Usage"));

@@ -45,7 +45,7 @@ fn text_from_a_run_its_checkpoint_and_its_export() {
     assert_eq!((&shared["tokens"], &shared["text"]), (&wanted["tokens"], &wanted["text"]));
     let text = ok(&[&cold[..], &["--layout", "tp=2", "--device", "cpu"]].concat());
     assert_eq!(text, format!("{}\n", wanted["text"].as_str().unwrap()), "written once");
-    assert!(fails(&[&cold[..], &["--layout", "dp=2"]].concat(), 2).contains("only tp"));
+    assert!(fails(&[&cold[..], &["--layout", "dp=2"]].concat(), 2).contains("tensor parallelism only"));
     // Threads change nothing.
     let threads = json(&[&["generate", "--model", path(&run), "--threads", "3"][..], &args].concat());
     assert_eq!(threads["tokens"], first["tokens"]);

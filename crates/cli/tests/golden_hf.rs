@@ -1,5 +1,5 @@
-//! Golden Hugging Face models (area `hf`) through the binary: logits, loss and every gradient, in both spellings of their
-//! configurations, in f32 and bf16, on one rank and under layouts.
+//! Golden Hugging Face models (area `hf`) through the binary: logits, loss and every gradient, in both spellings of
+//! their configurations, in f32 and bf16, on one rank and under layouts.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../../tests/support/golden.rs"]
@@ -102,8 +102,8 @@ fn loads(file: &SafeTensors) -> Vec<(String, Vec<f64>)> {
     names.into_iter().map(|n| (n.to_string(), values(file, n))).collect()
 }
 
-/// Compares one run with the expected values under the format's tolerances. Where rounding sent tokens to other experts than
-/// in the f32 run of the same layout, only the loss can be compared, and that is printed.
+/// Compares one run with the expected values under the format's tolerances. Where rounding sent tokens to other
+/// experts than in the f32 run of the same layout, only the loss can be compared, and that is printed.
 fn compare(
     what: &str,
     dtype: &str,
@@ -282,8 +282,8 @@ fn golden_hf_forward_and_backward() {
     });
 }
 
-/// Tensor, data, context and pipeline parallelism. With more data-parallel ranks than rows some ranks have no rows, with
-/// more stages than layers some have no layers.
+/// Tensor, data, context and pipeline parallelism. With more data-parallel ranks than rows some ranks have no rows,
+/// with more stages than layers some have no layers.
 const LAYOUTS: [&str; 16] = [
     "tp=2",
     "tp=4",

@@ -107,7 +107,8 @@ fn a_signal_saves_ends_well_and_the_same_command_goes_on() {
             assert!(e.err.contains("resuming small"), "{name}: {}", e.err);
         }
         let last = e.err.lines().last().unwrap();
-        let step = last.strip_prefix("stopped after step ").unwrap_or_else(|| panic!("{name}: {}", e.err));
+        let step =
+            last.strip_prefix("interrupted after step ").unwrap_or_else(|| panic!("{name}: {}", e.err));
         let (step, rest) = step.split_once(';').unwrap();
         assert_eq!(rest, " the same command resumes");
         let step: usize = step.parse().unwrap();

@@ -45,11 +45,11 @@ fn threads_change_no_bit() {
         assert!(kinds("weight") > 10);
     }
     let text = ok(&["parity", "threads=1", "threads=2", "--recipe", path(&recipe)]);
-    assert!(text.contains("agree to the last bit"), "{text}");
+    assert!(text.contains("bit-identical"), "{text}");
 }
 
 #[test]
-fn micro_batches_and_precisions_agree_within_their_bounds_and_not_within_less() {
+fn micro_batches_and_precisions_agree_within_their_tolerances_and_not_within_less() {
     let (_dir, recipe) = folder();
     let base = ["--recipe", path(&recipe)];
     for sides in [["f32,micro_batch=1", "f32,micro_batch=4"], ["bf16,micro_batch=1", "bf16,micro_batch=2"]] {
@@ -73,7 +73,10 @@ fn micro_batches_and_precisions_agree_within_their_bounds_and_not_within_less() 
     let out = ferrotron(&[&["parity"], &args[..], &["--tolerance", "1e-4"]].concat());
     let text = String::from_utf8(out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(1));
-    assert!(text.contains("DIFFERS") && text.contains("THEY DIFFER") && text.lines().count() < 20, "{text}");
+    assert!(
+        text.contains("DIFFERS") && text.contains("THE SIDES DIFFER") && text.lines().count() < 20,
+        "{text}"
+    );
 }
 
 #[test]
@@ -111,8 +114,8 @@ fn what_cannot_be_compared_is_refused() {
 /// Sizes that narrow products have, on two ranks too.
 const NARROW: [&str; 4] = ["--set", "model.layers=2", "--set", "train.global_batch=8"];
 
-/// A recipe of text that does not change with the program, as the embedded corpus does. What narrow numbers of two layouts make
-/// of one tensor is near its bound, whose rounding differs wherever a sum differs in its last digit.
+/// A recipe of text that does not change with the program, as the embedded corpus does. What narrow numbers of two
+/// layouts make of one tensor is near its bound, whose rounding differs wherever a sum differs in its last digit.
 fn lasting(dir: &Path) -> String {
     let text = dir.join("text");
     let license = concat!(env!("CARGO_MANIFEST_DIR"), "/../../LICENSE");
@@ -121,7 +124,7 @@ fn lasting(dir: &Path) -> String {
 }
 
 #[test]
-fn eight_bit_products_agree_on_any_layout() {
+fn fp8_gemms_agree_on_any_layout() {
     let (dir, recipe) = folder();
     let data = lasting(dir.path());
     let text = ["--set", &*data, "--set", "model.vocab=272"];
@@ -149,7 +152,7 @@ fn eight_bit_products_agree_on_any_layout() {
 
 /// Heads and stages have the same scales and tiles; ranks that share sequences meet keys in another order.
 #[test]
-fn attention_in_eight_bits_agrees_on_any_layout() {
+fn fp8_attention_agrees_on_any_layout() {
     let (_dir, recipe) = folder();
     let base =
         [&["--recipe", path(&recipe)][..], &NARROW, &["--set", "precision.fp8_attention=true"]].concat();
@@ -166,7 +169,7 @@ fn attention_in_eight_bits_agrees_on_any_layout() {
 }
 
 #[test]
-fn eight_bit_products_agree_with_bf16_within_their_bounds_and_not_within_less() {
+fn fp8_gemms_agree_with_bf16_within_their_tolerances_and_not_within_less() {
     let (_dir, recipe) = folder();
     let base = [&["--recipe", path(&recipe)][..], &NARROW].concat();
     for (scaling, bound) in

@@ -1,4 +1,4 @@
-//! `bench`: the yardsticks.
+//! `bench`: training steps, kernels and collectives.
 
 use crate::args::Global;
 use crate::ranks;
@@ -13,91 +13,91 @@ use std::process::ExitCode;
 
 const AFTER: &str = "\
 Examples:
-  ferrotron bench train                              the default model
+  ferrotron bench train                              the recipe `tiny`
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
   ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
-  ferrotron bench train --work moe-8l --force-balance       with and without even loads
+  ferrotron bench train --work moe-8l --force-balance     also with balanced routing
   ferrotron bench kernels --filter gemm
-  ferrotron bench comm --ranks 4                     how fast ranks talk";
+  ferrotron bench comm --ranks 4                     time and bandwidth of collectives";
 
-/// What to measure.
+/// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// What to measure.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to measure.
+/// Subcommands of `bench`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Whole training steps on random tokens: tokens/s, TFLOP/s, MFU, memory by category
+    /// Benchmark training steps on random tokens: tokens/s, TFLOP/s, MFU and peak memory by category
     Train(Train),
-    /// Single kernels against the speed of memory and of matrix products
+    /// Benchmark each kernel of a training step against measured GEMM and memory ceilings
     Kernels(Kernels),
-    /// Every collective between ranks: time, algorithm and bus bandwidth
+    /// Benchmark every collective: time, algorithm bandwidth and bus bandwidth
     Comm(super::bench_comm::Args),
 }
 
-/// Whole training steps.
+/// Arguments of `bench train`.
 #[derive(Debug, clap::Args)]
 pub struct Train {
-    /// A yardstick's or recipe's name, a custom/... shape, or a TOML file
+    /// Workload: a benchmark model, a recipe, a custom/... shape or a TOML file
     #[arg(long, value_name = "NAME or FILE.toml", default_value = "tiny")]
     pub work: String,
-    /// Timed steps; the median is reported
+    /// Number of timed steps; the median is reported
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub steps: usize,
-    /// Steps before timing begins
+    /// Number of warm-up steps before timing starts
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub warmup: usize,
-    /// Element type of compute: f32 or bf16 [default: the recipe's]
+    /// Compute precision: f32 or bf16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// Show time by kernel, and by part beside the least it can take
+    /// Print time by kernel, and by part of the step against its roofline
     #[arg(long)]
     pub profile: bool,
-    /// Pack each sequence with documents of so many tokens; attention starts anew at each
+    /// Pack each sequence with documents of this many tokens; attention does not cross documents
     #[arg(long, value_name = "TOKENS")]
     pub packed: Option<std::num::NonZeroUsize>,
-    /// Measure a mixture of experts with random, nearly even routing as well
+    /// Also benchmark an MoE model with random, nearly balanced routing
     #[arg(long)]
     pub force_balance: bool,
-    /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
+    /// Peak TFLOP/s for MFU [default: the GPU's datasheet, otherwise a measured large GEMM]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
-    /// Change a key of the recipe; may be given many times
+    /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// A timeline of steps.
+    /// Trace options.
     #[command(flatten)]
     pub trace: trace::TraceArgs,
 }
 
-/// What the ceiling of memory is measured on: far more than any cache holds, on a card long enough to begin and end in no
-/// time.
+/// Bytes to measure memory bandwidth with: far more than any cache, and on a GPU enough to make launch latency
+/// negligible.
 fn memory_bytes(rank: &Rank) -> usize {
     if rank.device().gpu().is_some() { 4 << 30 } else { 1 << 30 }
 }
 
-/// Single kernels.
+/// Arguments of `bench kernels`.
 #[derive(Debug, clap::Args)]
 pub struct Kernels {
-    /// The yardstick whose shapes are used
+    /// Workload whose shapes are used: a benchmark model, a recipe, a custom/... shape or a TOML file
     #[arg(long, value_name = "NAME or FILE.toml", default_value = "tiny")]
     pub work: String,
-    /// Only kernels whose name contains this
+    /// Only kernels whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub filter: String,
-    /// Seconds per kernel
+    /// Seconds to time each kernel
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     pub seconds: f64,
-    /// Element type of compute: f32 or bf16 [default: the recipe's]
+    /// Compute precision: f32 or bf16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// Change a key of the recipe; may be given many times
+    /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
 }
@@ -111,7 +111,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
 }
 
-/// The work, with what the command line says laid over it.
+/// The workload with the overrides of the command line.
 pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
     let mut recipe = bench::workload(work)?;
     for assignment in set {
@@ -127,7 +127,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
     if resolved.config.parallel.layout().world()? != 1 || global.launch.job()?.is_some() {
-        let what = "bench train measures one rank; leave parallel.* and the launcher out, or look at several ranks with \
+        let what = "bench train measures a single rank; remove parallel.* keys and the launcher, or measure several ranks with \
                     train --trace and bench comm";
         return Err(output::UsageError::new(what).into());
     }
@@ -153,7 +153,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "device": ranks::device_name(&rank),
             "threads": rank.device().threads().count(),
             "dtype": dtype.name(),
-            "scaling": resolved.config.precision.recipe.name(),
+            "recipe": resolved.config.precision.recipe.name(),
             "step_ms": b.median() * 1e3,
             "tok_s": b.tokens_per_s(),
             "best_tok_s": b.tokens as f64 / b.step_s[0],
@@ -165,10 +165,10 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "start_s": b.start_s,
             "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
-            "graph": b.graph,
+            "cuda_graph": b.graph,
             "routing": b.routing.as_ref().map(|r| r.name()),
             "loads": b.routing.as_ref().map(|r| &r.loads),
-            "forced": forced.as_ref().map(|f| serde_json::json!({
+            "balanced": forced.as_ref().map(|f| serde_json::json!({
                 "step_ms": f.median() * 1e3,
                 "tok_s": f.tokens_per_s(),
                 "tflops": f.tflops(),
@@ -181,8 +181,8 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "of_roofline": roofline_s / b.median(),
             "roofline_ms_by_part": by_part,
             "ceilings": {
-                "product_tflops": ceilings.gemm,
-                "narrow_tflops": ceilings.fp8_gemm.map(|(output, gradients)| [output, gradients]),
+                "gemm_tflops": ceilings.gemm,
+                "fp8_gemm_tflops": ceilings.fp8_gemm.map(|(output, gradients)| [output, gradients]),
                 "attention_tflops": [ceilings.attention.0, ceilings.attention.1],
                 "memory_gb_s": ceilings.memory,
             },
@@ -204,7 +204,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         ],
         vec!["MFU".into(), format!("{:.1} % of {peak:.2} TFLOP/s{source}", mfu * 1e2)],
         vec!["start".into(), format::seconds(b.start_s)],
-        vec!["first step".into(), format!("{} after the process began", format::seconds(b.first_step_s))],
+        vec!["first step".into(), format!("{} after the process started", format::seconds(b.first_step_s))],
     ];
     if let Some(r) = &b.routing {
         rows.push(vec!["routing".into(), routing(r)]);
@@ -212,18 +212,19 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if let Some((f, r)) = forced.as_ref().and_then(|f| Some((f, f.routing.as_ref()?))) {
         let (ms, rate) = (f.median() * 1e3, format::thousands(f.tokens_per_s() as u64));
         let text = format!("{ms:.1} ms, {rate} tokens/s, {:.3} TFLOP/s, routing {}", f.tflops(), routing(r));
-        rows.push(vec!["the same".into(), text]);
+        rows.push(vec!["balanced".into(), text]);
     }
     if rank.device().gpu().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
-        rows.push(vec!["host".into(), format!("{host:.2} ms to give a step to the card ({share:.0} %)")]);
-        let how = if b.graph { "replayed" } else { "launched one by one" };
-        rows.push(vec!["steps".into(), format!("{how} ({})", b.cuda_graph_decision.reason)]);
+        let text = format!("{host:.2} ms per step ({share:.0} %)");
+        rows.push(vec!["CPU launch overhead".into(), text]);
+        let how = if b.graph { "on" } else { "off" };
+        rows.push(vec!["CUDA graph".into(), format!("{how} ({})", b.cuda_graph_decision.reason)]);
     }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
         rows.push(vec![format!("peak {}", c.name()), format_bytes(bytes)]);
     }
-    rows.push(vec!["peak in all".into(), format_bytes(b.memory.total_peak)]);
+    rows.push(vec!["peak total".into(), format_bytes(b.memory.total_peak)]);
     output::print(&format!(
         "{} in {} on {}\n{}",
         args.work,
@@ -242,7 +243,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The same work with random, nearly even routing, if that is asked for.
+/// The same workload with random, nearly balanced routing, if `--force-balance` is given.
 fn train_force_balanced(
     args: &Train,
     rank: &Rank,
@@ -253,10 +254,7 @@ fn train_force_balanced(
         return Ok(None);
     }
     if r.model.moe.is_none() {
-        anyhow::bail!(
-            "--force-balance is about mixtures of experts, and {} has none; leave it out",
-            args.work
-        );
+        anyhow::bail!("--force-balance applies to MoE models, and {} is dense; remove the flag", args.work);
     }
     let mut even = r.clone();
     even.config.moe.force_balance = Some(0.0);
@@ -264,14 +262,14 @@ fn train_force_balanced(
     Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.started)?))
 }
 
-/// How tokens came to their experts, in words.
+/// The routing and its load imbalance as text.
 fn routing(r: &bench::RoutingReport) -> String {
     let loads =
         r.imbalance().map_or_else(String::new, |x| format!(" (most loaded expert {x:.2} x the mean)"));
     format!("{}{loads}", r.name())
 }
 
-/// The type of compute, and of products where that is another.
+/// The compute precision, and the FP8 recipe if there is one.
 fn precision_text(r: &Resolved) -> String {
     let p = &r.config.precision;
     match p.recipe {
@@ -280,21 +278,21 @@ fn precision_text(r: &Resolved) -> String {
     }
 }
 
-/// The least time of every part of the step, and the ceilings it is counted against, measured now.
+/// The roofline time of every part of the step, and the ceilings it is computed from, measured now.
 fn roofline(
     rank: &Rank,
     resolved: &Resolved,
     b: &bench::TrainBench,
 ) -> Result<(Vec<bench::RooflinePart>, bench::Ceilings)> {
-    let product = bench::gemm_ceiling(rank, resolved.config.precision.dtype.dtype())?;
+    let gemm = bench::gemm_ceiling(rank, resolved.config.precision.dtype.dtype())?;
     let memory = bench::memory_ceiling(rank, memory_bytes(rank))?;
     let attention = bench::attention_ceiling(rank, resolved, b.context)?;
-    let narrow = bench::fp8_gemm_ceiling(rank, resolved)?;
-    let ceilings = bench::Ceilings { gemm: product, fp8_gemm: narrow, attention, memory };
+    let fp8_gemm = bench::fp8_gemm_ceiling(rank, resolved)?;
+    let ceilings = bench::Ceilings { gemm, fp8_gemm, attention, memory };
     Ok((bench::roofline(resolved, b, ceilings)?, ceilings))
 }
 
-/// Steps for the timeline, apart from the timed ones, which a trace would slow down.
+/// Runs the traced steps, apart from the timed ones, which tracing would slow down.
 fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace::Summary>> {
     let Some(file) = &args.trace.trace else { return Ok(None) };
     let mut silent = trace::NullObserver;
@@ -309,25 +307,25 @@ fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace
     trace::write_trace(rank, file)
 }
 
-/// TFLOP/s that MFU is counted against, and where the figure is from.
+/// Peak TFLOP/s for MFU, and its source.
 fn peak(args: &Train, rank: &Rank, dtype: Precision) -> Result<(f64, String)> {
-    // Dense bf16 by the vendor's datasheet, counted whatever the precision, as everybody does.
+    // Dense bf16 by the vendor's datasheet, whatever the precision, as MFU is usually reported.
     const HOPPER: f64 = 989.0;
     let hopper =
         rank.device().gpu().is_some_and(|c| ["H100", "H200", "GH200"].iter().any(|n| c.name.contains(n)));
     Ok(match args.peak {
         Some(peak) => (peak, String::new()),
-        None if hopper => (HOPPER, ", the card's dense bf16 peak by its datasheet".into()),
+        None if hopper => (HOPPER, ", the GPU's dense bf16 peak by its datasheet".into()),
         None => {
             let n = bench::gemm_ceiling_size(rank);
-            (bench::gemm_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} product measured here"))
+            (bench::gemm_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} GEMM measured here"))
         }
     })
 }
 
-/// Time by part beside the least it can take.
+/// Time by part of the step against its roofline.
 fn parts(parts: &[bench::RooflinePart], c: bench::Ceilings, b: &bench::TrainBench) -> String {
-    let mut rows = vec![["part", "least ms", "ms", "of the least"].map(String::from).to_vec()];
+    let mut rows = vec![["part", "roofline ms", "ms", "of roofline"].map(String::from).to_vec()];
     let line = |name: &str, least: f64, took: f64| {
         let share =
             if least > 0.0 && took > 0.0 { format!("{:.0} %", least / took * 1e2) } else { String::new() };
@@ -336,12 +334,12 @@ fn parts(parts: &[bench::RooflinePart], c: bench::Ceilings, b: &bench::TrainBenc
     rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
     rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
     let digits = if c.gemm < 10.0 { 2 } else { 0 };
-    let narrow = c.fp8_gemm.map_or_else(String::new, |(output, gradients)| {
-        format!(" ({output:.digits$} and {gradients:.digits$} in eight bits)")
+    let fp8 = c.fp8_gemm.map_or_else(String::new, |(fprop, gradients)| {
+        format!(" (FP8: {fprop:.digits$} fprop, {gradients:.digits$} dgrad and wgrad)")
     });
     format!(
-        "\n{}\nleast: {:.digits$} TFLOP/s of products{narrow}, {:.digits$} and {:.digits$} of attention, {:.0} GB/s of memory, \
-         each kept up alone in this run\n",
+        "\n{}\nceilings, each measured alone in this run: GEMM {:.digits$} TFLOP/s{fp8}, attention {:.digits$} forward and \
+         {:.digits$} backward, memory {:.0} GB/s\n",
         output::table(&rows),
         c.gemm,
         c.attention.0,
@@ -350,7 +348,7 @@ fn parts(parts: &[bench::RooflinePart], c: bench::Ceilings, b: &bench::TrainBenc
     )
 }
 
-/// Time by kernel, most first, and what is left for everything between kernels.
+/// Time by kernel, longest first, and the time between kernels.
 fn profile(b: &bench::TrainBench, layers: usize) -> String {
     let steps = b.step_s.len() as f64;
     let total: f64 = b.step_s.iter().sum();
@@ -367,7 +365,7 @@ fn profile(b: &bench::TrainBench, layers: usize) -> String {
     rows.push(line("between kernels", String::new(), total - inside));
     let launches = kernels.iter().map(|k| k.1.0 as f64).sum::<f64>() / steps;
     format!(
-        "\n{}\n{launches:.0} launches a step, {:.1} a layer, forward and backward, all else included\n",
+        "\n{}\n{launches:.0} kernel launches per step, {:.1} per layer (forward and backward, everything included)\n",
         output::table(&rows),
         launches / layers.max(1) as f64
     )

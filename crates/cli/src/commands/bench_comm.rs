@@ -1,4 +1,4 @@
-//! `bench comm`: how fast ranks talk.
+//! `bench comm`: time and bandwidth of collectives.
 
 use crate::args::Global;
 use crate::{output, ranks};
@@ -10,15 +10,17 @@ use ferrotron_engine::Rank;
 use ferrotron_tensor::format_bytes;
 use std::process::ExitCode;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-Every collective between ranks, from 1 KiB to 64 MiB: time of a call, algorithm and bus bandwidth.
+Benchmark every collective from 1 KiB to 64 MiB: time per call, algorithm bandwidth and bus bandwidth, as nccl-tests define
+them.
 
-Ranks are threads of this process, on the CPU or sharing one card, or the processes that a launcher started: over MPI on
-the CPU, over NCCL with a card each. bytes are those of the whole tensor: of one rank's for all-reduce, broadcast and
-message, of what is gathered, scattered or exchanged otherwise. Algorithm bandwidth is bytes by time; bus bandwidth is
-that x 2(n-1)/n for all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all, which is what the slowest link
-of a ring carries, and comparable over numbers of ranks. A message goes round: every rank sends one and receives one.";
+Ranks are threads of this process, on the CPU or sharing one GPU, or the processes of a launcher: over MPI on the CPU, over NCCL
+with one GPU each. The size is that of a rank's tensor for all-reduce, broadcast and message, and of the full gathered,
+scattered or exchanged tensor otherwise. Algorithm bandwidth is size / time. Bus bandwidth is algorithm bandwidth x 2(n-1)/n for
+all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all: what the slowest link of a ring carries, which is
+comparable between numbers of ranks. `message` is a send-recv around the ring: every rank sends to the next and receives
+from the previous.";
 
 const AFTER: &str = "\
 Examples:
@@ -26,23 +28,23 @@ Examples:
   ferrotron bench comm --device cuda --ranks 2 --filter all-reduce
   mpirun -n 4 ferrotron bench comm --json";
 
-/// What to measure.
+/// Arguments of `bench comm`.
 #[derive(Debug, clap::Args)]
 #[command(long_about = LONG, after_help = AFTER)]
 pub struct Args {
-    /// Ranks as threads of this process; under a launcher its processes are the ranks [default: 2]
+    /// Number of ranks as threads of this process; under a launcher its processes are the ranks [default: 2]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
-    /// Only collectives whose name contains this
+    /// Only collectives whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub filter: String,
-    /// Element type: f32 or bf16 [default: both]
+    /// Dtype: f32 or bf16 [default: both]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// Largest tensor, in bytes
+    /// Largest size in bytes
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
     pub largest: usize,
-    /// Seconds per measurement
+    /// Seconds to time each size
     #[arg(long, value_name = "S", default_value_t = 0.1)]
     pub seconds: f64,
 }
@@ -53,7 +55,7 @@ pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
     let collectives: Vec<_> = COLLECTIVES.into_iter().filter(|k| k.name().contains(&args.filter)).collect();
     if collectives.is_empty() {
         let names = COLLECTIVES.map(|k| k.name()).join(", ");
-        let what = format!("--filter {:?} fits none of {names}", args.filter);
+        let what = format!("--filter {:?} matches none of {names}", args.filter);
         return Err(output::UsageError::new(what).into());
     }
     let dtypes = args.dtype.map_or(vec![Precision::F32, Precision::Bf16], |d| vec![d]);

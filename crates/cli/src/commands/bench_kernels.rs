@@ -1,4 +1,4 @@
-//! `bench kernels`: single kernels against the speed of memory and of matrix products.
+//! `bench kernels`: every kernel of a training step against measured GEMM and memory ceilings.
 
 use super::bench::{Kernels, resolve};
 use crate::args::Global;
@@ -18,7 +18,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let chosen = names(&resolved, &args.filter);
     if chosen.is_empty() {
-        let what = format!("no kernel of {} has {:?} in its name", args.work, args.filter);
+        let what = format!("no kernel of {} matches --filter {:?}", args.work, args.filter);
         let all = names(&resolved, "").join(", ");
         return Err(UsageError::new(what).hint(format!("the kernels are {all}")).into());
     }
@@ -47,7 +47,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let head = ["kernel", "shape", "ms", "rate", "", "of ceiling", "host us"].map(String::from).to_vec();
+    let head = ["kernel", "shape", "ms", "rate", "", "of ceiling", "launch us"].map(String::from).to_vec();
     let mut rows = vec![head];
     rows.extend(measured.iter().map(|k| {
         vec![
@@ -70,7 +70,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         ranks::device_description(&rank),
         output::table(&rows),
         format_args!(
-            "ceilings, measured here: GFLOP/s against a product of {n}x{n}x{n}{product}, GB/s against moving as many bytes\n"
+            "ceilings, measured here: GFLOP/s against a {n}x{n}x{n} GEMM{product}, GB/s against copying as many bytes\n"
         ),
     ))?;
     Ok(ExitCode::SUCCESS)

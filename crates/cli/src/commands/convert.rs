@@ -1,4 +1,4 @@
-//! `convert`: Hugging Face folder to checkpoint and back.
+//! `convert`: a Hugging Face folder to a checkpoint, or back.
 
 use crate::args::Global;
 use crate::progress::JobProgress;
@@ -11,42 +11,42 @@ use ferrotron_tensor::format_bytes;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-Convert between a Hugging Face folder and a checkpoint of ours.
+Convert a Hugging Face folder to a native checkpoint, or a native checkpoint to a Hugging Face folder.
 
-The direction follows from what FROM is: a folder with config.json and .safetensors files becomes a checkpoint; a
-checkpoint, or a run folder (its newest checkpoint), becomes a Hugging Face folder, with the names and tokenizer of the
-folder it was trained or converted from where that is known. TO must not exist unless --overwrite is given, and is only
-there once it is complete. A checkpoint made here holds weights and no run: `train --set model.hf=CHECKPOINT` starts one
-from it, `generate` writes with it.
+The direction follows from FROM. A folder with config.json and .safetensors files becomes a checkpoint. A checkpoint, or the
+newest checkpoint of a run folder, becomes a Hugging Face folder, with the tensor names and tokenizer of the folder that it was
+trained or converted from, where that is known. TO must not exist unless --overwrite is given, and appears only once it is
+complete. A converted checkpoint holds weights but no optimizer state: `train --set model.hf=CHECKPOINT` starts a run from it,
+and `generate` samples from it.
 
---upcycle cuts every MLP of a dense model into `granularity` pieces and makes `experts` experts of them, copies of each
-other where there are more; tokens go to `topk` of them (two whole MLPs' worth unless given). With granularity=1 the new
-model computes what the dense one did, until training makes the copies different; with more, nearly.";
+--upcycle turns a dense model into an MoE model: every MLP is split into `granularity` parts, which are replicated to
+`experts` experts, of which the router selects `topk` per token (2 x granularity unless given). With granularity=1 the MoE
+model computes exactly what the dense model did, until training makes the replicas differ; with more, approximately.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron convert models/Qwen3-0.6B qwen3.ckpt
   ferrotron convert runs/tiny exported
-  ferrotron convert runs/tuned exported --like models/Llama-3.2-1B    with the tokenizer and names of that folder
+  ferrotron convert runs/tuned exported --like models/Llama-3.2-1B    use the tensor names and tokenizer of that folder
   ferrotron convert models/Qwen3-0.6B qwen3x8.ckpt --upcycle experts=8";
 
-/// What to convert.
+/// Arguments of `convert`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
     /// Hugging Face folder, checkpoint or run folder
     pub from: PathBuf,
-    /// What to write
+    /// Folder to write
     pub to: PathBuf,
-    /// Element type to store weights in: f32 or bf16 [default: as they are]
+    /// Dtype to store weights in: f32 or bf16 [default: unchanged]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// A Hugging Face folder to take the family's names, config.json and tokenizer from
+    /// Hugging Face folder whose tensor names, config.json and tokenizer the output follows
     #[arg(long, value_name = "DIR")]
     pub like: Option<PathBuf>,
-    /// Make a dense Hugging Face model one of experts: experts=8,topk=2,granularity=1
+    /// Turn a dense Hugging Face model into an MoE model, for example experts=8,topk=2,granularity=1
     #[arg(long, value_name = "KEY=N,...")]
     pub upcycle: Option<UpcycleConfig>,
     /// Replace TO if it exists
@@ -81,7 +81,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let kind = if done.hugging_face { "Hugging Face folder" } else { "checkpoint" };
     let like = done.like.map(|l| format!(", with the files of {}", l.display())).unwrap_or_default();
-    let tokenizer = if done.tokenizer { "" } else { "; no tokenizer came with it" };
+    let tokenizer = if done.tokenizer { "" } else { "; FROM has no tokenizer" };
     output::print(&format!(
         "{} -> {}: {kind} of the family {}, {} parameters, {}{like}{tokenizer}\n",
         done.from.display(),

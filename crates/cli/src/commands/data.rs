@@ -1,4 +1,4 @@
-//! `data build`: text to token files.
+//! `data build`: tokenize text into an indexed dataset.
 
 use crate::args::Global;
 use crate::progress::JobProgress;
@@ -11,57 +11,57 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 const LONG: &str = "\
-Turn text or JSONL into a .bin/.idx pair that `train` maps into memory.
+Tokenize text or JSONL files into a .bin/.idx pair (the format of Megatron's IndexedDataset) that `train` memory-maps.
 
-Each line of a .jsonl file is a document (its --field holds the text); each other file is one document. `train` shuffles
-documents and sets whole ones aside for validation, so many small ones are better than one that is everything. The same
-input gives the same bytes.";
+Each line of a .jsonl file is one document, whose text is in the field --field; every other file is one document. `train`
+shuffles documents and holds some of them out for validation, so use many documents rather than one large one. The same input
+gives the same bytes.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron data build corpus.jsonl --output corpus/mine --tokenizer models/Qwen3-0.6B
-  ferrotron data build book.txt --output book              bytes as tokens, for a model with a vocabulary of 256
+  ferrotron data build book.txt --output book              byte-level tokens, for a model with a vocabulary of 256
   ferrotron train my.toml --data corpus/mine";
 
-/// What to do with data.
+/// Arguments of `data`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// What to do.
+    /// The subcommand.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do with data.
+/// Subcommands of `data`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Turn text or JSONL into a .bin/.idx pair
+    /// Tokenize text or JSONL files into a .bin/.idx pair
     #[command(long_about = LONG)]
     Build(Build),
 }
 
-/// What to build from what.
+/// Arguments of `data build`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Build {
-    /// Text or .jsonl files
+    /// Text or .jsonl files to tokenize
     #[arg(required = true, value_name = "FILE")]
     pub input: Vec<PathBuf>,
-    /// Prefix of the pair: PREFIX.bin and PREFIX.idx
+    /// Output prefix: writes PREFIX.bin and PREFIX.idx
     #[arg(long, value_name = "PREFIX")]
     pub output: PathBuf,
-    /// A folder with tokenizer.json, or the file itself [default: a byte is a token]
+    /// Folder with tokenizer.json, or the file itself [default: byte-level, one token per byte]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
-    /// The field of a JSONL line that holds the text
+    /// JSONL field that holds the text
     #[arg(long, value_name = "NAME", default_value = "text")]
     pub field: String,
-    /// Id of the end-of-document token [default: the tokenizer's; 0 for bytes]
+    /// Id of the end-of-document token [default: the tokenizer's; 0 for byte-level]
     #[arg(long, value_name = "ID")]
     pub eod: Option<u32>,
-    /// Put no end-of-document token after documents
+    /// Do not append an end-of-document token
     #[arg(long, conflicts_with = "eod")]
     pub no_eod: bool,
-    /// Replace the pair if it exists
+    /// Replace existing output files
     #[arg(long)]
     pub overwrite: bool,
 }
@@ -103,7 +103,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let [bin, idx] = pair_paths(&args.output);
     let skipped = match s.skipped {
         0 => String::new(),
-        n => format!(" ({} empty ones left out)", format::thousands(n)),
+        n => format!(" ({} empty documents skipped)", format::thousands(n)),
     };
     let row = |name: &str, value: String| vec![format!("  {name}"), value];
     let rows = [

@@ -1,4 +1,4 @@
-//! `doctor`: what this machine has, what is missing and what that costs.
+//! `doctor`: the hardware and libraries that were found, and what the missing ones cost.
 
 use crate::args::Global;
 use crate::format;
@@ -15,10 +15,10 @@ Examples:
   ferrotron doctor
   ferrotron doctor --json";
 
-/// Bytes per parameter while training in bf16: weights 2, master weights 4, gradients 4, two moments 8.
+/// Bytes per parameter when training in bf16: weights 2, master weights 4, gradients 4, two Adam moments 8.
 const BYTES_PER_PARAMETER: u64 = 18;
 
-/// Nothing to choose.
+/// Arguments of `doctor`: none.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {}
@@ -33,7 +33,7 @@ struct Report {
     memory: Memory,
     disk: Option<Disk>,
     gpus: Vec<Gpu>,
-    /// Why there is none.
+    /// Why no GPU can be used.
     no_gpu: Option<String>,
     libraries: Libraries,
     device: &'static str,
@@ -93,7 +93,7 @@ pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
 fn page(r: &Report) -> String {
     let row = |a: &str, b: String, c: String| vec![a.to_string(), b, c];
     let mut rows = vec![
-        row("what", "found".into(), "what it means".into()),
+        row("", "found".into(), "meaning".into()),
         row("program", format!("{} for {}", r.version, r.target), String::new()),
         row("CPU", r.cpu.model.clone().unwrap_or_else(|| "unknown".into()), String::new()),
         row("cores", cores(&r.cpu), format!("{} compute threads; results do not depend on it", r.threads)),
@@ -115,11 +115,13 @@ fn page(r: &Report) -> String {
         rows.push(row(&format!("cuda:{i}"), found, fits(gpu.memory as u64)));
     }
     match (r.gpus.first(), &r.no_gpu) {
-        (Some(gpu), _) => {
-            rows.push(row("driver", format!("CUDA {}", gpu.driver), "runs kernels up to that version".into()))
-        }
+        (Some(gpu), _) => rows.push(row(
+            "driver",
+            format!("CUDA {}", gpu.driver),
+            "highest CUDA version the driver supports".into(),
+        )),
         (None, why) => {
-            let found = if why.is_some() { "none" } else { "the driver sees none" };
+            let found = if why.is_some() { "none" } else { "none visible to the driver" };
             rows.push(row("GPU", found.into(), "everything runs on the CPU".into()));
         }
     }
@@ -129,9 +131,16 @@ fn page(r: &Report) -> String {
         rows.push(row(library.file, found, library.meaning()));
     }
     let looked: Vec<_> = r.libraries.looked_in.iter().map(|p| p.display().to_string()).collect();
-    let looked =
-        if looked.is_empty() { "nowhere: no library folder exists".into() } else { looked.join(", ") };
-    format!("{}\nLooked for GPU libraries in {looked}.\nRuns go to: {}.\n", output::table(&rows), r.device)
+    let looked = if looked.is_empty() {
+        "no folder: none of the library folders exists".into()
+    } else {
+        looked.join(", ")
+    };
+    format!(
+        "{}\nLooked for GPU libraries in {looked}.\nDefault device: {}.\n",
+        output::table(&rows),
+        r.device
+    )
 }
 
 fn cores(cpu: &Cpu) -> String {
@@ -143,10 +152,10 @@ fn cores(cpu: &Cpu) -> String {
 
 fn instructions(isa: Isa) -> &'static str {
     match isa {
-        Isa::Amx => "matrix unit for bf16: the fastest there is on a CPU",
-        Isa::Avx512 => "no AMX matrix unit: bf16 saves memory, not much time",
-        Isa::Avx2 => "no AVX-512: about half the arithmetic of a server CPU; bf16 saves memory, not time",
-        Isa::Portable => "no wide vectors that we use: slow, for trials only",
+        Isa::Amx => "bf16 matrix unit: fast bf16 GEMMs",
+        Isa::Avx512 => "no AMX: bf16 saves memory but little time",
+        Isa::Avx2 => "no AVX-512: bf16 saves memory but no time",
+        Isa::Portable => "no supported SIMD: slow, for tests only",
     }
 }
 
@@ -168,7 +177,7 @@ fn room(m: &Memory) -> String {
 
 fn fits(bytes: u64) -> String {
     format!(
-        "trains up to about {} parameters at {BYTES_PER_PARAMETER} bytes each, activations come on top",
+        "trains up to about {} parameters at {BYTES_PER_PARAMETER} bytes each, plus activations",
         format::count(bytes / BYTES_PER_PARAMETER)
     )
 }

@@ -1,4 +1,4 @@
-//! `explain`: what a recipe's key means.
+//! `explain`: the meaning of recipe keys.
 
 use crate::args::Global;
 use crate::output::{self, UsageError};
@@ -10,16 +10,16 @@ use std::process::ExitCode;
 
 const AFTER: &str = "\
 Examples:
-  ferrotron explain                        every key
-  ferrotron explain optimizer              the keys of a section
-  ferrotron explain train.micro_batch      one key
-  ferrotron explain global_batch_size      a name known from elsewhere";
+  ferrotron explain                        list every key
+  ferrotron explain optimizer              list the keys of a section
+  ferrotron explain train.micro_batch      explain one key
+  ferrotron explain global_batch_size      find the key for a name of another system";
 
-/// Which key.
+/// Arguments of `explain`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// A key, a section, or a name known from elsewhere; every key if left out
+    /// Key, section, or the name another system uses; without it, list every key
     #[arg(value_name = "KEY")]
     pub key: Option<String>,
 }
@@ -67,7 +67,7 @@ fn one(k: &KeyInfo, asked: Option<&str>, global: &Global) -> Result<ExitCode> {
         output::print_json(&as_json(k))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let asked = asked.map(|name| format!("{name} is {} here.\n\n", k.key)).unwrap_or_default();
+    let asked = asked.map(|name| format!("{name} is called {} here.\n\n", k.key)).unwrap_or_default();
     let default = default(k);
     let mut rows = vec![
         vec!["  type".into(), (k.expects)()],
@@ -99,7 +99,7 @@ fn list(keys: &[&KeyInfo], global: &Global) -> Result<ExitCode> {
         output::print_json(&keys.iter().map(|k| as_json(k)).collect::<Vec<_>>())?;
         return Ok(ExitCode::SUCCESS);
     }
-    // One table over all sections, so that columns stay in line.
+    // One table over all sections keeps the columns aligned.
     let rows: Vec<_> =
         keys.iter().map(|k| vec![format!("  {}", k.name), default(k), k.doc.to_string()]).collect();
     let text = output::table(&rows);
@@ -113,6 +113,6 @@ fn list(keys: &[&KeyInfo], global: &Global) -> Result<ExitCode> {
             out.push('\n');
         }
     }
-    output::print(&format!("{out}`ferrotron explain SECTION.KEY` says more about one.\n"))?;
+    output::print(&format!("{out}`ferrotron explain SECTION.KEY` explains one key.\n"))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,4 +1,4 @@
-//! `forward`: one pass of a Hugging Face folder, the door through which anyone can check the numerics.
+//! `forward`: run a Hugging Face model over token ids, so that its numerics can be checked against another system's.
 
 use crate::args::Global;
 use crate::layout::Layout;
@@ -10,17 +10,18 @@ use ferrotron_core::model::PipelineLayout;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-One pass of a Hugging Face folder over given token ids.
+Run a Hugging Face model over token ids, forward and optionally backward.
 
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
-shifted: position t predicts labels[t+1]; -100 is ignored; without labels there is no loss). The output is a
-.safetensors file with `logits` [batch, sequence, vocabulary], `loss` and, with --backward, `grad.NAME` for every
-parameter under its Hugging Face name.
+shifted: position t predicts labels[t+1]; -100 is ignored). `position_ids` and, for one packed row, `cu_seqlens` are read
+where they are present. The output is a .safetensors file with `logits` [batch, sequence, vocab], `loss` (mean cross-entropy
+over the valid labels) and, with --backward, `grad.NAME` for every parameter under its Hugging Face name and
+`expert_load.LAYER` (tokens per expert) for every MoE layer.
 
-With --layout the work is cut over ranks, as threads of this process or as the processes that a launcher started (see
-`train --help`); rows that tp, cp and pp leave are dealt over dp.";
+With --layout the model runs on several ranks: threads of this process, or the processes of a launcher (see `train --help`).
+Rows of the batch are dealt over the data-parallel ranks.";
 
 const AFTER: &str = "\
 Examples:
@@ -28,26 +29,26 @@ Examples:
   ferrotron forward --model tiny-llama --input ids.safetensors --output out.safetensors --backward --dtype bf16
   mpirun -n 4 ferrotron forward --model DIR --input ids.safetensors --output out.safetensors --layout tp=2";
 
-/// What to run.
+/// Arguments of `forward`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// Hugging Face folder: config.json and .safetensors files
+    /// Hugging Face folder with config.json and .safetensors files
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// Token ids (.safetensors)
+    /// Input file (.safetensors) with `input_ids` and optionally `labels`
     #[arg(long, value_name = "FILE")]
     pub input: PathBuf,
-    /// Where results go (.safetensors)
+    /// Output file (.safetensors)
     #[arg(long, value_name = "FILE")]
     pub output: PathBuf,
-    /// Write every gradient as well
+    /// Run the backward pass and write every gradient
     #[arg(long)]
     pub backward: bool,
-    /// Element type of compute: f32 or bf16
+    /// Compute precision: f32 or bf16
     #[arg(long, value_name = "DTYPE", default_value = "f32")]
     pub dtype: Precision,
-    /// How to cut the work over ranks, such as tp=2,pp=2 (keys tp, cp, pp, vp, dp, ep, etp)
+    /// Parallel layout, such as tp=2,pp=2 (keys: tp, cp, pp, vp, dp, ep, etp)
     #[arg(long, value_name = "LAYOUT", default_value = "", hide_default_value = true)]
     pub layout: Layout,
 }
@@ -77,7 +78,8 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "output": args.output,
         }))?;
     } else {
-        let loss = out.loss.map_or_else(|| "no labels, no loss".into(), |l| format!("loss {l:.6}"));
+        let loss =
+            out.loss.map_or_else(|| "no loss (the input has no labels)".into(), |l| format!("loss {l:.6}"));
         let gradients =
             if args.backward { format!(", {} gradients", out.gradients.len()) } else { String::new() };
         output::print(&format!("{loss}; logits {:?}{gradients} -> {}\n", out.shape, args.output.display()))?;

@@ -1,4 +1,4 @@
-//! `generate`: continue a text.
+//! `generate`: sample text from a model.
 
 use crate::args::Global;
 use crate::layout::Layout;
@@ -14,54 +14,55 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-Continue a text with a model.
+Generate text with a model.
 
-The new text is written to standard output as it comes, without the prompt. It ends where the model ends it, after
---tokens tokens, or where the model's positions end. Without a prompt the model begins a text of its own.";
+The generated text goes to standard output token by token, without the prompt. Generation stops at an end-of-text token,
+after --tokens tokens, or at the model's maximum sequence length. Without a prompt the model starts from its
+beginning-of-text token.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron generate --model runs/tiny --prompt \"Once upon a time\"
   ferrotron generate --model models/Qwen3-0.6B --prompt \"Why is the sky blue?\" --chat --tokens 200
-  ferrotron generate --model runs/tiny --temperature 0        always the likeliest token";
+  ferrotron generate --model runs/tiny --temperature 0        greedy decoding";
 
-/// What to continue, and how.
+/// Arguments of `generate`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
     /// Run folder, checkpoint or Hugging Face folder
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
-    /// The text to continue; - reads standard input
+    /// Text to continue; - reads it from standard input
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub prompt: String,
-    /// Wrap the prompt as a user's message in the model's chat template
+    /// Wrap the prompt as a user message in the model's chat template
     #[arg(long)]
     pub chat: bool,
-    /// Tokens to write
+    /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub tokens: usize,
-    /// 0 always takes the likeliest token, 1 draws from the model's own distribution
+    /// Sampling temperature; 0 is greedy decoding
     #[arg(long, value_name = "T", default_value_t = 0.8)]
     pub temperature: f64,
-    /// Draw from the K likeliest tokens; 0 means all
+    /// Sample from the K most likely tokens; 0 means all
     #[arg(long, value_name = "K", default_value_t = 0)]
     pub top_k: usize,
-    /// Draw from the likeliest tokens that hold this share of the probability
+    /// Nucleus sampling: sample from the most likely tokens whose probabilities sum to P
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     pub top_p: f64,
-    /// Seed of the draws: the same seed writes the same text
+    /// Random seed; the same seed gives the same text
     #[arg(long, value_name = "N", default_value_t = 1234)]
     pub seed: u64,
-    /// Element type of compute: f32 or bf16 [default: as the model was trained]
+    /// Compute precision: f32 or bf16 [default: the precision the model was trained in]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// A folder with tokenizer.json, or the file itself [default: the model's; bytes for a byte model]
+    /// Folder with tokenizer.json, or the file itself [default: the model's own]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
-    /// How to cut the model over ranks, such as tp=2
+    /// Parallel layout; generation supports tensor parallelism only, such as tp=2
     #[arg(long, value_name = "LAYOUT", default_value = "", hide_default_value = true)]
     pub layout: Layout,
 }
@@ -82,12 +83,12 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
     let layout = args.layout.grid();
     if layout.world()? != layout.tp {
-        return Err(UsageError::new("text is made one token at a time; only tp can share the work").into());
+        return Err(UsageError::new("generation supports tensor parallelism only; use --layout tp=N").into());
     }
     let one = |rank: Rank| -> Result<(Vec<i32>, String, f64)> {
         let first = rank.world.rank() == 0;
         let model = found.load(rank, dtype, ids.len().saturating_add(args.tokens))?;
-        // All ranks draw the same text; the first writes it.
+        // All ranks sample the same tokens; rank 0 writes them.
         let mut writer = Writer::new(&text, first && !global.json);
         let begin = Instant::now();
         let pass = model.pass();
@@ -121,9 +122,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         }))?;
     } else if std::io::stderr().is_terminal() {
         let ended = match stopped {
-            "end" => "the model ended the text",
-            "positions" => "the model's positions end here",
-            _ => "--tokens",
+            "end" => "end-of-text token",
+            "positions" => "maximum sequence length",
+            _ => "--tokens reached",
         };
         eprintln!("[{} tokens, {rate:.0} tokens/s; {ended}]", new.len());
     }
@@ -137,14 +138,14 @@ fn read_prompt(prompt: &str) -> Result<String> {
     }
     let mut text = String::new();
     let read = std::io::stdin().read_to_string(&mut text);
-    read.map_err(|e| UsageError::new(format!("the prompt on standard input cannot be read: {e}")))?;
+    read.map_err(|e| UsageError::new(format!("cannot read the prompt from standard input: {e}")))?;
     Ok(text)
 }
 
-/// Writes text as its tokens come.
+/// Writes text token by token.
 struct Writer<'a> {
     stream: TextStream<'a>,
-    /// Everything so far.
+    /// The text so far.
     text: String,
     show: bool,
     /// A terminal must not get control characters; a file gets what the model wrote.
@@ -158,11 +159,11 @@ impl<'a> Writer<'a> {
         Writer { stream: text.tokenizer.stream(), text: String::new(), show, terminal, error: None }
     }
 
-    /// Takes a token; false when there is no use in going on.
+    /// Adds a token and writes the text it completes. False: stop generating, because nobody reads the output.
     fn push(&mut self, id: i32) -> bool {
         let new = self.stream.push(id as u32).map_err(anyhow::Error::from);
         match new.and_then(|new| show(&new, self.show, self.terminal, &mut self.text)) {
-            Ok(heard) => heard,
+            Ok(read) => read,
             Err(e) => {
                 self.error = Some(e);
                 false
@@ -170,7 +171,7 @@ impl<'a> Writer<'a> {
         }
     }
 
-    /// Writes what is left, and a line end for people; all of the text.
+    /// Writes the rest and a final newline, and returns the whole text.
     fn finish(mut self) -> Result<String> {
         if let Some(e) = self.error {
             return Err(e);
@@ -184,7 +185,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Adds `new` to `text` and, where asked for, writes it; false when nobody reads any more.
+/// Appends `new` to `text` and writes it to standard output if `write` is set. False: the reader has gone away.
 fn show(new: &str, write: bool, terminal: bool, text: &mut String) -> Result<bool> {
     text.push_str(new);
     if !write || new.is_empty() {

@@ -1,4 +1,4 @@
-//! `kernels`: compile every GPU kernel, with or without a GPU.
+//! `kernels`: compile every CUDA kernel; needs NVRTC but no GPU.
 
 use crate::args::{Device, Global};
 use crate::output;
@@ -11,34 +11,34 @@ use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-Compiles every GPU kernel inside the program with NVRTC and reports what each needs. No GPU is needed, only the compiler
-(libnvrtc; the folder named by FERROTRON_CUDA_LIB is looked in first). Exit code 1 if a source does not compile, or if a
-kernel spills registers to memory and does not say that it may.";
+Compile every built-in CUDA kernel with NVRTC and report its register use. No GPU is needed, only libnvrtc, which is looked for
+in the folder FERROTRON_CUDA_LIB first. The exit code is 1 if a source does not compile, or if a kernel spills registers that is
+not marked as allowed to.";
 
 const AFTER: &str = "\
 Examples:
-  ferrotron kernels                     for the card of this machine, or for sm_90a
+  ferrotron kernels                     for this machine's GPU, or for sm_90a without one
   ferrotron kernels --arch sm_80
-  ferrotron kernels --load              how long a start takes on this machine's card";
+  ferrotron kernels --load              time how long loading the kernels takes";
 
-/// What to compile for.
+/// Arguments of `kernels`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// Architecture, such as sm_80 or sm_90a [default: this machine's card, or sm_90a]
+    /// GPU architecture, such as sm_80 or sm_90a [default: this machine's GPU, or sm_90a]
     #[arg(long, value_name = "ARCH")]
     pub arch: Option<String>,
-    /// Show every kernel, not only sources
+    /// List every kernel, not only source files
     #[arg(long)]
     pub all: bool,
-    /// Make the kernels ready on the card as every command does, from the cache where they are there, and time it
+    /// Load the kernels on the GPU as every command does, from the cache where possible, and print the time
     #[arg(long, conflicts_with_all = ["arch", "all"])]
     pub load: bool,
 }
 
-/// What came of one source.
+/// The result of compiling one source.
 #[derive(Serialize)]
 struct Row {
     source: &'static str,

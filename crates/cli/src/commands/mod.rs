@@ -1,5 +1,4 @@
-//! The commands, one file each. A command takes its arguments and returns its exit code; errors are shown by the
-//! caller.
+//! The commands, one file each. A command takes its arguments and returns its exit code; `main` reports errors.
 
 pub mod bench;
 mod bench_comm;

@@ -1,4 +1,4 @@
-//! `parity`: the same step twice, compared tensor by tensor.
+//! `parity`: one training step under two settings, compared tensor by tensor.
 
 use crate::args::Global;
 use crate::layout::ParitySide;
@@ -16,57 +16,62 @@ use ferrotron_tensor::DeviceKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
-One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
+Run one training step under two settings and compare loss, every gradient and every updated weight.
 
-A side is a list of f32 or bf16, cpu, cuda or cuda:N, fp8=SCALING, threads=N, micro_batch=N and layout keys (tp=2). SCALING is
-current, delayed (with magnitudes that were collected before), block, mxfp8 or nvfp4. The report names each tensor with its
-relative error (the norm of the difference by the norm of side A), the error that is allowed, the largest single difference
-and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only threads differ; 1e-5 of
-gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of gradients and 0.02 of the loss
-between f32 and bf16, and in bf16 between devices; with the same scaling on both sides 0.05 of gradients (0.1 with current
-scaling of other micro-batches or cp, whose scales are others); with another scaling, or one on one side only, 0.02 of the
-loss and 0.25 of gradients (nvfp4: 0.5). Weights may differ by what such gradients do to one step of Adam.
-Exit code 0: the sides agree, 1: they do not.";
+A side is a comma-separated list of f32 or bf16; cpu, cuda or cuda:N; fp8=RECIPE; threads=N; micro_batch=N; and layout keys
+(tp=2). RECIPE is current, delayed (with an amax history from earlier steps), block, mxfp8 or nvfp4. The report lists for each
+tensor its relative error (norm of the difference divided by the norm of side A), the tolerance, the largest absolute difference
+and a verdict, worst first.
+
+Tolerances without --tolerance:
+  only threads differ                                  bit-identical
+  micro_batch, layout or (in f32) device differs       gradients 1e-5: sums are in another order
+  f32 against bf16; bf16 on two devices                loss 0.02, gradients 0.1
+  the same FP8 recipe on both sides                    gradients 0.05 (0.1 with current scaling where micro_batch or cp differs)
+  another FP8 recipe, or one on one side only          loss 0.02, gradients 0.25 (nvfp4: 0.5)
+Updated weights may differ by what such gradients change in one Adam step.
+
+The exit code is 0 if the sides agree and 1 if they differ.";
 
 const AFTER: &str = "\
 Examples:
-  ferrotron parity threads=1 threads=8               must agree to the last bit
+  ferrotron parity threads=1 threads=8               must be bit-identical
   ferrotron parity cpu cuda                          the same model on two devices
-  ferrotron parity f32 bf16                          must agree within the precision of bf16
-  ferrotron parity bf16 bf16,fp8=current,tp=2        8-bit products on two ranks
+  ferrotron parity f32 bf16                          must agree within bf16 precision
+  ferrotron parity bf16 bf16,fp8=current,tp=2        FP8 GEMMs on two ranks
   ferrotron parity micro_batch=1 micro_batch=4 --recipe my.toml
-  ferrotron parity dp=1 tp=2,dp=2                    one rank and four
-  mpirun -n 4 ferrotron parity dp=1 tp=2             the same with processes
+  ferrotron parity dp=1 tp=2,dp=2                    one rank against four
+  mpirun -n 4 ferrotron parity dp=1 tp=2             ranks as MPI processes
   ferrotron parity f32 bf16 --model models/Qwen3-0.6B --input ids.safetensors";
 
-/// What to compare.
+/// Arguments of `parity`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// One side, such as f32 or threads=1
+    /// First setting, such as f32 or threads=1
     pub a: ParitySide,
-    /// The other side
+    /// Second setting
     pub b: ParitySide,
-    /// The recipe whose first step is made
+    /// Recipe whose first step is compared
     #[arg(long, value_name = "RECIPE or FILE.toml", default_value = "tiny", conflicts_with = "model")]
     pub recipe: String,
-    /// A Hugging Face folder instead of a recipe
+    /// Hugging Face folder to run instead of a recipe
     #[arg(long, value_name = "DIR", requires = "input")]
     pub model: Option<PathBuf>,
-    /// Token ids for --model, as in `forward`
+    /// Input file for --model, as for `forward`
     #[arg(long, value_name = "FILE")]
     pub input: Option<PathBuf>,
-    /// Largest relative error of every tensor that counts as agreement; 0 means the same bits [default: as above]
+    /// Largest relative error allowed in any tensor; 0 demands identical bits [default: see above]
     #[arg(long, value_name = "X")]
     pub tolerance: Option<f64>,
-    /// Change a key of the recipe; may be given many times
+    /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
 }
 
-/// Rows shown to people.
+/// Rows of the printed table.
 const SHOWN: usize = 12;
 
 /// Runs the command.
@@ -81,7 +86,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let differ = rows.iter().filter(|r| !r.agrees).count();
     let agree = differ == 0;
     if !global.launch.leads() {
-        // Every process of a job has the whole result, and ends with the same code.
+        // Every process of a job has the full result and exits with the same code; rank 0 prints it.
     } else if global.json {
         output::print_json(&serde_json::json!({
             "a": args.a.text,
@@ -100,12 +105,12 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     Ok(if agree { ExitCode::SUCCESS } else { ExitCode::from(output::FAILED) })
 }
 
-/// One side, done.
+/// The result of one side, and the settings that decide the tolerance.
 struct SideResult {
     outcome: Outcome,
     dtype: Precision,
     scaling: QuantRecipe,
-    /// Are its scales powers of two?
+    /// FP8 scales are powers of two.
     pow2: bool,
     cp: usize,
     micro_batch: usize,
@@ -140,7 +145,7 @@ fn side(args: &Args, side: &ParitySide, global: &Global) -> Result<SideResult> {
             recipe.put_key(&format!("parallel.{key}"), i64::try_from(n).unwrap_or(i64::MAX))?;
         }
     }
-    // A side of one rank is computed by every process of a job for itself; another is cut over all of them.
+    // In a job, every process computes a single-rank side by itself; a side with several ranks uses all processes.
     let alone = recipe.config.parallel.layout().world()? == 1;
     if let Some(job) = global.launch.job()?.filter(|_| !alone) {
         let given = recipe.is_set("parallel.dp");
@@ -165,14 +170,17 @@ fn side(args: &Args, side: &ParitySide, global: &Global) -> Result<SideResult> {
     Ok(SideResult { outcome, dtype, scaling, pow2, cp: layout.cp, micro_batch, device, ranks })
 }
 
-/// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
+/// Forward and backward pass of a Hugging Face folder. There is no optimizer step, so no weights to compare.
 fn folder(model: &Path, input: &Path, side: &ParitySide, place: &Global) -> Result<SideResult> {
     if side.micro_batch.is_some() {
-        return Err(UsageError::new("micro_batch is for recipes; with --model the input is one batch").into());
+        return Err(UsageError::new(
+            "micro_batch applies to recipes; with --model the whole input is one batch",
+        )
+        .into());
     }
     if side.fp8.is_some() {
         return Err(
-            UsageError::new("fp8 is for recipes; take --recipe finetune-hf --set model.hf=DIR").into()
+            UsageError::new("fp8 applies to recipes; use --recipe finetune-hf --set model.hf=DIR").into()
         );
     }
     let (dtype, scaling) = (side.dtype.unwrap_or(Precision::F32), QuantRecipe::None);
@@ -206,17 +214,17 @@ fn folder(model: &Path, input: &Path, side: &ParitySide, place: &Global) -> Resu
     })
 }
 
-/// Is everything summed in the same order?
+/// True if both sides sum in the same order, so that equal precision must give equal bits.
 fn same(a: &SideResult, b: &SideResult) -> bool {
     a.micro_batch == b.micro_batch && a.device == b.device && a.ranks == 1 && b.ranks == 1
 }
 
-/// Has a tensor of activations other tokens on both sides, and so another largest magnitude?
+/// True if activation tensors hold different tokens on the two sides, and so have another amax.
 fn other_tensors(a: &SideResult, b: &SideResult) -> bool {
     (a.micro_batch, a.cp) != (b.micro_batch, b.cp)
 }
 
-/// What counts as agreement where nobody says: equal arithmetic gives equal bits.
+/// The default tolerance: identical bits where the arithmetic is identical.
 fn tolerance(a: &SideResult, b: &SideResult) -> Tolerance {
     match (a.dtype, b.dtype) {
         _ if a.scaling != b.scaling => match [a, b].iter().any(|s| s.scaling == QuantRecipe::Nvfp4) {
@@ -228,7 +236,7 @@ fn tolerance(a: &SideResult, b: &SideResult) -> Tolerance {
             Tolerance::FP8_OTHER_SCALES
         }
         _ if a.scaling != QuantRecipe::None => Tolerance::FP8_SAME_SCALES,
-        // Two devices round intermediate results to bf16 at their own places.
+        // Two devices round intermediate results to bf16 at different points.
         (Precision::F32, Precision::F32) => Tolerance::F32,
         (x, y) if x == y && a.device == b.device && a.ranks == b.ranks => Tolerance::F32,
         _ => Tolerance::BF16,
@@ -243,12 +251,12 @@ fn report(args: &Args, rows: &[Comparison], sides: [&SideResult; 2]) -> String {
     let losses = sides.map(|s| s.outcome.loss.map_or("none".into(), |l| format!("{l:.6}")));
     let differ = rows.iter().filter(|r| !r.agrees).count();
     let identical = rows.iter().filter(|r| r.identical).count();
-    // A list of zeros says nothing.
+    // Where every tensor is identical, the table is left out.
     let table = if identical == rows.len() { String::new() } else { worst(rows) };
     let verdict = match differ {
-        0 if identical == rows.len() => format!("they agree to the last bit in all {identical} tensors"),
-        0 => format!("they agree: {} tensors, {identical} of them to the last bit", rows.len()),
-        n => format!("THEY DIFFER: {n} of {} tensors are further apart than allowed", rows.len()),
+        0 if identical == rows.len() => format!("the sides agree: all {identical} tensors are bit-identical"),
+        0 => format!("the sides agree: {} tensors, {identical} of them bit-identical", rows.len()),
+        n => format!("THE SIDES DIFFER: {n} of {} tensors exceed the tolerance", rows.len()),
     };
     format!(
         "{work}, {} against {}; loss {} and {}\n{table}{verdict}\n",
@@ -273,7 +281,7 @@ fn worst(rows: &[Comparison]) -> String {
     }));
     let more = match rows.len().saturating_sub(SHOWN) {
         0 => String::new(),
-        n => format!("and {n} more that are no worse; --json lists all\n"),
+        n => format!("and {n} more with smaller errors; --json lists all\n"),
     };
     format!("\n{}{more}\n", output::table(&table))
 }

@@ -1,4 +1,4 @@
-//! `recipes`: the recipes inside the program.
+//! `recipes`: list or print the built-in recipes.
 
 use crate::args::Global;
 use crate::output;
@@ -10,14 +10,14 @@ use std::process::ExitCode;
 const AFTER: &str = "\
 Examples:
   ferrotron recipes
-  ferrotron recipes tiny > my.toml         start your own from it
+  ferrotron recipes tiny > my.toml         copy a recipe to edit
   ferrotron train my.toml";
 
-/// Which recipe.
+/// Arguments of `recipes`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// Print this recipe instead of the list
+    /// Recipe to print; without it, list all
     #[arg(value_name = "RECIPE")]
     pub name: Option<String>,
 }

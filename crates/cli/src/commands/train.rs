@@ -1,4 +1,4 @@
-//! `train`: the main job.
+//! `train`: train a model from a recipe.
 
 use crate::args::Global;
 use crate::format;
@@ -22,19 +22,20 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// The long help.
+/// Text of `--help`.
 pub const LONG: &str = "\
 Train a model from a recipe.
 
-Without an argument: a small model on the corpus inside the program, done in a minute, ending with a sample and a
-summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration.
-Ctrl-C saves and ends; the same command resumes.
+Without an argument it trains a small model on the built-in corpus, which takes about a minute and ends with a sample and a
+summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration. Ctrl-C saves a
+checkpoint and exits; the same command resumes.
 
-Several ranks: parallel.tp of them share every layer, parallel.cp every sequence, parallel.pp the layers among them, and
-the rest, parallel.dp, have other data. They are threads of this process, on the CPU or sharing one card; or the processes
-that a launcher started, one rank each: mpirun (CPU, or one card each), srun, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT as torchrun sets them. parallel.dp then follows from their number. A rank that does not come to where the
-others wait for it is named after --timeout seconds, and the run ends; the newest checkpoint is whole.";
+Several ranks: parallel.tp is the tensor-parallel size, parallel.cp the context-parallel size, parallel.pp the number of
+pipeline stages; the remaining ranks are data-parallel replicas (parallel.dp). Ranks are threads of this process, on the CPU or
+sharing one GPU, or the processes of a launcher, one rank each: mpirun (CPU, or one GPU per process), srun, or any launcher that
+sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does; parallel.dp then follows from their number. If
+a rank does not join a collective within --timeout seconds, the run fails with an error that names it; the newest checkpoint
+stays intact.";
 
 const AFTER: &str = "\
 Examples:
@@ -45,45 +46,45 @@ Examples:
   ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
   ferrotron train my.toml --ranks 4 --set parallel.tp=2
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
-  ferrotron train my.toml --dry-run        what would run, and why each derived value is what it is
+  ferrotron train my.toml --dry-run        print the resolved configuration and the reason of every derived value
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
 
-/// What to train.
+/// Arguments of `train`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// A recipe's name or a TOML file
+    /// Built-in recipe or TOML file
     #[arg(value_name = "RECIPE or FILE.toml", default_value = "tiny")]
     pub recipe: String,
-    /// The run folder; an unfinished run in it is resumed [default: runs/RECIPE]
+    /// Run folder; an unfinished run in it is resumed [default: runs/RECIPE]
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
     /// Optimizer steps (train.steps)
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
-    /// Ranks, as threads of this process; parallel.dp is then N / (tp x cp x pp) [default: tp x cp x pp x dp]
+    /// Number of ranks, as threads of this process; sets parallel.dp to N / (tp x cp x pp) [default: tp x cp x pp x dp]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
-    /// Prefix of a .bin/.idx pair, or "embedded" (data.path); several are blended
+    /// Dataset: prefix of a .bin/.idx pair, or "embedded" (data.path); repeat it to blend several
     #[arg(long, value_name = "PATH")]
     pub data: Vec<String>,
-    /// Change a key of the recipe; may be given many times
+    /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Start over: throw away what the run folder holds of this run
+    /// Delete the run in the run folder and start over
     #[arg(long)]
     pub fresh: bool,
-    /// Show the resolved configuration and what was derived, then stop
+    /// Print the resolved configuration and derived values, then exit
     #[arg(long)]
     pub dry_run: bool,
-    /// A timeline of steps.
+    /// Trace options.
     #[command(flatten)]
     pub trace: trace::TraceArgs,
 }
 
 impl Args {
-    /// The recipe with everything the command line says laid over it.
+    /// The recipe with the overrides of the command line.
     pub fn load(&self, global: &Global) -> Result<Recipe> {
         let mut recipe = Recipe::open(&self.recipe)?;
         for assignment in &self.set {
@@ -99,7 +100,7 @@ impl Args {
             let given = recipe.is_set("parallel.dp");
             let parallel = &recipe.config.parallel;
             let layout = RankLayout { dp: given.then_some(parallel.dp), ..parallel.layout() };
-            // Refuses what does not make so many ranks, with what would.
+            // An impossible layout is refused here, with the nearest possible one.
             let grid = Grid::new(layout, ranks).map_err(|e| UsageError::new(e.to_string()))?;
             recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
         }
@@ -112,7 +113,7 @@ impl Args {
     }
 }
 
-/// What was derived, for people: one line each.
+/// Derived values with their reasons, one line each.
 pub fn derived(resolved: &Resolved) -> String {
     let rows: Vec<_> = resolved
         .derived
@@ -122,7 +123,7 @@ pub fn derived(resolved: &Resolved) -> String {
     if rows.is_empty() { String::new() } else { format!("derived:\n{}", output::table(&rows)) }
 }
 
-/// A pipeline's stages and who does what when in one step, drawn; nothing where there is one stage.
+/// The pipeline's stages and a drawing of the schedule; none with a single stage.
 fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
     let p = &resolved.config.parallel;
     if p.pp == 1 {
@@ -137,7 +138,7 @@ fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
     Ok(Some(format!("stages: {placement}\n{drawing}")))
 }
 
-/// `--dry-run`: everything that is known before anything is allocated.
+/// `--dry-run`: prints everything that is known before anything is allocated.
 fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
@@ -183,7 +184,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let seed = resolved.config.train.seed;
     ranks::run(&args.trace.with_tracing(global)?, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
-        // The others look at the folder after the first has opened it.
+        // `Run::open` synchronizes the ranks, so the others see the folder after this.
         if args.fresh && lead {
             Run::discard(&out)?;
         }
@@ -196,7 +197,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The work of a rank that shows nothing.
+/// Trains on a rank other than 0, which prints nothing.
 fn train_other_rank(args: &Args, mut run: Run, stop: StopFlag) -> ferrotron_core::Result<()> {
     struct SilentObserver(StopFlag);
     impl Observer for SilentObserver {
@@ -214,7 +215,7 @@ fn train_other_rank(args: &Args, mut run: Run, stop: StopFlag) -> ferrotron_core
     Ok(())
 }
 
-/// The work of the first rank, which shows it.
+/// Trains on rank 0, which reports progress and writes the summary.
 fn train_lead_rank(
     args: &Args,
     recipe: &Recipe,
@@ -257,7 +258,7 @@ fn train_lead_rank(
     traced.map_or(Ok(()), |t| t.print(global))
 }
 
-/// Progress on the screen, and the flag that Ctrl-C raises.
+/// Shows events as progress, and stops the run at the next step after Ctrl-C.
 struct View {
     progress: Progress,
     stop: StopFlag,
@@ -272,7 +273,7 @@ impl Observer for View {
     }
 }
 
-/// Says what is about to happen, and logs it when the run is new.
+/// Prints what is about to run, and logs the start of a new run.
 fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, first: u64) -> Result<()> {
     let device = run.trainer.rank.device().clone();
     let start = RunStart {
@@ -304,7 +305,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         if first == 0 {
             eprintln!("{}", MemoryEstimate::of(&run.resolved)?.bytes_per_parameter()?);
             let mut resolved = run.resolved.clone();
-            // What only the device decides.
+            // Resolved on the device, so it is not among the recipe's derived values.
             let choice = run.trainer.cuda_graph_decision();
             if device.gpu().is_some() && resolved.config.train.cuda_graph == CudaGraphMode::Auto {
                 let value = format!("\"{}\"", choice.value);
@@ -319,11 +320,12 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
     Ok(())
 }
 
-/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes. The ranks that share the
-/// layers of the first draw it together.
+/// Samples text from the trained model if the recipe asks for it and tokens are bytes. The tensor-parallel group of
+/// rank 0 does it together.
 fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
     let (g, rank) = (&run.resolved.config.generate, &run.trainer.rank);
-    // Text is made one token at a time, by ranks that have every layer and every token; others leave it to `generate`.
+    // Generation needs all layers and all tokens on a rank: with pipeline or context parallelism it is left to
+    // `generate`.
     let able = rank.pp.size() == 1 && rank.cp.size() == 1 && rank.tp.ranks().contains(&0);
     if g.tokens == 0 || run.resolved.model.vocab != 256 || !able {
         return Ok(None);

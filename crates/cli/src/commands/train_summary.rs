@@ -1,4 +1,4 @@
-//! What `train` says when it is done: the sample, the figures, and how to go on.
+//! The summary that `train` prints at the end: sample, losses, speed and next commands.
 
 use super::train::Args;
 use crate::format;
@@ -9,7 +9,7 @@ use ferrotron_core::train::{Outcome, Run};
 use ferrotron_tensor::format_bytes;
 use std::time::Instant;
 
-/// The closing text.
+/// The summary.
 pub fn text(
     args: &Args,
     recipe: &Recipe,
@@ -56,12 +56,18 @@ pub fn text(
         );
     }
     if let Some(first) = outcome.first {
-        row("first step", format!("{} after the start", format::seconds((first - started).as_secs_f64())));
+        row(
+            "first step",
+            format!("{} after the process started", format::seconds((first - started).as_secs_f64())),
+        );
     }
     if run.trainer.rank.device().gpu().is_some() && outcome.steps > 0 {
         let (replayed, choice) = (run.trainer.steps_replayed(), run.trainer.cuda_graph_decision());
         let of = format!("{} of {}", format::thousands(replayed), format::thousands(outcome.steps));
-        row("replayed", format!("{of} steps, train.cuda_graph {} ({})", choice.value, choice.reason));
+        row(
+            "CUDA graph",
+            format!("{of} steps replayed, train.cuda_graph {} ({})", choice.value, choice.reason),
+        );
     }
     let sent = run.sent.total();
     if sent > 0 {
@@ -80,20 +86,20 @@ pub fn text(
     out += &format!("\n{}", output::table(&rows));
     let dir = run.dir().display();
     out += &format!(
-        "\nto go on:\n{}",
+        "\nnext:\n{}",
         output::table(&[
-            vec![format!("  ferrotron generate --model {dir}"), "more text from it".into()],
+            vec![format!("  ferrotron generate --model {dir}"), "generate more text".into()],
             vec![
                 format!("  ferrotron train {} --steps {}", args.recipe, 2 * run.resolved.plan.steps),
-                "train longer (a new --out keeps this one)".into()
+                "train longer (a new --out keeps this run)".into()
             ],
-            vec!["  ferrotron data build my.txt --output my".into(), "your own data, then:".into()],
+            vec!["  ferrotron data build my.txt --output my".into(), "tokenize your own data, then:".into()],
             vec![format!("  ferrotron train {} --data my --out runs/mine", recipe.name), String::new()],
             vec![
                 "  ferrotron train finetune-hf --set model.hf=DIR --data my".into(),
-                "start from a Hugging Face model".into()
+                "fine-tune a Hugging Face model".into()
             ],
-            vec!["  ferrotron recipes".into(), "other models and sizes".into()],
+            vec!["  ferrotron recipes".into(), "list other models and sizes".into()],
         ])
     );
     out

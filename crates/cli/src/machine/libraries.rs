@@ -1,4 +1,4 @@
-//! The libraries that drive GPUs, by looking for their files.
+//! Finds the CUDA libraries by their file names.
 
 use ferrotron_kernels::cuda::library_folders;
 use serde::Serialize;
@@ -7,23 +7,23 @@ use std::ffi::OsString;
 use std::fs::read_dir;
 use std::path::{Path, PathBuf};
 
-/// Each library, and what it is for.
+/// File name, purpose, and whether GPU compute needs it.
 const WANTED: [(&str, &str, bool); 5] = [
     ("libcuda.so", "the GPU driver", true),
-    ("libnvrtc.so", "compiles our GPU kernels", true),
-    ("libcublasLt.so", "GPU matrix products", true),
+    ("libnvrtc.so", "compiles the CUDA kernels", true),
+    ("libcublasLt.so", "GPU GEMMs", true),
     ("libnccl.so", "GPU-to-GPU communication", false),
     ("libcudnn.so", "NVIDIA's attention", false),
 ];
 
-/// A library that was looked for.
+/// A library and where it was found.
 #[derive(Debug, Serialize)]
 pub struct Library {
     /// Its file name without version.
     pub file: &'static str,
     /// What it is for.
     pub purpose: &'static str,
-    /// Does computing on a GPU need it?
+    /// GPU compute needs it.
     pub needed: bool,
     /// Where it is.
     pub path: Option<PathBuf>,
@@ -32,7 +32,7 @@ pub struct Library {
 }
 
 impl Library {
-    /// What having or missing it means.
+    /// What the library is for, and what its absence costs.
     pub fn meaning(&self) -> String {
         match (&self.path, self.needed) {
             (Some(_), true) => self.purpose.into(),
@@ -45,14 +45,14 @@ impl Library {
 /// The GPU libraries.
 #[derive(Debug, Serialize)]
 pub struct Libraries {
-    /// Each one looked for.
+    /// Every library, found or not.
     pub list: Vec<Library>,
-    /// The folders looked in.
+    /// The folders that were searched.
     pub looked_in: Vec<PathBuf>,
 }
 
 impl Libraries {
-    /// Looks where the program itself would.
+    /// Searches the folders that kernels and collectives load libraries from.
     pub fn look() -> Libraries {
         let folders = library_folders();
         Libraries { list: find(&folders), looked_in: folders }
@@ -64,7 +64,7 @@ fn find(folders: &[PathBuf]) -> Vec<Library> {
     for folder in folders {
         let mut names: Vec<OsString> =
             read_dir(folder).into_iter().flatten().flatten().map(|e| e.file_name()).collect();
-        // The plain name before versions, and the same answer whatever order the folder is read in.
+        // Sorted: the unversioned name comes first, whatever order the folder is read in.
         names.sort();
         for name in names {
             let Some(text) = name.to_str() else { continue };

@@ -1,4 +1,4 @@
-//! What the machine has, read from files only.
+//! The machine's CPU, memory, disk and CUDA libraries.
 
 mod libraries;
 mod system;

@@ -16,7 +16,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Asks the system.
+    /// Reads /proc/cpuinfo.
     pub fn look() -> Cpu {
         let text = read_to_string("/proc/cpuinfo").unwrap_or_default();
         let total = text.lines().filter(|l| l.starts_with("processor")).count();
@@ -37,17 +37,17 @@ fn field(text: &str, names: &[&str]) -> Option<String> {
     })
 }
 
-/// Memory this process may use, in bytes.
+/// Memory available to this process, in bytes.
 #[derive(Debug, Serialize)]
 pub struct Memory {
-    /// In all.
+    /// Total memory.
     pub total: Option<u64>,
-    /// Free now.
+    /// Memory that is free now.
     pub available: Option<u64>,
 }
 
 impl Memory {
-    /// Asks the system; a container's limit counts where it is lower.
+    /// Reads /proc/meminfo; a lower cgroup limit takes precedence.
     pub fn look() -> Memory {
         let text = read_to_string("/proc/meminfo").unwrap_or_default();
         let of = |name: &str| meminfo(&text, name);
@@ -73,22 +73,22 @@ fn meminfo(text: &str, name: &str) -> Option<u64> {
 /// The disk of the current folder, in bytes.
 #[derive(Debug, Serialize)]
 pub struct Disk {
-    /// In all.
+    /// Size of the file system.
     pub total: u64,
-    /// Free for us.
+    /// Free space available to this user.
     pub free: u64,
 }
 
 impl Disk {
-    /// Asks `df`, which every Unix has; elsewhere nothing is known.
+    /// Runs `df`; none where there is no such command.
     pub fn look() -> Option<Disk> {
         let out = Command::new("df").args(["-Pk", "."]).stderr(Stdio::null()).output().ok()?;
         df(&String::from_utf8_lossy(&out.stdout))
     }
 }
 
-/// POSIX output: device, blocks of 1024 bytes, used, available, share, mount point. The device may hold spaces,
-/// so columns are counted from the share.
+/// Parses POSIX `df` output: device, 1024-byte blocks, used, available, capacity, mount point. The device may contain
+/// spaces, so columns are counted from the capacity.
 fn df(text: &str) -> Option<Disk> {
     let words: Vec<&str> = text.lines().nth(1)?.split_whitespace().collect();
     let share = words.iter().position(|w| w.ends_with('%'))?;

@@ -1,6 +1,6 @@
-//! One of four ranks is killed, stands still, brings another shape or skips a collective in the middle of a run: it is
-//! named in time, all end with an error, and the newest checkpoint is good: the same command then ends as if nothing had
-//! happened.
+//! One of four ranks is killed, stands still, brings another shape or skips a collective in the middle of a run: it
+//! is named in time, all end with an error, and the newest checkpoint is good: the same command then ends as if
+//! nothing had happened.
 
 use super::support::{files, losses, run};
 use super::{mpi, recipe, text};
@@ -158,7 +158,8 @@ fn a_skipped_collective_is_named_on_every_rank() {
     fault("skipped", &["'stop'"]);
 }
 
-/// One rank of a run whose rank 2 does its fault after a step. It exists in this test only: the program has no such door.
+/// One rank of a run whose rank 2 does its fault after a step. It exists in this test only: the program has no such
+/// door.
 #[test]
 #[ignore = "started by mpirun"]
 fn worker() {

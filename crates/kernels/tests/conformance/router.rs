@@ -359,8 +359,7 @@ fn choices_that_do_not_fit_are_refused() {
         let (k, s) = (&h.k, &h.s);
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let (x, i, p) = (z(DType::F32, &[4, 8]), z(DType::I32, &[4, 2]), z(DType::F32, &[4, 2]));
-        let plain =
-            RouterParams { score: ScoreFunction::Sigmoid, normalize: true, groups: None, scale: 1.0 };
+        let plain = RouterParams { score: ScoreFunction::Sigmoid, normalize: true, groups: None, scale: 1.0 };
         let best = ExpertChoice::TopK { bias: None };
         let groups =
             |count, keep, best| RouterParams { groups: Some(GroupLimit { count, keep, best }), ..plain };
