@@ -50,7 +50,7 @@ pub struct Global {
     /// Record a trace of kernels and collectives; set by commands with `--trace`.
     #[arg(skip)]
     pub trace: bool,
-    /// Seconds a rank waits in a collective before the run fails with an error that names the missing rank
+    /// Seconds a rank waits in a collective before the run fails and names the missing rank
     #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout: u64,
     /// When the process started.

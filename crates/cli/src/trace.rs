@@ -18,10 +18,10 @@ const LINES: usize = 20;
 /// Options of `--trace`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct TraceArgs {
-    /// Write a timeline of the last steps (every kernel and collective of every rank) for ui.perfetto.dev
+    /// Write a trace of the last steps (all kernels and collectives of all ranks) for ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     pub trace: Option<PathBuf>,
-    /// Number of steps in the timeline
+    /// Number of steps in the trace
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..), hide_default_value = true)]
     pub trace_steps: u64,
 }
