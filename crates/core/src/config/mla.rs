@@ -1,4 +1,4 @@
-//! Latent attention as the value of one key.
+//! Multi-head latent attention (MLA) as the value of one key.
 
 use super::model::decimal;
 use super::{KeyType, Recipe};
@@ -6,22 +6,22 @@ use crate::error::Result;
 use crate::model::config::{MlaConfig, ModelConfig};
 use serde::{Deserialize, Serialize};
 
-/// Widths of latent attention: `{ kv_lora_rank = 512, nope_dim = 128, rope_dim = 64, v_dim = 128 }`.
+/// Dimensions of MLA: `{ kv_lora_rank = 512, nope_dim = 128, rope_dim = 64, v_dim = 128 }`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MlaDims {
-    /// Width of the narrow row that queries come from; unset: they come from the residual stream.
+    /// Rank of the compressed queries; unset: queries are projected from the hidden states.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub q_lora_rank: Option<usize>,
-    /// Width of the narrow row that keys and values come from.
+    /// Rank of the compressed keys and values.
     pub kv_lora_rank: usize,
-    /// Channels of a query or key without positions.
+    /// Head dimension of q and k without RoPE.
     pub nope_dim: usize,
-    /// Channels with rotary positions.
+    /// Head dimension of q and k with RoPE.
     pub rope_dim: usize,
-    /// Channels of a value.
+    /// Head dimension of v.
     pub v_dim: usize,
-    /// Added to the mean square in the norms of narrow rows.
+    /// Epsilon of the norms of the compressed rows.
     #[serde(default = "eps")]
     pub norm_eps: f64,
 }
@@ -65,7 +65,7 @@ impl From<MlaConfig> for MlaDims {
 }
 
 impl Recipe {
-    /// Refuses sizes that latent attention sets otherwise.
+    /// Refuses sizes that contradict model.mla.
     pub(super) fn fits_mla(&self, c: &ModelConfig) -> Result<()> {
         let m = &self.config.model;
         for (key, given, set, why) in [

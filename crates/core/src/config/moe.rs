@@ -1,4 +1,4 @@
-//! Mixtures of experts: from the `[moe]` section to an architecture and to how it is trained, and what cannot work.
+//! Mixture of experts: from the `[moe]` section to an architecture and to how it is trained, and what is refused.
 
 use super::resolve::Derivations;
 use super::{
@@ -11,13 +11,13 @@ use ferrotron_engine::moe::{
     AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeTraining, RouterDtype, RoutingMethod,
 };
 
-/// Weight of a balancing loss that is given none.
+/// Default coefficient of an auxiliary loss.
 const COEFFICIENT: f64 = 0.01;
 
 /// The words of `moe.log`.
 const LOGGED: [&str; 7] = ["losses", "imbalance", "entropy", "dropped", "loads", "per_layer", "all"];
 
-/// What a word of `moe.balance` means.
+/// A word of `moe.balance`.
 enum BalancingWord {
     Loss(AuxLossKind),
     Sinkhorn,
@@ -36,7 +36,7 @@ fn balancing_word(word: &str) -> Option<BalancingWord> {
 }
 
 impl Recipe {
-    /// Lays the keys of `[moe]` over an architecture.
+    /// Applies the keys of `[moe]` to an architecture.
     pub(super) fn apply_moe(&self, c: &mut ModelConfig, derived: &mut Derivations) -> Result<()> {
         let m = &self.config.moe;
         if c.moe.is_none() {
@@ -78,12 +78,11 @@ impl Recipe {
             }
             moe.layers = (0..layers).map(|i| i % every == 0 && !dense.contains(&i)).collect();
         }
-        // Layers that were taken away are no longer said anything of.
         moe.layers.truncate(c.layers);
         Ok(())
     }
 
-    /// Keys of `[moe]` without experts mean a mistake.
+    /// Refuses keys of `[moe]` without experts.
     fn reject_moe_keys(&self) -> Result<()> {
         let default = super::Config::default();
         let set = super::KEYS
@@ -96,7 +95,7 @@ impl Recipe {
         }
     }
 
-    /// What cannot work together.
+    /// Refuses combinations that cannot work.
     pub(super) fn check_moe(&self, r: &Resolved) -> Result<()> {
         let m = &self.config.moe;
         self.check_paired(r)?;
@@ -120,8 +119,7 @@ impl Recipe {
             return self.refuse("moe.coefficients", what);
         }
         if choosers > 0 && m.balance.0.len() > 1 {
-            return self
-                .refuse("moe.balance", "sinkhorn and quantile choose alone; name nothing beside them");
+            return self.refuse("moe.balance", "sinkhorn and quantile cannot be combined with anything else");
         }
         if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
             return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
@@ -130,7 +128,8 @@ impl Recipe {
         if matches!(mixing.routing_method, RoutingMethod::Quantiles { .. }) {
             let tokens = r.plan.micro_batch * r.plan.seq_len;
             if moe.groups.is_some() {
-                return self.refuse("moe.balance", "quantile has no groups of experts; leave moe.groups out");
+                return self
+                    .refuse("moe.balance", "quantile does not support expert groups; leave moe.groups out");
             }
             if !(tokens * moe.topk).is_multiple_of(moe.experts) || moe.topk >= moe.experts {
                 let what = format!(
@@ -144,8 +143,10 @@ impl Recipe {
             }
         }
         if choosers > 0 && moe.expert_bias {
-            return self
-                .refuse("moe.expert_bias", "is for choices by scores; leave sinkhorn and quantile out");
+            return self.refuse(
+                "moe.expert_bias",
+                "is not supported with sinkhorn and quantile; leave one of them out",
+            );
         }
         if mixing.capacity.is_some() && choosers > 0 {
             return self.refuse(
@@ -154,7 +155,7 @@ impl Recipe {
             );
         }
         if m.capacity.is_some_and(|c| c <= 0.0) {
-            return self.refuse("moe.capacity", "must be above 0; leave it out to take all tokens");
+            return self.refuse("moe.capacity", "must be above 0; leave it out for dropless routing");
         }
         if m.pad_to_capacity && m.capacity.is_none() {
             return self.refuse("moe.pad_to_capacity", "pads to a capacity; set moe.capacity");
@@ -168,12 +169,12 @@ impl Recipe {
             return self.refuse("moe.jitter", "must be below 1");
         }
         if m.force_balance.is_some_and(|x| x < 0.0) {
-            return self.refuse("moe.force_balance", "must be 0 or more: the deviation of experts' loads");
+            return self.refuse("moe.force_balance", "must be 0 or more: the spread of tokens per expert");
         }
         if matches!(r.config.precision.recipe, QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4) {
             return self.refuse(
                 "precision.recipe",
-                "experts have FP8 or bf16 products; use fp8-current, fp8-delayed, fp8-block or none",
+                "experts have FP8 or bf16 grouped GEMMs; use fp8-current, fp8-delayed, fp8-block or none",
             );
         }
         Ok(())
@@ -181,15 +182,15 @@ impl Recipe {
 }
 
 impl Recipe {
-    /// Two passes in turn, where that hides nothing.
+    /// Refuses the paired schedule where there is no expert communication to hide.
     fn check_paired(&self, r: &Resolved) -> Result<()> {
         let layout = r.config.parallel.layout();
         let what = if self.config.parallel.schedule != PipelineSchedule::Paired {
             return Ok(());
         } else if r.model.moe.is_none() || layout.ep * layout.etp() == 1 {
-            "hides what travels to experts on other ranks, and nothing does here; set parallel.ep to 2 or more, or use \"1f1b\""
+            "overlaps the expert all-to-all, and there is none here; set parallel.ep to 2 or more, or use \"1f1b\""
         } else if self.config.moe.dispatcher == DispatcherType::AllGather {
-            "hides an all-to-all exchange; leave moe.dispatcher out, or use \"1f1b\""
+            "overlaps the all-to-all dispatcher; leave moe.dispatcher out, or use \"1f1b\""
         } else {
             return Ok(());
         };
@@ -197,7 +198,7 @@ impl Recipe {
     }
 }
 
-/// The `[moe]` section that spells the mixtures of an architecture out, as far as keys go.
+/// The `[moe]` section of an architecture, as far as keys go.
 pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
     let Some(m) = &c.moe else { return from.clone() };
     let dense: Vec<usize> = (0..c.layers).filter(|i| !m.is_moe_layer(*i)).collect();
@@ -228,7 +229,7 @@ fn put<T>(place: &mut T, value: Option<T>) {
 }
 
 impl Resolved {
-    /// How mixtures are trained. What is wrong with the keys was refused before.
+    /// How MoE layers are trained. Invalid keys were refused before.
     pub fn moe_training(&self) -> MoeTraining {
         training(&self.config.moe)
     }

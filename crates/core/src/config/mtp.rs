@@ -1,18 +1,18 @@
-//! Prediction of further tokens: from the `[mtp]` section to an architecture and to how it is trained.
+//! Multi-token prediction: from the `[mtp]` section to an architecture and to how it is trained.
 
 use super::{Config, KEYS, MtpSection, Recipe, Resolved};
 use crate::error::Result;
 use crate::model::{ModelConfig, MtpConfig, MtpTraining};
 
 impl Recipe {
-    /// Lays the keys of `[mtp]` over an architecture.
+    /// Applies the keys of `[mtp]` to an architecture.
     pub(super) fn apply_mtp(&self, c: &mut ModelConfig) -> Result<()> {
         let m = &self.config.mtp;
         match (m.layers, c.mtp) {
             (0, None) => return self.reject_mtp_keys(),
             (0, Some(_)) => {}
             (_, None) if self.config.model.hf.is_some() && self.config.model.preset.is_none() => {
-                let what = "the weights of model.hf have no prediction layers; leave the key out";
+                let what = "the weights of model.hf have no MTP layers; leave the key out";
                 return self.refuse("mtp.layers", what);
             }
             (layers, Some(theirs)) if theirs != (MtpConfig { layers, shared_layer: m.shared_layer }) => {
@@ -25,15 +25,12 @@ impl Recipe {
             (layers, _) => c.mtp = Some(MtpConfig { layers, shared_layer: m.shared_layer }),
         }
         if !(m.loss_weight > 0.0 && m.loss_weight.is_finite()) {
-            return self.refuse(
-                "mtp.loss_weight",
-                "must be above 0; without mtp.layers nothing further is predicted",
-            );
+            return self.refuse("mtp.loss_weight", "must be above 0; set mtp.layers to 0 for no MTP");
         }
         Ok(())
     }
 
-    /// Keys of `[mtp]` without layers mean a mistake.
+    /// Refuses keys of `[mtp]` without MTP layers.
     fn reject_mtp_keys(&self) -> Result<()> {
         let default = Config::default();
         let set = KEYS
@@ -42,11 +39,11 @@ impl Recipe {
             .find(|k| self.config.get("mtp", k.name) != default.get("mtp", k.name));
         match set {
             None => Ok(()),
-            Some(key) => self.refuse(key.key, "nothing further is predicted; set mtp.layers as well"),
+            Some(key) => self.refuse(key.key, "there are no MTP layers; set mtp.layers as well"),
         }
     }
 
-    /// What cannot work together.
+    /// Refuses combinations that cannot work.
     pub(super) fn check_mtp(&self, r: &Resolved) -> Result<()> {
         let Some(m) = r.model.mtp else { return Ok(()) };
         if m.layers >= r.plan.seq_len {
@@ -56,14 +53,14 @@ impl Recipe {
         }
         let quantile = self.config.moe.balance.0.iter().any(|b| b == "quantile");
         if m.shared_layer && m.layers > 1 && quantile && r.model.moe_layer(r.model.layers).is_some() {
-            let what = "a repeated mixture has one table of quantiles for all its uses; leave moe.balance = \"quantile\" or this out";
+            let what = "a shared MoE layer has one table of quantiles for all MTP depths; leave moe.balance = \"quantile\" or this out";
             return self.refuse("mtp.shared_layer", what);
         }
         Ok(())
     }
 }
 
-/// The `[mtp]` section that spells an architecture's predictions out.
+/// The `[mtp]` section of an architecture.
 pub(super) fn section(from: &MtpSection, c: &ModelConfig) -> MtpSection {
     match c.mtp {
         None => from.clone(),
@@ -72,7 +69,7 @@ pub(super) fn section(from: &MtpSection, c: &ModelConfig) -> MtpSection {
 }
 
 impl Resolved {
-    /// How predictions of further tokens are trained.
+    /// How MTP layers are trained.
     pub fn mtp_training(&self) -> MtpTraining {
         MtpTraining { loss_weight: self.config.mtp.loss_weight, detach: self.config.mtp.detach }
     }

@@ -1,4 +1,4 @@
-//! Low-precision products: from keys to the policy that modules consult, and what cannot work.
+//! Quantization: from the `[precision]` keys to the policy that modules consult, and what is refused.
 
 use super::resolve::Derivations;
 use super::{Config, Fp8Format, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
@@ -7,10 +7,10 @@ use ferrotron_engine::Split;
 use ferrotron_engine::quant::{self, Method, Policy};
 use ferrotron_kernels::{BLOCK, DelayedScaling};
 
-/// Widths of products must be multiples of this.
+/// FP8 GEMMs need dimensions that are multiples of this.
 const WIDTH: usize = 16;
 
-/// What is left alone: layers at the ends by `first 1` and `last 2`, everything else by name.
+/// Reads `precision.skip`: layers at the ends by `first 1` and `last 2`, everything else by name.
 fn parse_skip(list: &[String], policy: &mut Policy) -> std::result::Result<(), String> {
     for text in list {
         let ends = [("first ", &mut policy.first), ("last ", &mut policy.last)];
@@ -27,7 +27,7 @@ fn parse_skip(list: &[String], policy: &mut Policy) -> std::result::Result<(), S
 }
 
 impl Config {
-    /// Which products of a model of so many layers are narrow, and how; or what is wrong with precision.skip.
+    /// Which GEMMs of a model of so many layers are quantized, and how; the error is what is wrong with precision.skip.
     fn policy(&self, layers: usize) -> std::result::Result<Policy, String> {
         let p = &self.precision;
         let mut policy = Policy { layers, attention: p.fp8_attention, ..Policy::default() };
@@ -36,7 +36,7 @@ impl Config {
             QuantRecipe::None => return Ok(policy),
             QuantRecipe::Fp8Current => Method::Current,
             QuantRecipe::Fp8Delayed => Method::Delayed {
-                // The largest of one step is the most recent.
+                // With a history of one step, max and most-recent are the same.
                 update: DelayedScaling { margin: p.margin.min(64) as i32, most_recent: p.amax_history == 1 },
                 history: p.amax_history,
             },
@@ -52,19 +52,19 @@ impl Config {
 }
 
 impl Resolved {
-    /// Which products are narrow, and how. What is wrong with the keys was refused before.
+    /// Which GEMMs are quantized, and how. Invalid keys were refused before.
     pub fn policy(&self) -> Policy {
         self.config.policy(self.model.layers).unwrap_or_default()
     }
 }
 
 impl Recipe {
-    /// Keys that depend on the scaling.
+    /// Derives the keys that depend on precision.recipe.
     pub(super) fn derive_precision(&self, c: &mut Config, derived: &mut Derivations) {
         let p = &mut c.precision;
         if p.fp8_attention {
-            let reason = "forward in E4M3: products of bytes on Hopper, for heads of up to 128 channels (a multiple of 16) without \
-                          soft cap, packing or parallel.cp; else emulated, to see what that does and not for speed; backward is bf16";
+            let reason = "forward in E4M3 on Hopper, for head dimensions up to 128 (a multiple of 16) without soft cap, packing or \
+                          parallel.cp; elsewhere emulated, for its numerics and not for speed; backward in bf16";
             derived.add("precision.fp8_attention", true, reason);
         }
         if p.recipe == QuantRecipe::None {
@@ -73,26 +73,27 @@ impl Recipe {
         let per_tensor = matches!(p.recipe, QuantRecipe::Fp8Current | QuantRecipe::Fp8Delayed);
         if p.format.is_none() {
             let (value, reason) = match per_tensor {
-                true => (Fp8Format::Hybrid, "gradients need range more than digits: E5M2, the rest E4M3"),
-                false => (Fp8Format::E4m3, "small blocks need digits more than range"),
+                true => {
+                    (Fp8Format::Hybrid, "gradients need the range of E5M2, the rest the precision of E4M3")
+                }
+                false => (Fp8Format::E4m3, "small blocks need precision more than range"),
             };
             p.format = Some(derived.add("precision.format", value, reason));
         }
         if p.pow2_scales.is_none() {
             let (value, reason) = match p.recipe {
-                QuantRecipe::Fp8Block => (true, "scaling by a power of two is exact"),
-                _ => (false, "one scale for a whole tensor uses all of the format's range"),
+                QuantRecipe::Fp8Block => (true, "multiplying by a power of two is exact"),
+                _ => (false, "a scale per tensor uses the full range of the format"),
             };
             p.pow2_scales = Some(derived.add("precision.pow2_scales", value, reason));
         }
         if matches!(p.recipe, QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4) {
-            let reason = "emulated: products are bf16 ones of numbers rounded to the format, for Blackwell's numerics \
-                          and not for speed";
+            let reason = "emulated: bf16 GEMMs of values rounded to the format, for Blackwell's numerics and not for speed";
             derived.add("precision.recipe", p.recipe, reason);
         }
     }
 
-    /// Refuses what cannot work with narrow products.
+    /// Refuses combinations that quantized GEMMs do not support.
     pub(super) fn check_precision(&self, r: &Resolved) -> Result<()> {
         let (p, m, tp) = (&r.config.precision, &r.model, r.config.parallel.tp);
         let policy = match r.config.policy(m.layers) {
@@ -102,22 +103,20 @@ impl Recipe {
         if p.calibrate > 0 && p.recipe != QuantRecipe::Fp8Delayed {
             return self.refuse(
                 "precision.calibrate",
-                "only delayed scaling begins with scales of earlier steps; set precision.recipe = \"fp8-delayed\", or leave \
-                 this out",
+                "only delayed scaling needs calibration; set precision.recipe = \"fp8-delayed\", or leave this out",
             );
         }
         if p.stats_every > 0 && p.recipe == QuantRecipe::None {
             return self.refuse(
                 "precision.stats_every",
-                "there are no 8-bit operands to look at: set precision.recipe, or leave this out",
+                "there are no quantized operands: set precision.recipe, or leave this out",
             );
         }
         self.check_loss_scale(r)?;
         self.check_weights(r, &policy)?;
         self.check_head(r, &policy)?;
         if policy.attention && p.dtype != Precision::Bf16 {
-            let what =
-                "attention in 8 bits stands beside bf16; set precision.dtype = \"bf16\", or leave it out";
+            let what = "FP8 attention needs bf16; set precision.dtype = \"bf16\", or leave it out";
             return self.refuse("precision.fp8_attention", what);
         }
         if policy.recipe.is_none() {
@@ -125,14 +124,14 @@ impl Recipe {
                 true => Ok(()),
                 false => self.refuse(
                     "precision.skip",
-                    "there is nothing to except: set precision.recipe, or leave this out",
+                    "there is nothing to skip: set precision.recipe, or leave this out",
                 ),
             };
         }
         if p.dtype != Precision::Bf16 {
             return self.refuse(
                 "precision.recipe",
-                "8-bit products stand beside bf16; set precision.dtype = \"bf16\", or precision.recipe = \"none\"",
+                "quantized GEMMs need bf16; set precision.dtype = \"bf16\", or precision.recipe = \"none\"",
             );
         }
         if p.amax_history == 0 {
@@ -141,8 +140,7 @@ impl Recipe {
         if p.recipe == QuantRecipe::Fp8Delayed && (policy.first > 0 || policy.last > 0) {
             return self.refuse(
                 "precision.skip",
-                "delayed scaling keeps its scales for all layers alike; take precision.recipe = \"fp8-current\", or leave \
-                 first and last out",
+                "delayed scaling has scales for all layers; set precision.recipe = \"fp8-current\", or leave first and last out",
             );
         }
         let mut widths = vec![("model.hidden", m.hidden), ("model.ffn", m.ffn / tp)];
@@ -163,8 +161,8 @@ impl Recipe {
         for (key, width) in widths {
             if !width.is_multiple_of(WIDTH) {
                 let what = format!(
-                    "8-bit products need widths that are multiples of {WIDTH} on every rank, and one is {width}; change \
-                     the size, or except the maps with precision.skip"
+                    "FP8 GEMMs need dimensions that are multiples of {WIDTH} on every rank, and one is {width}; change the size, \
+                     or name the modules in precision.skip"
                 );
                 return self.refuse(key, what);
             }
@@ -172,7 +170,7 @@ impl Recipe {
         self.check_experts(r, &policy)
     }
 
-    /// Refuses widths of experts that their narrow products cannot have.
+    /// Refuses sizes of experts that FP8 grouped GEMMs do not support.
     fn check_experts(&self, r: &Resolved, policy: &Policy) -> Result<()> {
         let (m, p) = (&r.model, &r.config.parallel);
         let Some(moe) = &m.moe else { return Ok(()) };
@@ -184,7 +182,8 @@ impl Recipe {
             return Ok(());
         }
         let block = r.config.precision.recipe == QuantRecipe::Fp8Block;
-        let (each, what) = if block { (BLOCK, "block scaling of") } else { (WIDTH, "8-bit products of") };
+        let (each, what) =
+            if block { (BLOCK, "block scaling of") } else { (WIDTH, "an FP8 grouped GEMM of") };
         let input = match moe.latent {
             Some(latent) => ("moe.latent", latent),
             None => ("model.hidden", m.hidden),
@@ -195,29 +194,29 @@ impl Recipe {
             Some((key, width)) => self.refuse(
                 key,
                 format!(
-                    "{what} experts needs widths that are multiples of {each} on every rank, and one is {width}; change \
-                     the size, or set precision.skip = \"experts\""
+                    "{what} experts needs dimensions that are multiples of {each} on every rank, and one is {width}; change the \
+                     size, or set precision.skip = \"experts\""
                 ),
             ),
         }
     }
 
-    /// Refuses an output matrix in 8 bits where matrix units have no such product of it.
+    /// Refuses an FP8 LM head whose vocabulary the tensor cores do not support.
     fn check_head(&self, r: &Resolved, policy: &Policy) -> Result<()> {
         let (p, tp, vocab) = (&r.config.precision, r.config.parallel.tp, r.model.vocab);
         let head = p.fp8_lm_head;
         let Some(recipe) = policy.recipe.filter(|_| head) else {
-            let nothing = "there are no narrow products of maps: set precision.recipe, or leave this out";
+            let nothing = "an FP8 LM head needs a recipe: set precision.recipe, or leave this out";
             return if head { self.refuse("precision.fp8_lm_head", nothing) } else { Ok(()) };
         };
         if recipe.emulated() || vocab.is_multiple_of(WIDTH * tp) {
             return Ok(());
         }
-        // One rank pads the vocabulary; columns of other ranks would follow on the padding, and blocks of gradients too.
+        // A single rank pads the vocabulary; with tensor parallelism or blocks the padding would lie between shards.
         let what = match tp {
             1 if recipe.per_tensor() => return Ok(()),
-            1 => format!("blocks of an output matrix need a vocabulary that is a multiple of {WIDTH}"),
-            _ => format!("over {tp} ranks it needs a vocabulary that is a multiple of {}", WIDTH * tp),
+            1 => format!("block scaling needs a vocabulary that is a multiple of {WIDTH}"),
+            _ => format!("parallel.tp = {tp} needs a vocabulary that is a multiple of {}", WIDTH * tp),
         };
         self.refuse(
             "precision.fp8_lm_head",
@@ -225,25 +224,23 @@ impl Recipe {
         )
     }
 
-    /// Refuses weights in bytes where there is nothing that takes them.
+    /// Refuses FP8 parameters where no GEMM uses them.
     fn check_weights(&self, r: &Resolved, policy: &Policy) -> Result<()> {
         let p = &r.config.precision;
         let what = match p.recipe {
             _ if !p.fp8_params => return Ok(()),
-            QuantRecipe::None => {
-                "weights in bytes need 8-bit products; set precision.recipe, or leave this out"
-            }
+            QuantRecipe::None => "FP8 parameters need an FP8 recipe; set precision.recipe, or leave this out",
             QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4 => {
-                "emulated products are made of bf16 weights; take precision.recipe = \"fp8-current\", or leave this out"
+                "emulated recipes compute from bf16 weights; set precision.recipe = \"fp8-current\", or leave this out"
             }
             _ if r.config.optimizer.master_dtype == MasterDtype::Remainder => {
-                "a remainder completes bf16 weights, and these are bytes; set optimizer.master_dtype = \"f32\", or leave this out"
+                "a remainder completes bf16 weights, and these are FP8; set optimizer.master_dtype = \"f32\", or leave this out"
             }
             _ if p.calibrate > 0 => {
-                "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
+                "calibration computes with bf16 weights, and these are FP8; leave precision.calibrate or this out"
             }
             _ if r.model.fp8_resident_parameters(policy)? == 0 => {
-                "no weight is in 8-bit products alone, so none would be bytes; shorten precision.skip, or leave this out"
+                "no weight is used by FP8 GEMMs alone, so none can be FP8; shorten precision.skip, or leave this out"
             }
             _ => return Ok(()),
         };

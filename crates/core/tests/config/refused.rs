@@ -64,11 +64,11 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("precision.master = \"f32\"", "optimizer.master_dtype"),
         ("optimizer.state_dtype = \"fp4\"", "expected one of \"f32\", \"bf16\", \"f16\", \"fp8\""),
         ("optimizer.master_dtype = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
-        ("precision.fp8_params = true", "precision.fp8_params: weights in bytes need 8-bit products"),
+        ("precision.fp8_params = true", "precision.fp8_params: FP8 parameters need an FP8 recipe"),
         ("precision.fp8_params = true\nprecision.recipe = \"mxfp8\"", "emulated"),
         (
             "precision.fp8_params = true\nprecision.recipe = \"fp8-block\"\nprecision.skip = [\"attn\", \"mlp:output\"]",
-            "precision.fp8_params: no weight is in 8-bit products alone",
+            "precision.fp8_params: no weight is used by FP8 GEMMs alone",
         ),
         ("precision.fp8_params = true\nprecision.recipe = \"nvfp4\"", "emulated"),
         (
