@@ -1,5 +1,5 @@
 #![no_main]
-//! Event logs.
+//! `events.jsonl`: parse every line.
 
 use libfuzzer_sys::fuzz_target;
 use ferrotron_core::events;

@@ -1,5 +1,5 @@
 #![no_main]
-//! Hugging Face config.json.
+//! Hugging Face `config.json`: parse and map to a model.
 
 use libfuzzer_sys::fuzz_target;
 use ferrotron_bridge::HfConfig;

@@ -1,5 +1,5 @@
 #![no_main]
-//! Token files: an index and the tokens it points into.
+//! `.bin/.idx` datasets: open, then read the first sequences.
 
 use libfuzzer_sys::fuzz_target;
 use ferrotron_core::data::IndexedDataset;

@@ -1,5 +1,5 @@
 #![no_main]
-//! Checkpoint folders whose manifest came from elsewhere.
+//! Checkpoint folders with an arbitrary manifest.
 
 use libfuzzer_sys::fuzz_target;
 use ferrotron_core::checkpoint;

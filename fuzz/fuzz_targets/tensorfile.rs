@@ -1,5 +1,5 @@
 #![no_main]
-//! Safetensors files: header, offsets, data.
+//! Safetensors files: open, then read every tensor.
 
 use libfuzzer_sys::fuzz_target;
 use ferrotron_core::tensorfile::TensorFile;

@@ -1,4 +1,4 @@
-//! Writing, building, and what damaged files do: an error that names the file, never a panic.
+//! Writing and building of datasets, and damaged files: an error that names the file, never a panic.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
 use std::cell::Cell;
@@ -32,7 +32,7 @@ fn write(prefix: &Path, kind: TokenType, multimodal: bool) {
 }
 
 #[test]
-fn every_token_type_comes_back() {
+fn every_token_type_round_trips() {
     let folder = tempfile::tempdir().unwrap();
     for kind in TokenType::ALL {
         let prefix = folder.path().join(kind.name());
@@ -54,7 +54,7 @@ fn every_token_type_comes_back() {
         }
         writer.end_document().unwrap();
         writer.finish().unwrap();
-        // With or without a suffix.
+        // The prefix may have a suffix.
         let data = IndexedDataset::open(prefix.with_extension("bin")).unwrap();
         assert_eq!(data.token_type(), kind);
         assert_eq!(data.values(0).unwrap(), [0.0, 1.0, largest as f64]);
@@ -72,7 +72,7 @@ fn every_token_type_comes_back() {
 }
 
 #[test]
-fn empty_datasets_and_documents_are_fine() {
+fn empty_datasets_and_documents_are_valid() {
     let folder = tempfile::tempdir().unwrap();
     let prefix = folder.path().join("empty");
     IndexedWriter::create(&prefix, TokenType::U16, false).unwrap().finish().unwrap();
@@ -88,14 +88,14 @@ fn empty_datasets_and_documents_are_fine() {
 }
 
 #[test]
-fn an_unfinished_writer_leaves_the_old_files_and_nothing_else() {
+fn an_unfinished_writer_leaves_existing_files_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let prefix = folder.path().join("d");
     write(&prefix, TokenType::U16, false);
     let before = (fs::read(folder.path().join("d.bin")).unwrap(), entries(folder.path()));
     assert_eq!(before.1, ["d.bin", "d.idx"]);
     let mut writer = IndexedWriter::create(&prefix, TokenType::I32, true).unwrap();
-    // Two writers at once do not meet.
+    // Two writers of one destination do not interfere.
     let other = IndexedWriter::create(&prefix, TokenType::I32, true).unwrap();
     writer.push([1, 2, 3], 0).unwrap();
     drop(writer);
@@ -107,7 +107,7 @@ fn an_unfinished_writer_leaves_the_old_files_and_nothing_else() {
 }
 
 #[test]
-fn only_like_is_appended_to_like() {
+fn only_datasets_of_the_same_type_are_appended() {
     let folder = tempfile::tempdir().unwrap();
     for (name, kind, multimodal) in
         [("a", TokenType::U16, false), ("b", TokenType::I32, false), ("c", TokenType::U16, true)]
@@ -127,8 +127,8 @@ fn only_like_is_appended_to_like() {
     assert!((0..2 * n).all(|s| two.sequence(s).unwrap() == one.sequence(s % n).unwrap()));
 }
 
-/// Reads all there is; true when the file was accepted.
-fn survives(prefix: &Path) -> bool {
+/// Reads everything; true if the file was accepted.
+fn accepts(prefix: &Path) -> bool {
     let data = match IndexedDataset::open(prefix) {
         Ok(data) => data,
         Err(Error::Damaged { path: file, what }) => {
@@ -153,13 +153,14 @@ fn damaged_files_are_errors() {
     let mut random = Mt19937::new(20);
     for (round, kind) in [TokenType::U16, TokenType::I32, TokenType::U8].into_iter().enumerate() {
         write(&prefix, kind, round == 1);
-        assert!(survives(&prefix));
+        assert!(accepts(&prefix));
         let (bin, idx) = (prefix.with_extension("bin"), prefix.with_extension("idx"));
         let (good_bin, good_idx) = (fs::read(&bin).unwrap(), fs::read(&idx).unwrap());
         let data = IndexedDataset::open(&prefix).unwrap();
-        // Header, lengths and pointers; document bounds may move and still rise, modes are free.
+        // Header, lengths and pointers are checked strictly; document bounds may move and still ascend, modes are
+        // free.
         let strict = 34 + 12 * data.len();
-        // A file with its modes exactly cut off, or bytes where modes would be, is a whole file.
+        // A file without its modes, or with bytes where modes would be, is a valid file.
         let plain = strict + 8 * (data.documents() + 1);
         let lengths = [plain, plain + data.len()];
         drop(data);
@@ -190,18 +191,18 @@ fn damaged_files_are_errors() {
                 }
             };
             fs::write(&idx, &bad).unwrap();
-            let accepted = survives(&prefix);
+            let accepted = accepts(&prefix);
             assert!(!(accepted && hit_strict), "a damaged {} was accepted", idx.display());
         }
         fs::write(&idx, &good_idx).unwrap();
         for cut in [0, 1, good_bin.len() - 1] {
             fs::write(&bin, &good_bin[..cut]).unwrap();
-            assert!(!survives(&prefix));
+            assert!(!accepts(&prefix));
         }
         fs::write(&bin, [&good_bin[..], &[0]].concat()).unwrap();
-        assert!(!survives(&prefix));
+        assert!(!accepts(&prefix));
         fs::write(&bin, &good_bin).unwrap();
-        assert!(survives(&prefix));
+        assert!(accepts(&prefix));
     }
     fs::remove_file(prefix.with_extension("bin")).unwrap();
     assert!(matches!(IndexedDataset::open(&prefix), Err(Error::Io { .. })));
@@ -230,7 +231,7 @@ fn ids_outside_the_vocabulary_are_errors() {
 }
 
 #[test]
-fn a_blend_of_one_is_repeated_as_needed() {
+fn a_single_dataset_is_repeated_as_needed() {
     let folder = tempfile::tempdir().unwrap();
     let prefixes = [folder.path().join("d")];
     write(&prefixes[0], TokenType::U16, false);
@@ -241,7 +242,7 @@ fn a_blend_of_one_is_repeated_as_needed() {
     let (blend, plain) = (blend.unwrap(), plain.unwrap());
     assert!(blend.samples() >= 100);
     assert_eq!(blend.batch(0, 100).unwrap(), plain.batch(0, 100).unwrap());
-    // Several without weights give one epoch each, however many are asked for.
+    // Without weights, several datasets provide one epoch each, whatever the count.
     let twice = [prefixes[0].clone(), prefixes[0].clone()];
     let [both, ..] = Blend::gpt(&twice, None, &shares, samples, &config).unwrap();
     let [one, ..] = GptDataset::splits(&prefixes[0], &shares, [None; 3], &config).unwrap();
@@ -265,11 +266,11 @@ fn text_and_json_lines_become_documents() {
         (json, key(), vec!["one", "tw\u{f6}\n"], 2),
     ] {
         fs::write(&input, content).unwrap();
-        let told = Cell::new((0, 0));
+        let reported = Cell::new((0, 0));
         let summary =
-            build(&one_input(&input, &format), &bytes, Some(256), 257, &out, &|d, t| told.set((d, t)))
+            build(&one_input(&input, &format), &bytes, Some(256), 257, &out, &|d, t| reported.set((d, t)))
                 .unwrap();
-        assert_eq!(told.get(), (content.len() as u64, content.len() as u64));
+        assert_eq!(reported.get(), (content.len() as u64, content.len() as u64));
         assert_eq!((summary.documents, summary.skipped), (expected.len() as u64, skipped));
         let data = IndexedDataset::open(&out).unwrap();
         assert_eq!(data.token_type(), TokenType::U16);
@@ -302,12 +303,12 @@ fn text_and_json_lines_become_documents() {
     let nowhere = folder.path().join("missing/out");
     assert!(build(&one_input(&input, &TextFormat::Text), &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
     assert!(build(&one_input(&nowhere, &TextFormat::Text), &bytes, None, 256, &out, &|_, _| {}).is_err());
-    // Failures leave what was there, and no litter.
+    // Failures leave existing files unchanged and no temporary files.
     assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
     assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
 }
 
-/// A file that is one document, tokenized in pieces: cut after lines, or between characters where there are none.
+/// A file that is one document is tokenized in pieces, cut after lines, or between characters if there are none.
 #[test]
 fn whole_files_become_documents() {
     let folder = tempfile::tempdir().unwrap();

@@ -55,7 +55,7 @@ proptest! {
         let index = GptIndex::build(0..lengths.len() as u32, |d| Ok(lengths[d as usize]), &spec, "t").unwrap();
         prop_assert_eq!(index.len() as u64, samples);
 
-        // Laid end to end, inputs are the documents in order: each token once an epoch but for the tail.
+        // Concatenated, the inputs are the documents in order: each token once per epoch except for the tail.
         let laid_out: Vec<i64> =
             index.documents.iter().flat_map(|&d| documents[d as usize].iter().copied()).collect();
         let inputs: Vec<i64> = (0..index.len()).flat_map(|j| walk(&index, &documents, j, seq)).collect();
@@ -71,7 +71,7 @@ proptest! {
     }
 
     #[test]
-    fn items_are_the_walked_tokens(
+    fn items_equal_the_definition(
         lengths in vec(0usize..20, 1..12), seq in 1usize..12, seed: u32, extra: bool, drop_last: bool,
     ) {
         let documents = numbered(&lengths);
@@ -100,7 +100,7 @@ proptest! {
     }
 
     #[test]
-    fn packing_keeps_every_pair_and_crosses_nothing(
+    fn packing_keeps_every_label_and_crosses_no_document(
         lengths in vec(0usize..40, 1..30), seq in 1usize..17, seed: Option<u32>,
     ) {
         let documents = numbered(&lengths);
@@ -120,7 +120,7 @@ proptest! {
                 prop_assert_eq!(batch.positions[i], k as i32);
                 if batch.labels[i] != IGNORE {
                     pairs.push((i64::from(batch.tokens[i]), i64::from(batch.labels[i])));
-                    // Within a piece the next input is this label.
+                    // Within a document the next input is this label.
                     let inside = i + 1 < piece.end;
                     prop_assert!(!inside || batch.tokens[i + 1] == batch.labels[i]);
                 }
@@ -131,7 +131,7 @@ proptest! {
         pairs.sort_unstable();
         expected.sort_unstable();
         prop_assert_eq!(&pairs, &expected);
-        // Padding is what no document fills.
+        // Padding is exactly the positions without a label.
         let padding = batch.padding.clone().unwrap_or_else(|| vec![false; rows * seq]);
         prop_assert!(padding.iter().zip(&batch.labels).all(|(p, label)| *p == (*label == IGNORE)));
         prop_assert_eq!(batch.padding.is_none(), pairs.len() == rows * seq);
@@ -158,7 +158,7 @@ proptest! {
     }
 
     #[test]
-    fn cyclic_epochs_show_each_sample_once(
+    fn cyclic_epochs_contain_each_sample_once(
         steps in 1u64..20, rest in 0u64..30, micro_batch in 1u64..5, ranks in 1u64..5, sharded: bool,
         epoch in 0u64..3, done in 0u64..20,
     ) {
@@ -199,7 +199,7 @@ proptest! {
     }
 
     #[test]
-    fn exhaustive_blends_use_everything_once(sizes in vec(0u64..50, 1..8)) {
+    fn exhaustive_blends_use_every_sample_once(sizes in vec(0u64..50, 1..8)) {
         prop_assume!(sizes.iter().sum::<u64>() > 0);
         let index = BlendIndex::exhaustive(&sizes).unwrap();
         for (m, &size) in sizes.iter().enumerate() {
@@ -209,7 +209,7 @@ proptest! {
     }
 
     #[test]
-    fn batches_are_their_rows(first in 0u64..1000, count in 0usize..6, seq in 1usize..9, seed: u64) {
+    fn batches_concatenate_their_rows(first in 0u64..1000, count in 0usize..6, seq in 1usize..9, seed: u64) {
         let stream = |random: bool| {
             let tokens = (0..100).collect();
             if random { Stream::random(tokens, seq, seed) } else { Stream::sequential(tokens, seq) }.unwrap()

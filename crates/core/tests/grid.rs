@@ -1,4 +1,4 @@
-//! Rank grids: what holds for every layout, and what is said of illegal ones.
+//! Rank grids: properties of every layout, and the errors for invalid ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
 use ferrotron_core::grid::{Axis, Grid, ModelSizes, RankLayout};
@@ -41,12 +41,13 @@ prop_compose! {
 }
 
 proptest! {
-    /// Groups of every kind that covers the world cut it into equal disjoint parts, and coordinates give a rank's place.
+    /// Every group that covers the world partitions it into equal disjoint parts, and coordinates are positions in
+    /// groups.
     #[test]
     fn groups_partition_the_world(layout in layout()) {
         let world = layout.world().unwrap();
         let Ok(grid) = Grid::new(layout.clone(), world) else {
-            // Only an order that does not end in pp can be illegal in its own world.
+            // Only an order that does not end in pp can be invalid for its own world.
             prop_assert!(!layout.order.ends_with("pp") && layout.pp > 1);
             return Ok(());
         };
@@ -69,9 +70,9 @@ proptest! {
         prop_assert_eq!(grid.dense().groups(&[Axis::Pp]), grid.expert().groups(&[Axis::Pp]));
     }
 
-    /// Legal is what divides; and the worlds that a refusal names are legal.
+    /// A layout is valid if it divides the world, and the numbers of ranks that an error suggests are valid.
     #[test]
-    fn refusals_name_legal_worlds(layout in layout(), world in 1usize..64) {
+    fn errors_suggest_valid_worlds(layout in layout(), world in 1usize..64) {
         let layout = RankLayout { dp: None, order: "tp-cp-ep-dp-pp".into(), ..layout };
         let (dense, expert) = (layout.tp * layout.cp * layout.pp, layout.etp() * layout.ep * layout.pp);
         let divides = world % dense == 0 && world % expert == 0;
@@ -114,7 +115,7 @@ proptest! {
     }
 
     #[test]
-    fn layouts_are_read_as_written(layout in layout()) {
+    fn layouts_parse_as_displayed(layout in layout()) {
         let again: RankLayout = layout.to_string().parse().unwrap();
         prop_assert_eq!(again.world().unwrap(), layout.world().unwrap());
         prop_assert_eq!((again.tp, again.cp, again.pp, again.ep, again.etp(), again.order),
@@ -127,7 +128,7 @@ fn refusal(layout: RankLayout, world: usize) -> String {
 }
 
 #[test]
-fn refusals_say_what_to_change() {
+fn errors_say_what_to_change() {
     let l = RankLayout::default;
     let cases = [
         (
@@ -149,7 +150,7 @@ fn refusals_say_what_to_change() {
         ),
         (
             refusal(RankLayout { order: "tp-xp".into(), ..l() }, 1),
-            "the order \"tp-xp\": \"xp\" is no axis; the axes are tp, cp, ep, dp and pp",
+            "the order \"tp-xp\": \"xp\" is not an axis; the axes are tp, cp, ep, dp and pp",
         ),
         (
             refusal(RankLayout { instances: 3, ..l() }, 8),
@@ -177,7 +178,7 @@ fn layout_strings() {
     assert_eq!((layout.tp, layout.pp, layout.ep, layout.etp, layout.dp), (2, 2, 4, Some(1), None));
     assert_eq!(layout.world().unwrap(), 8, "lcm(4, 8)");
     assert_eq!("tp=2,cp=2,dp=3".parse::<RankLayout>().unwrap().world().unwrap(), 12);
-    // Expert ranks that the dense part does not need become data-parallel ranks.
+    // Expert-parallel ranks that the dense grid does not need become data-parallel ranks.
     assert_eq!(Grid::of("ep=4".parse().unwrap()).unwrap().dp(), 4);
     for bad in ["tp", "tp=0", "tp=x", "xp=2", "tp=2,tp=2", "tp=-1", "=3"] {
         assert!(bad.parse::<RankLayout>().is_err(), "{bad}");
@@ -185,7 +186,7 @@ fn layout_strings() {
 }
 
 #[test]
-fn models_must_divide() {
+fn the_model_must_be_divisible() {
     let model = ModelSizes { heads: 12, ffn: 32, experts: 8, expert_ffn: 16, ..ModelSizes::default() };
     let check = |l: RankLayout| l.check_model(&model).map_err(|e| e.to_string());
     assert_eq!(check(RankLayout { tp: 4, ep: 8, ..RankLayout::default() }), Ok(()));
@@ -203,13 +204,17 @@ fn models_must_divide() {
     );
 }
 
-/// The worked example of two grids over 16 ranks.
+/// Two grids over 16 ranks.
 #[test]
-fn worked_example() {
+fn two_grids_over_16_ranks() {
     let layout = RankLayout { tp: 2, cp: 2, pp: 2, ep: 4, etp: Some(1), ..RankLayout::default() };
     let grid = Grid::new(layout, 16).unwrap();
     assert_eq!(grid.groups("tp-pp").unwrap()[1], [2, 3, 10, 11]);
-    assert_eq!(grid.groups("mp").unwrap(), grid.groups("pp-tp").unwrap(), "tokens have no order");
+    assert_eq!(
+        grid.groups("mp").unwrap(),
+        grid.groups("pp-tp").unwrap(),
+        "the order of axes in a name does not matter"
+    );
     assert_eq!(grid.groups("tp_dp_cp").unwrap()[1], (8..16).collect::<Vec<_>>());
     assert_eq!(grid.groups("ep-tp-pp").unwrap()[0], [0, 1, 2, 3, 8, 9, 10, 11]);
     assert_eq!(grid.groups("edp").unwrap()[3], [3, 7]);

@@ -267,9 +267,9 @@ fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
     match read {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
             let what = if path.is_dir() {
-                "has no manifest.json, so it is no complete checkpoint"
+                "has no manifest.json, so it is not a complete checkpoint"
             } else {
-                "is no checkpoint folder"
+                "is not a checkpoint folder"
             };
             return Err(Error::Missing { path: path.to_path_buf(), what: what.into() });
         }

@@ -111,7 +111,7 @@ impl Manifest {
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
             let stem = name.strip_suffix(".safetensors").unwrap_or_default();
             if stem.is_empty() || !stem.chars().all(plain) {
-                return Err(format!("names the file {name:?}, which is no name of a checkpoint's file"));
+                return Err(format!("names the file {name:?}, which is not the name of a checkpoint file"));
             }
         }
         let used: BTreeSet<&String> = self.tensors.values().collect();

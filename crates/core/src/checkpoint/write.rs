@@ -56,7 +56,7 @@ pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'
     let mut sorted: Vec<&TensorDecl> = decls.iter().collect();
     sorted.sort_by(|a, b| a.name.cmp(&b.name));
     if let Some(twice) = sorted.windows(2).find(|w| w[0].name == w[1].name) {
-        return Err(Error::Invalid(format!("checkpoint: tensor {:?} is there twice", twice[0].name)));
+        return Err(Error::Invalid(format!("checkpoint: tensor {:?} appears twice", twice[0].name)));
     }
     let (model, rest): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|i| i.name.starts_with("model/"));
     let mut plan = ShardPlan::new();

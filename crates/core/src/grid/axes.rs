@@ -38,7 +38,7 @@ impl Axis {
         for part in text.split(['-', '_']) {
             let axis = Axis::ALL.into_iter().find(|a| a.name() == part).ok_or_else(|| {
                 Error::Invalid(format!(
-                    "{what} {text:?}: {part:?} is no axis; the axes are tp, cp, ep, dp and pp"
+                    "{what} {text:?}: {part:?} is not an axis; the axes are tp, cp, ep, dp and pp"
                 ))
             })?;
             if axes.contains(&axis) {

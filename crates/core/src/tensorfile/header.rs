@@ -69,7 +69,7 @@ impl<'de> Visitor<'de> for Header {
         let mut seen = HashSet::new();
         while let Some(name) = map.next_key::<String>()? {
             if !seen.insert(name.clone()) {
-                return Err(A::Error::custom(format!("{name:?} is there twice")));
+                return Err(A::Error::custom(format!("{name:?} appears twice")));
             }
             if name == METADATA {
                 out.metadata = map.next_value_seed(UniqueStrings)?;
@@ -91,7 +91,7 @@ pub(super) fn parse(
 ) -> Result<(Vec<TensorInfo>, BTreeMap<String, String>), String> {
     let text = std::str::from_utf8(header).map_err(|e| format!("its header is not UTF-8: {e}"))?;
     if !text.starts_with('{') {
-        return Err("its header does not begin with '{', so it is no safetensors file".into());
+        return Err("its header does not begin with '{', so it is not a safetensors file".into());
     }
     let mut json = serde_json::Deserializer::from_str(text);
     let parsed = serde::Deserializer::deserialize_map(&mut json, Header)

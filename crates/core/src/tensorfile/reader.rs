@@ -30,7 +30,7 @@ impl TensorFile {
         let file = File::open(path).map_err(|e| Error::io_doing(path, "open", e))?;
         let about = file.metadata().map_err(|e| Error::io_doing(path, "read its size", e))?;
         if !about.is_file() {
-            return Err(Error::damaged(path, "is not a file, so it is no safetensors file"));
+            return Err(Error::damaged(path, "is not a file, so it is not a safetensors file"));
         }
         TensorFile::parse(path, file, about.len())
     }
@@ -38,7 +38,7 @@ impl TensorFile {
     fn parse(path: &Path, file: File, bytes: u64) -> Result<TensorFile> {
         let damaged = |what: String| Error::damaged(path, what);
         if bytes < 8 {
-            return Err(damaged(format!("is only {bytes} bytes long, so it is no safetensors file")));
+            return Err(damaged(format!("is only {bytes} bytes long, so it is not a safetensors file")));
         }
         let mut length = [0u8; 8];
         read_exact_at(&file, path, &mut length, 0)?;

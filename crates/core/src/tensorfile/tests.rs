@@ -180,7 +180,7 @@ fn each_kind_of_damage_has_its_sentence() {
         (file_of("{} x", 0), "header is damaged"),
         (file_of(&format!("{{{a}}}"), 7), "\"a\" claims bytes 0..8 of 7"),
         (file_of(&format!("{{{a}}}"), 9), "1 bytes after"),
-        (file_of(&format!("{{{a},{a}}}"), 8), "\"a\" is there twice"),
+        (file_of(&format!("{{{a},{a}}}"), 8), "\"a\" appears twice"),
         (file_of(&format!("{{{a},{}}}", t("b", "U8", "[4]", "[6,10]")), 10), "\"b\" overlaps"),
         (file_of(&format!("{{{a},{}}}", t("b", "U8", "[4]", "[9,13]")), 13), "\"b\" leaves a hole"),
         (file_of(&format!("{{{}}}", t("b", "U8", "[4]", "[1,5]")), 5), "\"b\" leaves a hole"),
@@ -271,5 +271,5 @@ fn injured_files_never_panic_and_are_judged_as_the_official_reader_does() {
             (Err(e), Err(_)) => assert!(!e.to_string().contains('\n')),
         }
     }
-    assert!(refused > 3000, "only {refused} injuries were of the header or size");
+    assert!(refused > 3000, "only {refused} corruptions affected the header or size");
 }

@@ -89,7 +89,7 @@ fn sentences_say_what_happened() {
     fs::rename(&renamed, &path).unwrap();
     fs::remove_file(path.join("manifest.json")).unwrap();
     assert!(refused(&path, "step-00000007", "no manifest").contains("has no manifest.json"));
-    assert!(refused(&dir.path().join("nowhere"), "nowhere", "absent").contains("no checkpoint folder"));
+    assert!(refused(&dir.path().join("nowhere"), "nowhere", "absent").contains("not a checkpoint folder"));
 }
 
 /// A manifest that is consistent (its checksum is right) but wrong.
