@@ -46,7 +46,7 @@ impl TensorFile {
         if length > MAX_HEADER_BYTES {
             return Err(damaged(format!(
                 "claims a header of {length} bytes (at most {MAX_HEADER_BYTES} are allowed); \
-                 it is damaged or no safetensors file"
+                 it is damaged or not a safetensors file"
             )));
         }
         if length > bytes - 8 {

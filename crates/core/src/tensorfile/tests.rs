@@ -90,7 +90,7 @@ fn written_bytes_equal_the_official_writer() {
 }
 
 #[test]
-fn what_was_written_is_read_back() {
+fn files_round_trip() {
     let (_dir, path) = scratch();
     let all = sample();
     let metadata = BTreeMap::from([("b".into(), "2".into()), ("a\"".into(), "\u{1}".into())]);
@@ -116,7 +116,7 @@ fn what_was_written_is_read_back() {
 }
 
 #[test]
-fn given_order_is_kept() {
+fn the_given_order_is_kept() {
     let (_dir, path) = scratch();
     let decl = |name: &str, dtype| TensorDecl { name: name.into(), dtype, shape: vec![1] };
     let decls = [decl("z", FileDType::U8), decl("a", FileDType::F64)];
@@ -161,7 +161,7 @@ fn file_of(header: &str, data: usize) -> Vec<u8> {
 }
 
 #[test]
-fn each_kind_of_damage_has_its_sentence() {
+fn each_kind_of_damage_has_its_own_error() {
     let (_dir, path) = scratch();
     let t = |name: &str, dtype: &str, shape: &str, o: &str| {
         format!(r#""{name}":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{o}}}"#)
@@ -241,7 +241,7 @@ pub(crate) fn corrupt(rng: &mut SeededRng, good: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn injured_files_never_panic_and_are_judged_as_the_official_reader_does() {
+fn corrupt_files_never_panic_and_get_the_verdict_of_the_official_reader() {
     let (_dir, path) = scratch();
     let all: Sample = sample().into_iter().step_by(5).collect();
     write(&path, &all, &BTreeMap::from([("format".into(), "pt".into())]));

@@ -62,7 +62,7 @@ fn child(dir: &Path) -> Child {
 }
 
 #[test]
-fn kill_at_random_moments_then_the_same_bytes() {
+fn a_run_killed_at_random_times_ends_with_the_same_bytes() {
     let root = tempfile::tempdir().unwrap();
     let (whole, killed) = (root.path().join("whole"), root.path().join("killed"));
     run(&whole);
@@ -106,7 +106,7 @@ fn copy(from: &Path, to: &Path) {
 
 /// Every state of the folder that a crash can leave, created by hand.
 #[test]
-fn every_stage_of_a_save_can_be_the_last() {
+fn a_crash_at_any_stage_of_a_save_is_recovered() {
     let root = tempfile::tempdir().unwrap();
     let done = save(&root.path().join("done"), &snapshot(2, 2));
     type Stage<'a> = (&'a str, &'a dyn Fn(&Path));

@@ -15,7 +15,7 @@ fn refused(path: &Path, file: &str, how: &str) -> String {
 }
 
 #[test]
-fn every_single_flipped_byte_is_found() {
+fn every_flipped_byte_is_detected() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
     let mut rng = SeededRng(1);
@@ -32,7 +32,7 @@ fn every_single_flipped_byte_is_found() {
 }
 
 #[test]
-fn thousands_of_injuries_are_found() {
+fn thousands_of_corruptions_are_detected() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
     let mut rng = SeededRng(2);
@@ -54,7 +54,7 @@ fn thousands_of_injuries_are_found() {
 }
 
 #[test]
-fn sentences_say_what_happened() {
+fn errors_say_what_happened() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
     let model = path.join("model.safetensors");
@@ -136,7 +136,7 @@ fn forged_manifests_are_refused() {
 }
 
 #[test]
-fn an_older_checkpoint_is_offered_but_not_taken() {
+fn an_older_checkpoint_is_suggested_but_not_used() {
     let dir = tempfile::tempdir().unwrap();
     let paths: Vec<_> = (1..=4).map(|s| save(dir.path(), &snapshot(s, s))).collect();
     // The newest has damaged data and the one before lacks a file, so the one before that is suggested.

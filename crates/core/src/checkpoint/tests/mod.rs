@@ -81,7 +81,7 @@ fn assert_holds(path: &Path, snapshot: &Snapshot) {
 }
 
 #[test]
-fn what_was_saved_is_loaded() {
+fn checkpoints_round_trip() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path().join("run/checkpoints");
     assert_eq!(latest(&dir).unwrap(), None);
@@ -129,7 +129,7 @@ fn equal_snapshots_give_equal_bytes_in_any_order() {
 }
 
 #[test]
-fn the_last_few_are_kept() {
+fn old_checkpoints_are_pruned() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     assert!(Saver::new(dir, Some(0)).is_err());
@@ -173,7 +173,7 @@ fn one_writer_at_a_time() {
 }
 
 #[test]
-fn other_models_are_refused_by_name() {
+fn tensors_of_another_model_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let held = snapshot(1, 1);
     let loaded = load(&save(dir.path(), &held)).unwrap();

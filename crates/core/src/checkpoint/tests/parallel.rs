@@ -68,7 +68,7 @@ fn each_byte_is_read_by_one_rank() {
 }
 
 #[test]
-fn runs_are_what_they_say() {
+fn runs_return_their_byte_ranges() {
     let dir = tempfile::tempdir().unwrap();
     let snapshot = snapshot(7, 3);
     let loaded = load(&save(dir.path(), &snapshot)).unwrap();
@@ -119,7 +119,7 @@ fn damage_anywhere_is_an_error_on_every_rank() {
 
 /// Hosts that see different files: rank 2 of 3 sees its own copy.
 #[test]
-fn what_one_rank_finds_all_report() {
+fn an_error_of_one_rank_is_returned_on_all() {
     let (ours, theirs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let path = save(ours.path(), &snapshot(7, 3));
     let copy = save(theirs.path(), &snapshot(7, 3));
