@@ -45,7 +45,7 @@ fn run(dir: &Path) {
 
 /// Runs only as a child process of the test below.
 #[test]
-#[ignore = "the child of kill_at_random_moments"]
+#[ignore = "the child process of the test below"]
 fn crash_child() {
     if let Ok(dir) = std::env::var(DIR) {
         run(Path::new(&dir));
