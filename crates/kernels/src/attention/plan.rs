@@ -15,7 +15,7 @@ pub(crate) fn strides(t: &Tensor) -> Result<[usize; 3]> {
 }
 
 /// Shapes and sequences of one launch.
-pub(crate) struct Plan {
+pub(crate) struct AttentionPlan {
     /// Sizes, mask and score parameters.
     pub(crate) shape: AttentionShape,
     /// One span per sequence.
@@ -27,7 +27,11 @@ pub(crate) struct Plan {
 }
 
 /// Checks the tensors of a forward pass and lays out its sequences.
-pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &AttentionForward) -> Result<Plan> {
+pub(crate) fn plan(
+    scores: &AttentionParams,
+    sequences: Sequences,
+    f: &AttentionForward,
+) -> Result<AttentionPlan> {
     const OP: &str = "attention";
     let bad = || {
         shape_error(
@@ -119,7 +123,7 @@ pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &Attention
         lse_head,
         lse_token,
     };
-    Ok(Plan { shape, spans, gaps, lse_batch })
+    Ok(AttentionPlan { shape, spans, gaps, lse_batch })
 }
 
 /// Checks that each gradient has the shape of its tensor.

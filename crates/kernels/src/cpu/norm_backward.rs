@@ -94,7 +94,7 @@ pub fn norm_backward<T: Float, W: Float>(
         .cut(x, grain)
         .zip(dx_rows.cut_mut(dx, grain))
         .zip(rstd.chunks(rows))
-        .map(|((x, dx), rstd)| Piece {
+        .map(|((x, dx), rstd)| GradChunk {
             x,
             mean: means.next().unwrap_or_default(),
             rstd,
@@ -120,7 +120,7 @@ pub fn norm_backward<T: Float, W: Float>(
     Ok(())
 }
 
-struct Piece<'a, T> {
+struct GradChunk<'a, T> {
     x: &'a [T],
     mean: &'a [f32],
     rstd: &'a [f32],
@@ -133,7 +133,7 @@ struct Piece<'a, T> {
 
 multiversion! {
     fn backward_rows<T: Float>(
-        piece: &mut Piece<'_, T>, x_rows: Rows, dx_rows: Rows, gain: &[f32], scratch: &mut [f32],
+        piece: &mut GradChunk<'_, T>, x_rows: Rows, dx_rows: Rows, gain: &[f32], scratch: &mut [f32],
     ) {
         let width = x_rows.width as f32;
         for i in 0..piece.rstd.len() {

@@ -1,4 +1,4 @@
-//! What Adam takes of new weights: to the bit what passes of their own make of them.
+//! FP8 outputs of Adam: bit for bit those of separate amax and quantize passes.
 
 use super::devices::*;
 use ferrotron_kernels::{
@@ -142,7 +142,7 @@ fn adam_takes_what_passes_would() {
                 let what = format!("{} moments {dtype} split {split} odd {odd:?}", h.name);
                 let all = |takes: bool| -> Vec<Held> {
                     let all: Vec<Held> = (0..COUNT).map(|i| held(&h, i, dtype, split, odd)).collect();
-                    // A few are none of a narrow product's.
+                    // Some weights have no FP8 outputs.
                     let list: Vec<ParamUpdate> =
                         all.iter().enumerate().map(|(i, t)| update(t, takes && i % 8 != 3)).collect();
                     h.k.adam(&h.s, ADAM, &step_scalars(&h, 1.0), &list).unwrap();

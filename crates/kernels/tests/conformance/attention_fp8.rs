@@ -1,5 +1,5 @@
-//! Attention of bytes, where a card multiplies them: what comes out is that of numbers of E4M3, within the digits that weights of
-//! values and sums of products have.
+//! FP8 attention, where the GPU supports it: the output is that of E4M3 inputs, within the precision of probabilities and
+//! accumulators.
 
 use super::attention_fp8_probs::{Sizes, row};
 use super::devices::*;

@@ -1,5 +1,5 @@
-//! Attention whose weights of values have eight bits: by definition where all keys of a query are one tile of every kernel,
-//! within what the format explains where they are many.
+//! Attention with probabilities rounded to FP8: exact by definition where all keys of a query fit one tile of every kernel,
+//! within the format's error where they span several.
 
 use super::devices::*;
 use ferrotron_kernels::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign, Sequences};

@@ -115,14 +115,14 @@ fn parts_that_do_not_fit_are_refused() {
         let make = |dtype, shape: &[usize]| h.poisoned(dtype, shape);
         let (out, lse) = (make(DType::F32, &[4, 2, 3]), make(DType::F32, &[4, 2]));
         let (part, part_lse) = (make(dtype, &[4, 2, 3]), make(DType::F32, &[4, 2]));
-        let turned = make(DType::F32, &[2, 4]).transpose(0, 1).unwrap();
+        let transposed = make(DType::F32, &[2, 4]).transpose(0, 1).unwrap();
         for (what, result) in [
             ("rows", h.k.merge_attention(&h.s, &out, &lse, &make(dtype, &[3, 2, 3]), &part_lse)),
             (
                 "sums",
                 h.k.merge_attention(&h.s, &out, &make(DType::F32, &[8]), &part, &make(DType::F32, &[8])),
             ),
-            ("strides", h.k.merge_attention(&h.s, &out, &turned, &part, &part_lse)),
+            ("strides", h.k.merge_attention(&h.s, &out, &transposed, &part, &part_lse)),
             ("type", h.k.merge_attention(&h.s, &make(DType::BF16, &[4, 2, 3]), &lse, &part, &part_lse)),
             (
                 "type of the part",

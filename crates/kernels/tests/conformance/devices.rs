@@ -1,4 +1,4 @@
-//! Where kernels run, values for them, and comparisons.
+//! Test devices, test values, and comparisons.
 
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
@@ -10,8 +10,8 @@ use ferrotron_tensor::{
 /// The types every kernel must take.
 pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// The types that kernels of mixtures must take: they have losses of their own, on which no loss scale is.
-pub const OF_MIXTURES: [DType; 2] = [DType::F32, DType::BF16];
+/// Types that MoE kernels support: their auxiliary losses carry no loss scale, so f16 is excluded.
+pub const MOE_DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 
 /// A device with its kernels.
 pub struct TestDevice {
@@ -50,7 +50,7 @@ pub fn devices() -> Vec<TestDevice> {
     Isa::all().into_iter().map(cpu).chain(card).collect()
 }
 
-/// Runs a test on every home and type.
+/// Runs a test on every device and type.
 pub fn everywhere(test: impl Fn(&TestDevice, DType)) {
     for home in devices() {
         for dtype in DTYPES {
@@ -59,10 +59,10 @@ pub fn everywhere(test: impl Fn(&TestDevice, DType)) {
     }
 }
 
-/// The same with the types of mixtures.
+/// [`everywhere`] with the types of MoE kernels.
 pub fn in_mixtures(test: impl Fn(&TestDevice, DType)) {
     for home in devices() {
-        for dtype in OF_MIXTURES {
+        for dtype in MOE_DTYPES {
             test(&home, dtype);
         }
     }

@@ -1,4 +1,4 @@
-//! Element by element: sums, casts, non-linearities, caps, dropout; and sums of columns.
+//! Elementwise kernels: sums, casts, activations, soft caps, dropout; and column sums.
 
 use super::devices::*;
 use ferrotron_kernels::philox::RandomStream;
@@ -69,10 +69,10 @@ fn copies_between_types_and_strides() {
                 assert_eq!(h.host(&out), x, "{} {kind} {shape:?}", h.name);
                 // Leading axes in another order.
                 if shape.len() > 2 {
-                    let turned = from.transpose(0, 1).unwrap();
-                    let out = h.tensor(kind, turned.shape(), &vec![0.0; n]);
-                    h.k.copy(&h.s, &turned, &out).unwrap();
-                    assert_eq!(h.host(&out), h.host(&turned), "{} {kind} {shape:?} turned", h.name);
+                    let transposed = from.transpose(0, 1).unwrap();
+                    let out = h.tensor(kind, transposed.shape(), &vec![0.0; n]);
+                    h.k.copy(&h.s, &transposed, &out).unwrap();
+                    assert_eq!(h.host(&out), h.host(&transposed), "{} {kind} {shape:?} transposed", h.name);
                 }
             }
         }
@@ -191,7 +191,7 @@ fn caps_and_their_slopes() {
     });
 }
 
-/// Whether an element stays depends on the key, the number of its row and its column: on every home, in every type,
+/// Whether an element stays depends on the key, the number of its row and its column: on every device, in every type,
 /// for rows in any order. The backward pass is the same map.
 #[test]
 fn dropout_depends_on_its_key_and_place_only() {

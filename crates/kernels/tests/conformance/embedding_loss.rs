@@ -1,4 +1,4 @@
-//! Look-ups, their gradients, and the loss.
+//! Embedding look-up, its gradient, and cross-entropy.
 
 use super::devices::*;
 use ferrotron_kernels::{CrossEntropy, EmbeddingBackward, EmbeddingForward, IGNORE, LabelSmoothing};

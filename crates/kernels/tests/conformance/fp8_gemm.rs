@@ -1,4 +1,4 @@
-//! Products of 8-bit matrices against f64.
+//! FP8 GEMMs against f64.
 
 use super::devices::{TestDevice, numbers};
 use super::quant_oracle::*;

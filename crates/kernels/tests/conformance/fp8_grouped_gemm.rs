@@ -1,4 +1,4 @@
-//! Products of segments of eight-bit rows with matrices of their own.
+//! FP8 grouped GEMMs against f64.
 
 use super::devices::{TestDevice, devices, numbers};
 use super::grouped_gemm::Layout;
@@ -232,11 +232,11 @@ fn bytes_that_do_not_fit_are_refused() {
             make([4, 5], DType::E4M3, ScalingMode::Block1x128),
             make([4, 7], DType::E4M3, ScalingMode::PerTensor),
         );
-        let turned = h.poisoned(DType::F32, &[2, 4, 6]);
+        let transposed = h.poisoned(DType::F32, &[2, 4, 6]);
         for (what, bad) in [
             ("scales", Fp8GroupedWgrad { x: &rows, ..good }),
             ("columns", Fp8GroupedWgrad { x: &short, ..good }),
-            ("gradient", Fp8GroupedWgrad { dw: (&turned, false), ..good }),
+            ("gradient", Fp8GroupedWgrad { dw: (&transposed, false), ..good }),
         ] {
             assert!(h.k.fp8_grouped_wgrad(&h.s, &bad).is_err(), "{}: {what}", h.name);
         }

@@ -1,4 +1,4 @@
-//! Bytes the other way round, and what is told of them.
+//! FP8 transposes and quantization statistics.
 
 use super::devices::TestDevice;
 use super::quant_oracle::*;
@@ -55,7 +55,7 @@ fn upload(h: &TestDevice, b: &Fp8Tensor, codes: &[u8]) {
 #[test]
 fn statistics_count_what_became_of_numbers() {
     everywhere(|h, k| {
-        for ([r, c], scaling, turned) in [
+        for ([r, c], scaling, transposed) in [
             ([5, 7], ScalingMode::PerTensor, false),
             ([33, 130], ScalingMode::PerTensor, true),
             ([33, 130], ScalingMode::Block1x128, false),
@@ -64,7 +64,8 @@ fn statistics_count_what_became_of_numbers() {
             ([0, 4], ScalingMode::PerTensor, false),
         ] {
             for (format, dtype) in FORMATS.into_iter().flat_map(|f| INPUTS.map(|d| (f, d))) {
-                let what = format!("{} {format} {dtype} {scaling:?} [{r}, {c}] turned {turned}", h.name);
+                let what =
+                    format!("{} {format} {dtype} {scaling:?} [{r}, {c}] transposed {transposed}", h.name);
                 let table = Table::new(format);
                 let mut x = hostile("ordinary", dtype, 9, r * c);
                 // Far below and far above the others; no number at all.
@@ -73,22 +74,22 @@ fn statistics_count_what_became_of_numbers() {
                 x.iter_mut().skip(2).step_by(29).for_each(|x| *x = f32::INFINITY);
                 let m = Matrix { r, c, x };
                 let (tensor, given) = (place(h, dtype, &m, true), one(h, 3.0));
-                let shape = if turned { [c, r] } else { [r, c] };
+                let shape = if transposed { [c, r] } else { [r, c] };
                 let q = poisoned(h, shape, format, scaling);
                 let ignored = one(h, 0.0);
                 let range = match scaling {
                     ScalingMode::PerTensor => ScaleSource::Given { scale: &given, amax: &ignored },
                     _ => ScaleSource::Blocks { pow2: true },
                 };
-                let (rows, cols) = if turned { (None, Some(&q)) } else { (Some(&q), None) };
+                let (rows, cols) = if transposed { (None, Some(&q)) } else { (Some(&q), None) };
                 k.quantize(&h.s, &Quantize { x: &tensor, range, rows, cols, sums: None }).unwrap();
-                let found = k.quant_stats(&h.s, &tensor, &q, turned).unwrap();
+                let found = k.quant_stats(&h.s, &tensor, &q, transposed).unwrap();
                 let codes = raw(h, &q);
                 let (width, scales) = (shape[1].next_multiple_of(16), host(h, &q.scale_inv));
                 let (mut elements, mut saturated, mut vanished, mut amax) = (0, 0, 0, 0f32);
                 let (mut error, mut size) = (0f64, 0f64);
                 for (at, x) in m.x.iter().enumerate().filter(|(_, x)| x.is_finite()) {
-                    let (i, j) = if turned { (at % c, at / c) } else { (at / c, at % c) };
+                    let (i, j) = if transposed { (at % c, at / c) } else { (at / c, at % c) };
                     let columns = scaling.scales(shape[0], shape[1]);
                     let inverse = match scaling {
                         ScalingMode::PerTensor => scales[0],

@@ -111,7 +111,7 @@ fn biases_that_do_not_fit_are_refused() {
         go("bias", &[4], &[3], (dtype, &[3, 4]), (f, &[9]), &[9, 5]);
         go("a bias of another type", &[4], &[3], (other, &[3, 5]), (f, &[9]), &[9, 5]);
         go("weights", &[4], &[3], (dtype, &[3, 5]), (f, &[8]), &[9, 5]);
-        go("narrow weights", &[4], &[3], (dtype, &[3, 5]), (DType::BF16, &[9]), &[9, 5]);
+        go("16-bit weights", &[4], &[3], (dtype, &[3, 5]), (DType::BF16, &[9]), &[9, 5]);
         go("flat rows", &[4], &[3], (dtype, &[3, 5]), (f, &[9]), &[45]);
         let (offsets, counts) = (z(i, &[4]), z(i, &[3]));
         let (bias, weights, dy) = (z(dtype, &[3, 5]), z(f, &[9]), z(dtype, &[9, 5]));

@@ -81,7 +81,7 @@ fn product(l: &Layout, [k, n]: [usize; 2], x: &[f64], w: &[f64], bias: Option<&[
 }
 
 /// `w [E, n, k]` the other way round.
-fn turned(w: &[f64], e: usize, n: usize, k: usize) -> Vec<f64> {
+fn transposed(w: &[f64], e: usize, n: usize, k: usize) -> Vec<f64> {
     (0..e * n * k).map(|i| w[i / (n * k) * n * k + i % n * k + i / n % k]).collect()
 }
 
@@ -104,7 +104,7 @@ fn every_segment_meets_its_own_matrix() {
                 let with = product(l, [k, n], &x, &w, Some(&bias));
                 for (as_stored, biased) in [(false, false), (true, true), (false, true), (true, false)] {
                     let shape = if as_stored { [experts, k, n] } else { [experts, n, k] };
-                    let stored = if as_stored { turned(&w, experts, n, k) } else { w.clone() };
+                    let stored = if as_stored { transposed(&w, experts, n, k) } else { w.clone() };
                     let wt = h.placed(framed, dtype, &shape, &stored);
                     let y = h.placed(framed, dtype, &[l.rows, n], &vec![f64::NAN; l.rows * n]);
                     let (x, w) = (&xt.view, &wt.view);
@@ -245,10 +245,10 @@ fn segments_that_do_not_fit_are_refused() {
         }
         let (dy, dw) = (make(&[5, 6]), h.poisoned(DType::F32, &[2, 6, 4]));
         let good = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
-        let turned = h.poisoned(DType::F32, &[2, 4, 6]);
+        let transposed = h.poisoned(DType::F32, &[2, 4, 6]);
         let narrow = h.poisoned(DType::BF16, &[2, 6, 4]);
         for (what, bad) in [
-            ("gradient the other way round", GroupedWgrad { dw: (&turned, false), ..good }),
+            ("transposed gradient", GroupedWgrad { dw: (&transposed, false), ..good }),
             ("type of the gradient", GroupedWgrad { dw: (&narrow, false), ..good }),
             ("rows", GroupedWgrad { dy: &make(&[4, 6]), ..good }),
         ] {

@@ -1,4 +1,4 @@
-//! One conformance suite for the kernel traits, run on every home they have: each instruction-set level of this
+//! One conformance suite for the kernel traits, run on every device: each instruction-set level of this
 //! machine, in f32 and bf16, against naive f64. Another device joins by joining the list in `homes.rs`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,4 +1,4 @@
-//! Emulated formats against their definition, one number at a time.
+//! Emulated microscaling formats against their definition, one value at a time.
 
 use super::quant_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
@@ -139,7 +139,7 @@ fn nvfp4_by_definition() {
     });
 }
 
-/// `out[i] = Σ over the 16 numbers at block(i)`: turned by the matrix written out, `turned` or back.
+/// `out[i] = Σ over the 16 numbers at block(i)`: rotated by the matrix written out, `rotated` or back.
 fn by_matrix(m: &Matrix, along: BlockAxis, back: bool) -> Vec<f64> {
     let signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1];
     let element = |at: usize| {
@@ -180,10 +180,10 @@ fn nvfp4_turned_rounds_what_the_hadamard_matrix_makes() {
                 |at: usize| (at / wide_c < r && at % wide_c < c).then(|| at / wide_c * c + at % wide_c);
             let padded = (0..wide_r * wide_c).map(|at| inside(at).map_or(0.0, |at| x[at])).collect();
             let padded = Matrix { r: wide_r, c: wide_c, x: padded };
-            let turned = by_matrix(&padded, along, false).iter().map(|x| *x as f32).collect();
-            let turned = Matrix { x: turned, ..padded };
+            let rotated = by_matrix(&padded, along, false).iter().map(|x| *x as f32).collect();
+            let rotated = Matrix { x: rotated, ..padded };
             for stochastic in [None, Some(RandomStream { key: [1, 2], lane: [3, 4] })] {
-                let held = Matrix { r: wide_r, c: wide_c, x: nvfp4(&turned, along, false, stochastic) };
+                let held = Matrix { r: wide_r, c: wide_c, x: nvfp4(&rotated, along, false, stochastic) };
                 let back = by_matrix(&held, along, true);
                 let how = EmulatedFormat::Nvfp4 { along, square: false, hadamard: true, stochastic };
                 let ours = run(h, k, how, DType::F32, &Matrix { r, c, x: x.clone() });

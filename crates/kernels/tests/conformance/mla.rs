@@ -66,7 +66,7 @@ fn parts_of_keys_that_do_not_fit_are_refused() {
         let make = |shape: &[usize]| h.poisoned(dtype, shape);
         let (own, shared, k) = (make(&[4, 2, 3]), make(&[4, 5]), make(&[4, 2, 8]));
         let other = h.poisoned(if dtype == DType::F32 { DType::BF16 } else { DType::F32 }, &[4, 5]);
-        let turned = make(&[5, 4]).transpose(0, 1).unwrap();
+        let transposed = make(&[5, 4]).transpose(0, 1).unwrap();
         let cases: [(&str, &Tensor, &Tensor, &Tensor); 7] = [
             ("tokens", &make(&[3, 2, 3]), &shared, &k),
             ("heads", &make(&[4, 1, 3]), &shared, &k),
@@ -74,7 +74,7 @@ fn parts_of_keys_that_do_not_fit_are_refused() {
             ("nothing shared", &make(&[4, 2, 8]), &make(&[4, 0]), &k),
             ("axes", &make(&[4, 6]), &shared, &k),
             ("types", &own, &other, &k),
-            ("strides", &own, &turned, &k),
+            ("strides", &own, &transposed, &k),
         ];
         for (what, own, shared, k) in cases {
             assert!(h.k.mla_concat_keys(&h.s, own, shared, k).is_err(), "{} {dtype}: {what}", h.name);

@@ -1,4 +1,4 @@
-//! Every way to keep moments and masters: against f64, to the same bits on every home, and untouched where gradients
+//! Storage formats of moments and masters: against f64, with the same bits on every device, and unchanged where gradients
 //! are no numbers.
 
 use super::devices::*;

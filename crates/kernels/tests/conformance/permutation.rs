@@ -299,7 +299,7 @@ fn bytes_move_as_they_are() {
     }
 }
 
-/// Turned rows are the rows of the same map, turned; some of their columns may be left out.
+/// The transposed permutation equals the permutation, transposed; trailing columns may be left out.
 #[test]
 fn turned_rows_are_those_that_follow_their_choices() {
     for h in devices() {

@@ -117,7 +117,10 @@ fn maps_that_do_not_fit_are_refused() {
         );
         k.sort_by_expert(s, &i(&[5, 2]), 0, 16, &map(&[4], &[3], &[5, 2], 48)).unwrap();
         refused("floats for choices", k.sort_by_expert(s, &f(DType::F32, &[5, 2]), 0, 1, &good()));
-        refused("turned choices", k.sort_by_expert(s, &i(&[2, 5]).transpose(0, 1).unwrap(), 0, 1, &good()));
+        refused(
+            "transposed choices",
+            k.sort_by_expert(s, &i(&[2, 5]).transpose(0, 1).unwrap(), 0, 1, &good()),
+        );
 
         for dtype in DTYPES {
             let r = |shape: &[usize]| f(dtype, shape);
@@ -128,8 +131,8 @@ fn maps_that_do_not_fit_are_refused() {
             refused("rows", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 2, &r(&[8, 3])));
             refused("types", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 2, &other(&[9, 3])));
             refused("a float source", k.gather_rows(s, &r(&[5, 3]), &r(&[9]), 2, &r(&[9, 3])));
-            let turned = r(&[3, 5]).transpose(0, 1).unwrap();
-            refused("turned rows", k.gather_rows(s, &turned, &i(&[9]), 2, &r(&[9, 3])));
+            let transposed = r(&[3, 5]).transpose(0, 1).unwrap();
+            refused("transposed rows", k.gather_rows(s, &transposed, &i(&[9]), 2, &r(&[9, 3])));
             let x = r(&[9, 3]);
             refused("in place", k.gather_rows(s, &x, &i(&[9]), 1, &x));
             refused("tokens of a map", k.moe_permute(s, &r(&[4, 3]), &good(), &r(&[10, 3])));
@@ -138,7 +141,7 @@ fn maps_that_do_not_fit_are_refused() {
             let w = |shape: &[usize]| f(DType::F32, shape);
             refused("weights", k.moe_unpermute_backward(s, &r(&[5, 3]), &i(&[9]), &w(&[4, 2]), &r(&[9, 3])));
             refused(
-                "narrow weights",
+                "16-bit weights",
                 k.moe_unpermute_backward(s, &r(&[5, 3]), &i(&[9]), &f(DType::BF16, &[5, 2]), &r(&[9, 3])),
             );
             refused("sums of others", k.moe_unpermute(s, &r(&[9, 3]), &i(&[5, 2]), None, &r(&[4, 3])));
@@ -158,13 +161,13 @@ fn maps_that_do_not_fit_are_refused() {
         }
         let narrow: Tensor = f(DType::BF16, &[5, 3]);
         refused(
-            "narrow sums of wide rows",
+            "16-bit sums of wide rows",
             k.moe_unpermute(s, &f(DType::F32, &[9, 3]), &i(&[5, 2]), None, &narrow),
         );
         refused("halves", k.gather_rows(s, &f(DType::F16, &[5, 3]), &i(&[9]), 2, &f(DType::F16, &[9, 3])));
         refused("values", k.gather_values(s, &f(DType::F32, &[5]), &i(&[9]), &f(DType::F32, &[8])));
         refused("types of values", k.gather_values(s, &f(DType::F32, &[5]), &i(&[9]), &i(&[9])));
-        refused("narrow values", k.gather_values(s, &f(DType::BF16, &[5]), &i(&[9]), &f(DType::BF16, &[9])));
+        refused("16-bit values", k.gather_values(s, &f(DType::BF16, &[5]), &i(&[9]), &f(DType::BF16, &[9])));
         refused("chunks", k.chunk_map(s, &i(&[3]), &i(&[4]), &i(&[9]), &i(&[9])));
         refused("the way back", k.chunk_map(s, &i(&[3]), &i(&[3]), &i(&[9]), &i(&[8])));
         refused("a map of integers", k.pad_routing_map(s, 16, &i(&[5, 2])));

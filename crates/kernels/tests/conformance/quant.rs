@@ -1,4 +1,4 @@
-//! Eight-bit matrices against their definition, bit for bit.
+//! FP8 quantization against its definition, bit for bit.
 
 use super::devices::TestDevice;
 use super::quant_oracle::*;
@@ -112,7 +112,7 @@ fn case(
     k.quantize(&h.s, &q).unwrap();
     let (codes, inverse) = m.codes(&table, scaling, scale_of);
     check(h, &format!("{what} rows"), &table, &rows, &codes, &inverse);
-    let (codes, inverse) = m.turned().codes(&table, scaling, scale_of);
+    let (codes, inverse) = m.transposed().codes(&table, scaling, scale_of);
     check(h, &format!("{what} cols"), &table, &cols, &codes, &inverse);
     sums(what, m, &host(h, &total), if add { 2.0 } else { 0.0 });
     // One use alone is that use of both.
@@ -120,10 +120,10 @@ fn case(
     k.quantize(&h.s, &Quantize { rows: None, cols: Some(&again), sums: None, ..q }).unwrap();
     assert_eq!(raw(h, &again), raw(h, &cols), "{what} alone");
     if scaling == ScalingMode::PerTensor {
-        let turned = poisoned(h, [m.c, m.r], format, scaling);
-        k.fp8_transpose(&h.s, &rows, &turned).unwrap();
-        assert_eq!(raw(h, &turned), raw(h, &cols), "{what} turned");
-        same(what, &host(h, &turned.scale_inv), &host(h, &cols.scale_inv));
+        let transposed = poisoned(h, [m.c, m.r], format, scaling);
+        k.fp8_transpose(&h.s, &rows, &transposed).unwrap();
+        assert_eq!(raw(h, &transposed), raw(h, &cols), "{what} transposed");
+        same(what, &host(h, &transposed.scale_inv), &host(h, &cols.scale_inv));
     }
     back(h, k, what, &table, &rows);
 }
@@ -246,11 +246,11 @@ fn what_does_not_fit_is_refused() {
         let e4 = DType::E4M3;
         let fitting = make(4, 32, e4, ScalingMode::PerTensor);
         assert!(quantize(&x, tensor, &fitting).is_ok());
-        assert!(quantize(&x, tensor, &make(32, 4, e4, ScalingMode::PerTensor)).is_err(), "turned");
+        assert!(quantize(&x, tensor, &make(32, 4, e4, ScalingMode::PerTensor)).is_err(), "transposed");
         assert!(quantize(&x, tensor, &make(4, 32, e4, ScalingMode::Block1x128)).is_err(), "scales of rows");
         assert!(quantize(&x, ScaleSource::Blocks { pow2: true }, &fitting).is_err(), "one scale for blocks");
-        let turned = place(h, DType::BF16, &m(32, 4), false).transpose(0, 1).unwrap();
-        assert!(quantize(&turned, tensor, &fitting).is_err(), "columns instead of rows");
+        let transposed = place(h, DType::BF16, &m(32, 4), false).transpose(0, 1).unwrap();
+        assert!(quantize(&transposed, tensor, &fitting).is_err(), "columns instead of rows");
         let ids = h.s.upload(&[1i32; 128], &[4, 32], Category::Workspace).unwrap();
         assert!(quantize(&ids, tensor, &fitting).is_err(), "numbers that are none");
         let two = h.s.upload(&[1f32; 2], &[2], Category::Workspace).unwrap();
@@ -269,7 +269,7 @@ fn what_does_not_fit_is_refused() {
         let b = make(8, 32, e4, ScalingMode::PerTensor);
         assert!(product(&fitting, &b, &c32, false).is_ok());
         assert!(product(&fitting, &b, &c16, true).is_err(), "adding to rounded numbers");
-        assert!(product(&b, &fitting, &c32, false).is_err(), "result turned");
+        assert!(product(&b, &fitting, &c32, false).is_err(), "result transposed");
         assert!(
             product(&fitting, &make(8, 48, e4, ScalingMode::PerTensor), &c32, false).is_err(),
             "inner sizes"

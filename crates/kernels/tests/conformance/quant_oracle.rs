@@ -1,10 +1,10 @@
-//! Eight-bit matrices by definition: tables of values, f64 arithmetic, one number at a time; and hostile matrices.
+//! FP8 quantization by definition: value tables and f64 arithmetic, one value at a time; and adversarial matrices.
 
 use super::devices::{TestDevice, devices, numbers};
 use ferrotron_kernels::{Fp8Tensor, Kernels, ScalingMode};
 use ferrotron_tensor::{Category, DType, Float, Tensor, bf16, f16};
 
-/// Runs a test on every home.
+/// Runs a test on every device.
 pub fn everywhere(test: impl Fn(&TestDevice, &dyn Kernels)) {
     for h in devices() {
         test(&h, h.k.as_ref());
@@ -110,7 +110,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    pub fn turned(&self) -> Matrix {
+    pub fn transposed(&self) -> Matrix {
         let x = (0..self.c).flat_map(|j| (0..self.r).map(move |i| self.x[i * self.c + j])).collect();
         Matrix { r: self.c, c: self.r, x }
     }

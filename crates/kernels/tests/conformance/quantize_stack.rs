@@ -91,8 +91,8 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                     let cols = memory(&h, count, [k, n], format, scaling);
                     let q = QuantizeStack { x: &xt, range, rows: Some(&rows), cols: Some(&cols) };
                     h.k.quantize_stack(&h.s, &q).unwrap();
-                    let all = |turned: bool| -> Vec<_> {
-                        let of = |e| if turned { one(e).turned() } else { one(e) };
+                    let all = |transposed: bool| -> Vec<_> {
+                        let of = |e| if transposed { one(e).transposed() } else { one(e) };
                         (0..count).map(|e| of(e).codes(&table, scaling, scale_of)).collect()
                     };
                     check(&h, &format!("{what} rows"), &table, &rows, &all(false));
@@ -116,10 +116,14 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                         check(&h, &format!("{what} measured cols"), &table, &cols, &all(true));
                     }
                     // The same bytes either way round.
-                    let turned = memory(&h, count, [k, n], format, scaling);
-                    h.k.transpose_stack(&h.s, count, &rows, &turned).unwrap();
-                    assert_eq!(raw(&h, &turned), raw(&h, &cols), "{what} turned");
-                    same(&format!("{what} turned"), &host(&h, &turned.scale_inv), &host(&h, &cols.scale_inv));
+                    let transposed = memory(&h, count, [k, n], format, scaling);
+                    h.k.transpose_stack(&h.s, count, &rows, &transposed).unwrap();
+                    assert_eq!(raw(&h, &transposed), raw(&h, &cols), "{what} transposed");
+                    same(
+                        &format!("{what} transposed"),
+                        &host(&h, &transposed.scale_inv),
+                        &host(&h, &cols.scale_inv),
+                    );
                     for (r, c) in [(true, false), (false, true)] {
                         let (rows, cols) = (
                             memory(&h, count, [n, k], format, scaling),
@@ -127,8 +131,8 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                         );
                         let q = QuantizeStack { rows: r.then_some(&rows), cols: c.then_some(&cols), ..q };
                         h.k.quantize_stack(&h.s, &q).unwrap();
-                        let (b, turned) = if r { (&rows, false) } else { (&cols, true) };
-                        check(&h, &format!("{what} alone"), &table, b, &all(turned));
+                        let (b, transposed) = if r { (&rows, false) } else { (&cols, true) };
+                        check(&h, &format!("{what} alone"), &table, b, &all(transposed));
                     }
                 }
             }
@@ -160,7 +164,7 @@ fn stacks_that_do_not_fit_are_refused() {
                 QuantizeStack { range: ScaleSource::Given { scale: &amax, amax: &amax }, ..good },
             ),
             ("two formats", QuantizeStack { cols: Some(&other), ..good }),
-            ("not turned", QuantizeStack { cols: Some(&rows), ..good }),
+            ("not transposed", QuantizeStack { cols: Some(&rows), ..good }),
             ("one scale", QuantizeStack { rows: Some(&whole), ..good }),
             ("tiles", QuantizeStack { rows: Some(&tiles), cols: None, ..good }),
             (
@@ -177,7 +181,7 @@ fn stacks_that_do_not_fit_are_refused() {
         }
         for (what, count, rows, cols) in [
             ("another count", 1, &rows, &cols),
-            ("not turned", 2, &rows, &rows),
+            ("not transposed", 2, &rows, &rows),
             ("two formats", 2, &rows, &other),
             ("one scale", 2, &whole, &cols),
             ("scales of tiles", 2, &tiles, &cols),

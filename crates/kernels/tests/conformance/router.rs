@@ -366,7 +366,7 @@ fn choices_that_do_not_fit_are_refused() {
         let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
         let narrow = z(DType::BF16, &[4, 8]);
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
-        let turned = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
+        let transposed = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
         let wide = ExpertChoice::TopK { bias: Some(&p) };
         refused(
             &h,
@@ -379,7 +379,7 @@ fn choices_that_do_not_fit_are_refused() {
         refused(
             &h,
             "strides",
-            k.route(s, &Route { params: plain, choice: best, logits: &turned, index: &i, probs: &p }),
+            k.route(s, &Route { params: plain, choice: best, logits: &transposed, index: &i, probs: &p }),
         );
         refused(
             &h,
@@ -399,7 +399,7 @@ fn choices_that_do_not_fit_are_refused() {
         );
         refused(
             &h,
-            "narrow probabilities",
+            "16-bit probabilities",
             k.route(
                 s,
                 &Route {
@@ -501,6 +501,6 @@ fn choices_that_do_not_fit_are_refused() {
         refused(&h, "a gate of two types", k.gate_f64(s, &x, &narrow, &z(DType::F32, &[4, 4])));
         refused(&h, "its width", k.gate_f64(s, &x, &z(DType::F32, &[4, 7]), &z(DType::F32, &[4, 4])));
         refused(&h, "numbers of rows", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2]), &x));
-        refused(&h, "narrow normal values", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &narrow));
+        refused(&h, "16-bit normal values", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &narrow));
     }
 }

@@ -274,7 +274,7 @@ fn capacities_that_do_not_fit_are_refused() {
             ),
         );
         refused(&h, "bias", k.update_expert_bias(s, 1.0, &i64s(&h, &[0; 3]), &four));
-        refused(&h, "narrow balance", k.sinkhorn(s, &x, &z(DType::BF16, &[3, 4])));
+        refused(&h, "16-bit balance", k.sinkhorn(s, &x, &z(DType::BF16, &[3, 4])));
         refused(&h, "uneven quantiles", k.quantiles(s, 1, &x, &four, &z(DType::F32, &[4])));
         refused(&h, "quantiles of all", k.quantiles(s, 4, &x, &four, &z(DType::F32, &[4])));
         refused(&h, "beta", k.quantiles(s, 1, &z(DType::F32, &[4, 4]), &p, &four));

@@ -1,4 +1,4 @@
-//! Tables and losses whose vocabulary is shared by ranks: all of them, one after another.
+//! Vocabulary-parallel embedding and cross-entropy, rank by rank.
 
 use super::devices::*;
 use super::embedding_loss::expected;

@@ -148,10 +148,10 @@ fn weights_that_do_not_fit_are_refused() {
             ("rows", Act::Silu, true, &z(dtype, &[3, 6]), &p, &y),
             ("weights", Act::Silu, true, &x, &z(DType::F32, &[3]), &y),
             ("weights of two axes", Act::Silu, true, &x, &z(DType::F32, &[4, 1]), &y),
-            ("narrow weights", Act::Silu, true, &x, &z(DType::BF16, &[4]), &y),
+            ("16-bit weights", Act::Silu, true, &x, &z(DType::BF16, &[4]), &y),
             ("types", Act::Silu, true, &x, &p, &z(other, &[4, 3])),
             ("integers", Act::Silu, true, &z(DType::I32, &[4, 6]), &p, &z(DType::I32, &[4, 3])),
-            ("turned", Act::Silu, true, &z(dtype, &[6, 4]).transpose(0, 1).unwrap(), &p, &y),
+            ("transposed", Act::Silu, true, &z(dtype, &[6, 4]).transpose(0, 1).unwrap(), &p, &y),
             ("plain halves", Act::Silu, false, &x, &p, &y),
             ("clamped without a gate", clamped, false, &y, &p, &z(dtype, &[4, 3])),
         ] {
@@ -167,7 +167,7 @@ fn weights_that_do_not_fit_are_refused() {
             ("dx", &live, &z(dtype, &[4, 3]), &z(DType::F32, &[4])),
             ("dx of another type", &live, &z(other, &[4, 6]), &z(DType::F32, &[4])),
             ("dp", &live, &z(dtype, &[4, 6]), &z(DType::F32, &[5])),
-            ("narrow dp", &live, &z(dtype, &[4, 6]), &z(DType::BF16, &[4])),
+            ("16-bit dp", &live, &z(dtype, &[4, 6]), &z(DType::BF16, &[4])),
         ] {
             let go = h.k.weighted_act_backward(
                 &h.s,

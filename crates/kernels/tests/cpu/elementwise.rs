@@ -124,13 +124,13 @@ fn rows_are_copied_and_cast_between_layouts() {
     let x: Vec<f32> = Random(2).vec(tokens * 40, 1.0);
     let from = Rows::heads(tokens, 40, heads, 9, d);
     let to = Rows::heads(tokens, heads * d, heads, d, d);
-    let (copied, narrowed) = everywhere(|threads, isa| {
+    let (copied, rounded) = everywhere(|threads, isa| {
         let (mut y, mut z) = (vec![0f32; to.span()], vec![bf16::ZERO; to.span()]);
         copy_rows(threads, &x, from, &mut y, to).unwrap();
         cast_rows(threads, isa, &x, from, &mut z, to).unwrap();
         (y, z)
     });
-    for (i, (y, z)) in copied.iter().zip(&narrowed).enumerate() {
+    for (i, (y, z)) in copied.iter().zip(&rounded).enumerate() {
         let (t, h, c) = (i / (heads * d), i / d % heads, i % d);
         assert_eq!(*y, x[t * 40 + h * 9 + c]);
         assert_eq!(*z, bf16::from_f32(*y));

@@ -111,8 +111,8 @@ fn dropout_keeps_scales_and_does_not_depend_on_the_layout() {
     // Some of the rows, and rows in another order.
     assert_eq!(drop_all(p, &x[width * 50..], width, &numbers[50..]), whole[width * 50..]);
     let back = |all: &[f32]| -> Vec<f32> { all.chunks(width).rev().flatten().copied().collect() };
-    let turned: Vec<i32> = numbers.iter().rev().copied().collect();
-    assert_eq!(drop_all(p, &back(&x), width, &turned), back(&whole));
+    let reversed: Vec<i32> = numbers.iter().rev().copied().collect();
+    assert_eq!(drop_all(p, &back(&x), width, &reversed), back(&whole));
     // The backward pass drops the same elements.
     let ones = vec![bf16::ONE; x.len()];
     assert!(

@@ -4,10 +4,10 @@
 //! dv_j = Σ_i p_ij dout_i         dk_j = scale Σ_i ds_ij q_i         dq_i = scale Σ_j ds_ij k_j
 //! dsink = -Σ_i exp(sink - lse_i) delta_i
 //! ```
-//! A piece of work is one key head of one sequence, or every n-th chunk of its keys where there are too few heads to
-//! keep a machine busy; then the chunks' shares of `dq` are kept apart in f32 and added in order at the end.
+//! A task is one key head of one sequence, or every n-th chunk of its keys where there are too few heads to occupy all
+//! threads; then partial sums of `dq` are kept per task in f32 and added in order at the end.
 
-use super::block_gemm::{self, Engine, Kind, Left, Plain, Right};
+use super::block_gemm::{self, Engine, EngineKind, Left, Plain, Right};
 use super::check::{self, Side};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
@@ -25,11 +25,11 @@ use std::ops::Range;
 const BLOCKS: usize = 4;
 /// Keys of a chunk.
 const CHUNK: usize = BLOCKS * KEYS;
-/// Sequences are split until there are this many pieces, if they are long enough.
+/// Sequences are split until there are this many tasks, if they are long enough.
 const PIECES: usize = 32;
 
 /// `dq`, `dk`, `dv` (overwritten, gradients of GQA groups summed in the order of the heads) and `dsink` (added to)
-/// from what [`forward`](super::forward) was given and returned. Queries that saw no key get and give nothing.
+/// from the inputs and outputs of [`forward`](super::forward). Queries without a visible key have no gradient.
 pub fn backward<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -66,13 +66,13 @@ pub fn backward<T: Float>(
     deltas(threads, &job, spans, &mut delta, dsink);
     match block_gemm::best::<T>(isa) {
         #[cfg(target_arch = "x86_64")]
-        Kind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job, spans, &delta),
-        Kind::Plain => run::<T, Plain>(threads, &job, spans, &delta),
+        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job, spans, &delta),
+        EngineKind::Plain => run::<T, Plain>(threads, &job, spans, &delta),
     }
     Ok(())
 }
 
-/// The arguments.
+/// Arguments of the pass.
 struct Job<'a, T> {
     isa: Isa,
     shape: &'a AttentionShape,
@@ -89,7 +89,7 @@ struct Job<'a, T> {
 }
 
 impl<T> Job<'_, T> {
-    /// The saved log-sum-exp of query `i`.
+    /// Saved log-sum-exp of query `i`.
     fn lse(&self, span: &Span, head: usize, i: usize) -> f32 {
         self.lse[span.lse_base + head * self.shape.lse_head + i * self.shape.lse_token]
     }
@@ -103,7 +103,7 @@ fn deltas<T: Float>(
     delta: &mut [f32],
     dsink: Option<&mut [f32]>,
 ) {
-    struct Piece<'a> {
+    struct DeltaTask<'a> {
         span: &'a Span,
         head: usize,
         delta: &'a mut [f32],
@@ -115,11 +115,11 @@ fn deltas<T: Float>(
         for head in 0..job.shape.heads {
             let (delta, tail) = rest.split_at_mut(span.q_len);
             rest = tail;
-            pieces.push(Piece { span, head, delta, dsink: 0.0 });
+            pieces.push(DeltaTask { span, head, delta, dsink: 0.0 });
         }
     }
     threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
-        for Piece { span, head, delta, dsink } in piece {
+        for DeltaTask { span, head, delta, dsink } in piece {
             let sink = job.sink.map(|s| s[*head]);
             for (i, delta) in delta.iter_mut().enumerate() {
                 let out = &job.out.from(span.batch, span.q_start + i, *head)[..job.shape.d_v];
@@ -142,17 +142,17 @@ fn deltas<T: Float>(
     }
 }
 
-/// Buffers of one thread. `k`, `v`, `turned` and the gradients hold a chunk, block after block.
+/// Scratch of one thread. `k`, `v`, `transposed` and the gradients hold a chunk, block after block.
 struct Scratch<E: Engine> {
     k: Buffer<E::E>,
     v: Buffer<E::E>,
-    turned: Buffer<E::E>,
+    transposed: Buffer<E::E>,
     q_tile: Buffer<E::E>,
     q_right: Buffer<E::E>,
-    q_turned: Buffer<E::E>,
+    q_transposed: Buffer<E::E>,
     dout_tile: Buffer<E::E>,
     dout_right: Buffer<E::E>,
-    dout_turned: Buffer<E::E>,
+    dout_transposed: Buffer<E::E>,
     p_left: Buffer<E::E>,
     ds_left: Buffer<E::E>,
     ds_right: Buffer<E::E>,
@@ -171,13 +171,13 @@ impl<E: Engine> Scratch<E> {
         Scratch {
             k: Buffer::new(CHUNK * d),
             v: Buffer::new(CHUNK * dv),
-            turned: Buffer::new(CHUNK * d),
+            transposed: Buffer::new(CHUNK * d),
             q_tile: Buffer::new(QUERIES * d),
             q_right: Buffer::new(copy(QUERIES * d)),
-            q_turned: Buffer::new(QUERIES * d),
+            q_transposed: Buffer::new(QUERIES * d),
             dout_tile: Buffer::new(QUERIES * dv),
             dout_right: Buffer::new(copy(QUERIES * dv)),
-            dout_turned: Buffer::new(QUERIES * dv),
+            dout_transposed: Buffer::new(QUERIES * dv),
             p_left: Buffer::new(copy(KEYS * QUERIES)),
             ds_left: Buffer::new(copy(KEYS * QUERIES)),
             ds_right: Buffer::new(copy(KEYS * QUERIES)),
@@ -191,16 +191,16 @@ impl<E: Engine> Scratch<E> {
     }
 }
 
-/// One key head of a span, or one part of its keys.
-struct Piece<'a> {
+/// One key head of a span, or part of its keys.
+struct KeyHeadTask<'a> {
     span: &'a Span,
     /// `[heads, q_len]`.
     delta: &'a [f32],
     kv_head: usize,
     part: usize,
     parts: usize,
-    /// This piece's share of dq, `[heads of the group, q_len, padded(d_qk)]`; empty where the piece holds all keys
-    /// in one chunk and writes dq itself.
+    /// Partial sums of dq, `[heads of the group, q_len, padded(d_qk)]`; empty where the task has all keys in one chunk and
+    /// writes dq itself.
     share: &'a mut [f32],
 }
 
@@ -222,7 +222,7 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span],
             for part in 0..parts(span) {
                 let (share, tail) = rest.split_at_mut(share(span));
                 rest = tail;
-                pieces.push(Piece { span, delta: here, kv_head, part, parts: parts(span), share });
+                pieces.push(KeyHeadTask { span, delta: here, kv_head, part, parts: parts(span), share });
             }
         }
     }
@@ -270,7 +270,11 @@ fn write<T: Float>(isa: Isa, to: &HeadsMut<'_, T>, b: usize, t: usize, h: usize,
     narrow(isa, row, factor, unsafe { to.row(b, t, h, row.len()) });
 }
 
-fn differentiate<T: Float, E: Engine>(job: &Job<'_, T>, piece: &mut Piece<'_>, scratch: &mut Scratch<E>) {
+fn differentiate<T: Float, E: Engine>(
+    job: &Job<'_, T>,
+    piece: &mut KeyHeadTask<'_>,
+    scratch: &mut Scratch<E>,
+) {
     let (shape, span, isa) = (job.shape, piece.span, job.isa);
     let engine = E::start(isa);
     let mask = Mask::new(shape, span);
@@ -285,7 +289,7 @@ fn differentiate<T: Float, E: Engine>(job: &Job<'_, T>, piece: &mut Piece<'_>, s
             let (token, len) = (span.k_start + first, (chunk.end - first).min(KEYS));
             let k = &mut scratch.k[b * KEYS * d..][..KEYS * d];
             engine.stage(job.k.from(span.batch, token, piece.kv_head), job.k.token, len, shape.d_qk, k);
-            engine.turn(len, d, k, &mut scratch.turned[b * KEYS * d..][..KEYS * d]);
+            engine.transpose_left(len, d, k, &mut scratch.transposed[b * KEYS * d..][..KEYS * d]);
             let v = &mut scratch.v[b * KEYS * dv..][..KEYS * dv];
             engine.stage(job.v.from(span.batch, token, piece.kv_head), job.v.token, len, shape.d_v, v);
         }
@@ -312,7 +316,7 @@ fn differentiate<T: Float, E: Engine>(job: &Job<'_, T>, piece: &mut Piece<'_>, s
 }
 
 /// Queries that see no key have no gradient.
-fn zero_queries<T: Float>(job: &Job<'_, T>, piece: &Piece<'_>, member: usize, queries: Range<usize>) {
+fn zero_queries<T: Float>(job: &Job<'_, T>, piece: &KeyHeadTask<'_>, member: usize, queries: Range<usize>) {
     let (shape, span) = (job.shape, piece.span);
     let head = piece.kv_head * (shape.heads / shape.kv_heads) + member;
     for i in queries {
@@ -321,11 +325,11 @@ fn zero_queries<T: Float>(job: &Job<'_, T>, piece: &Piece<'_>, member: usize, qu
     }
 }
 
-/// What one block of queries of one head gives to a chunk of keys, and what it gets from it.
+/// Gradients between one block of queries of one head and a chunk of keys.
 fn queries_of<T: Float, E: Engine>(
     job: &Job<'_, T>,
     engine: &E,
-    piece: &mut Piece<'_>,
+    piece: &mut KeyHeadTask<'_>,
     mask: &Mask,
     member: usize,
     queries: &Range<usize>,
@@ -339,17 +343,17 @@ fn queries_of<T: Float, E: Engine>(
     let x = scratch;
     let token = span.q_start + queries.start;
     engine.stage(job.q.from(span.batch, token, head), job.q.token, count, shape.d_qk, &mut x.q_tile);
-    engine.right_turned(count, d, &x.q_tile, &mut x.q_turned);
+    engine.right_transposed(count, d, &x.q_tile, &mut x.q_transposed);
     let q = engine.right(count, d, &x.q_tile, &mut x.q_right);
     engine.stage(job.dout.from(span.batch, token, head), job.dout.token, count, shape.d_v, &mut x.dout_tile);
-    engine.right_turned(count, dv, &x.dout_tile, &mut x.dout_turned);
+    engine.right_transposed(count, dv, &x.dout_tile, &mut x.dout_transposed);
     let dout = engine.right(count, dv, &x.dout_tile, &mut x.dout_right);
 
     let sight = Sight::new(mask, queries);
     let (mut lse, mut delta) = ([0.0f32; QUERIES], [0.0f32; QUERIES]);
     for (lane, i) in queries.clone().enumerate() {
         let saved = job.lse(span, head, i);
-        // A query whose scores were all -inf gave every key nothing.
+        // A query whose scores were all -inf has zero probabilities.
         lse[lane] = if saved == f32::NEG_INFINITY { f32::INFINITY } else { saved * LOG2_E };
         delta[lane] = piece.delta[head * span.q_len + i];
     }
@@ -362,10 +366,10 @@ fn queries_of<T: Float, E: Engine>(
         }
         let rows = padded(keys.len());
         let k = Left { data: &x.k[b * KEYS * d..][..KEYS * d], ld: d };
-        let right = Right { data: &x.q_turned, rows: d, cols: QUERIES };
+        let right = Right { data: &x.q_transposed, rows: d, cols: QUERIES };
         engine.multiply((rows, d, lanes), k, right, &mut x.s, QUERIES, false);
         let v = Left { data: &x.v[b * KEYS * dv..][..KEYS * dv], ld: dv };
-        let right = Right { data: &x.dout_turned, rows: dv, cols: QUERIES };
+        let right = Right { data: &x.dout_transposed, rows: dv, cols: QUERIES };
         engine.multiply((rows, dv, lanes), v, right, &mut x.dp, QUERIES, false);
         let scores = ScoreBlock {
             scale: shape.scale,
@@ -375,13 +379,13 @@ fn queries_of<T: Float, E: Engine>(
             keys: rows,
         };
         softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &lse, &delta);
-        // All operands first: a product that follows on the heels of what wrote its operand waits for the memory.
+        // Stage all operands first: a GEMM right after the stores of its operand would stall on them.
         let p = engine.block_left(rows, &x.s, &mut x.p_left);
         let ds = engine.block_left(rows, &x.dp, &mut x.ds_left);
         let ds_right = engine.block_right(rows, &x.dp, &mut x.ds_right);
         engine.multiply((rows, lanes, dv), p, dout, &mut x.dv[b * KEYS * dv..][..KEYS * dv], dv, true);
         engine.multiply((rows, lanes, d), ds, q, &mut x.dk[b * KEYS * d..][..KEYS * d], d, true);
-        let k = Left { data: &x.turned[b * KEYS * d..][..KEYS * d], ld: KEYS };
+        let k = Left { data: &x.transposed[b * KEYS * d..][..KEYS * d], ld: KEYS };
         engine.multiply((d, rows, lanes), k, ds_right, &mut x.dq, QUERIES, !fresh);
         fresh = false;
     }

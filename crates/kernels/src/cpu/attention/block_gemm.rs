@@ -1,4 +1,4 @@
-//! What multiplies blocks. The loops of forward and backward are written once over [`Engine`].
+//! Block GEMM engines. The forward and backward loops are generic over [`Engine`].
 
 use super::block_gemm_vector::{Operands, product};
 use super::tiles::widen;
@@ -21,26 +21,26 @@ pub(super) struct Left<'a, E> {
 pub(super) struct Right<'a, E> {
     /// The elements.
     pub data: &'a [E],
-    /// Rows it has room for.
+    /// Row capacity.
     pub rows: usize,
-    /// Columns it has room for.
+    /// Column capacity.
     pub cols: usize,
 }
 
-/// A way to multiply blocks. Sizes of operands are multiples of the grain; a *tile* is up to 64 tokens row by row,
+/// A block GEMM implementation. Sizes of operands are multiples of the grain; a *tile* is up to 64 tokens row by row,
 /// `[padded(tokens), padded(channels)]`, and a *block* is f32 `[keys, QUERIES]`.
 pub(super) trait Engine {
-    /// How operands are held.
+    /// Element type of operands.
     type E: Element;
-    /// Whether blocks and right operands need memory of their own.
+    /// Whether blocks and right operands are packed into separate buffers.
     const COPIES: bool;
 
-    /// Ready to work on this thread until dropped.
+    /// Sets the engine up on this thread until it is dropped.
     fn start(isa: Isa) -> Self;
     /// Read `rows` tokens of `cols` channels, `stride` apart, into a tile.
     fn stage<T: Float>(&self, src: &[T], stride: usize, rows: usize, cols: usize, tile: &mut [Self::E]);
     /// The transpose of a tile as a left operand `[cols, KEYS]`.
-    fn turn(&self, rows: usize, cols: usize, tile: &[Self::E], left: &mut [Self::E]);
+    fn transpose_left(&self, rows: usize, cols: usize, tile: &[Self::E], left: &mut [Self::E]);
     /// A tile as a right operand of `[QUERIES, cols]`.
     fn right<'a>(
         &self,
@@ -50,7 +50,7 @@ pub(super) trait Engine {
         room: &'a mut [Self::E],
     ) -> Right<'a, Self::E>;
     /// The transpose of a tile as a right operand of `[cols, QUERIES]`.
-    fn right_turned(&self, rows: usize, cols: usize, tile: &[Self::E], right: &mut [Self::E]);
+    fn right_transposed(&self, rows: usize, cols: usize, tile: &[Self::E], right: &mut [Self::E]);
     /// A block as a left operand `[keys, QUERIES]`.
     fn block_left<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [Self::E]) -> Left<'a, Self::E>;
     /// A block as a right operand of `[KEYS, QUERIES]`.
@@ -67,26 +67,26 @@ pub(super) trait Engine {
     );
 }
 
-/// The engines there are.
-pub(super) enum Kind {
+/// Available engines.
+pub(super) enum EngineKind {
     /// [`Plain`].
     Plain,
-    /// The AMX unit.
+    /// AMX tiles.
     #[cfg(target_arch = "x86_64")]
     Matrix,
 }
 
-/// The engine for elements of type `T`: the matrix unit multiplies bf16, so it takes nothing that it would round.
-pub(super) fn best<T: Element>(isa: Isa) -> Kind {
+/// The engine for elements of type `T`. AMX multiplies bf16, so it is used for bf16 only.
+pub(super) fn best<T: Element>(isa: Isa) -> EngineKind {
     #[cfg(target_arch = "x86_64")]
     if isa == Isa::Amx && T::DTYPE == DType::BF16 {
-        return Kind::Matrix;
+        return EngineKind::Matrix;
     }
     let _ = isa;
-    Kind::Plain
+    EngineKind::Plain
 }
 
-/// Everything in f32.
+/// f32 on vector units.
 pub(super) struct Plain(Isa);
 
 impl Engine for Plain {
@@ -101,7 +101,7 @@ impl Engine for Plain {
         widen(self.0, src, stride, rows, cols, tile);
     }
 
-    fn turn(&self, rows: usize, cols: usize, tile: &[f32], left: &mut [f32]) {
+    fn transpose_left(&self, rows: usize, cols: usize, tile: &[f32], left: &mut [f32]) {
         let (tile, left) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(left));
         transpose(self.0, padded(rows), cols, tile, cols, left, KEYS);
     }
@@ -110,7 +110,7 @@ impl Engine for Plain {
         Right { data: tile, rows: QUERIES, cols }
     }
 
-    fn right_turned(&self, rows: usize, cols: usize, tile: &[f32], right: &mut [f32]) {
+    fn right_transposed(&self, rows: usize, cols: usize, tile: &[f32], right: &mut [f32]) {
         let (tile, right) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(right));
         transpose(self.0, padded(rows), cols, tile, cols, right, QUERIES);
     }

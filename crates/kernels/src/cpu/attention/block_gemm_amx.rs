@@ -49,7 +49,7 @@ impl Engine for Matrix {
         }
     }
 
-    fn turn(&self, rows: usize, cols: usize, tile: &[bf16], left: &mut [bf16]) {
+    fn transpose_left(&self, rows: usize, cols: usize, tile: &[bf16], left: &mut [bf16]) {
         let rows = padded(rows);
         assert!(rows <= KEYS && tile.len() >= rows * cols && left.len() >= cols * KEYS);
         for c in (0..cols).step_by(GRAIN) {
@@ -65,7 +65,7 @@ impl Engine for Matrix {
         let rows = padded(rows);
         assert!(rows <= QUERIES && tile.len() >= rows * cols && room.len() >= QUERIES * cols);
         for c in (0..cols).step_by(GRAIN) {
-            // SAFETY: as in `turn`.
+            // SAFETY: as in `transpose_left`.
             unsafe {
                 pack::rows(tile.as_ptr().add(c), cols, rows, GRAIN, room.as_mut_ptr().add(c * QUERIES));
             }
@@ -73,11 +73,11 @@ impl Engine for Matrix {
         Right { data: room, rows: QUERIES, cols }
     }
 
-    fn right_turned(&self, rows: usize, cols: usize, tile: &[bf16], right: &mut [bf16]) {
+    fn right_transposed(&self, rows: usize, cols: usize, tile: &[bf16], right: &mut [bf16]) {
         let rows = padded(rows);
         assert!(rows <= QUERIES && tile.len() >= rows * cols && right.len() >= cols * QUERIES);
         for r in (0..rows).step_by(GRAIN) {
-            // SAFETY: as in `turn`.
+            // SAFETY: as in `transpose_left`.
             unsafe {
                 let at = r * cols;
                 pack::cols(tile.as_ptr().add(at), cols, cols, GRAIN, right.as_mut_ptr().add(at));
@@ -149,13 +149,13 @@ mod tests {
             let result = || vec![1.0f32; KEYS.max(cols) * QUERIES.max(cols)];
             let mut c = [result(), result(), result(), result()];
             // tile · tileᵀ, block · tile, tileᵀ · block, with and without adding.
-            e.right_turned(tokens, cols, &tile, &mut one);
+            e.right_transposed(tokens, cols, &tile, &mut one);
             let right = Right { data: &one, rows: cols, cols: QUERIES };
             e.multiply((rows, cols, rows), Left { data: &tile, ld: cols }, right, &mut c[0], QUERIES, false);
             let right = e.right(tokens, cols, &tile, &mut two);
             let left = e.block_left(keys, &block, &mut three);
             e.multiply((keys, rows, cols), left, right, &mut c[1], cols, true);
-            e.turn(tokens, cols, &tile, &mut one);
+            e.transpose_left(tokens, cols, &tile, &mut one);
             let right = e.block_right(keys, &block, &mut four);
             let size = (cols, keys.min(rows), QUERIES);
             e.multiply(size, Left { data: &one, ld: KEYS }, right, &mut c[2], QUERIES, true);

@@ -1,11 +1,11 @@
-//! Refusing what cannot be computed, before anything is touched.
+//! Argument checks of attention.
 
 use super::{AttentionShape, Heads, HeadsMut, Span};
 use ferrotron_tensor::{Result, shape_error};
 
 const OP: &str = "attention";
 
-/// The shape itself.
+/// Checks the shape.
 pub(crate) fn shape(shape: &AttentionShape) -> Result<()> {
     let AttentionShape { heads, kv_heads, d_qk, d_v, .. } = *shape;
     if heads == 0 || kv_heads == 0 || heads % kv_heads != 0 {
@@ -23,7 +23,7 @@ pub(crate) fn shape(shape: &AttentionShape) -> Result<()> {
     Ok(())
 }
 
-/// One value a head.
+/// Checks one value per head.
 pub(crate) fn per_head(shape: &AttentionShape, what: &str, len: Option<usize>) -> Result<()> {
     match len {
         Some(len) if len != shape.heads => {
@@ -33,7 +33,7 @@ pub(crate) fn per_head(shape: &AttentionShape, what: &str, len: Option<usize>) -
     }
 }
 
-/// Which tokens of its span a tensor belongs to.
+/// Whether a tensor is indexed by queries or keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Side {
     /// q, out and their gradients.
@@ -51,7 +51,7 @@ impl Side {
     }
 }
 
-/// Every element of `name` that the spans name is there.
+/// Checks that every element of `name` that the spans address exists.
 fn fits(
     name: &str,
     side: Side,
@@ -85,7 +85,7 @@ fn fits(
     Ok(())
 }
 
-/// A tensor to read.
+/// Checks a tensor that is read.
 pub(super) fn reads<T>(
     name: &str,
     side: Side,
@@ -97,7 +97,7 @@ pub(super) fn reads<T>(
     fits(name, side, spans, x.data.len(), (x.batch, x.token, x.head), heads, channels)
 }
 
-/// A tensor to write: its spans must not overlap either.
+/// Checks a tensor that is written: its spans must not overlap, either.
 pub(super) fn writes<T>(
     name: &str,
     side: Side,
@@ -121,7 +121,7 @@ pub(super) fn writes<T>(
     Ok(())
 }
 
-/// The log-sum-exp buffer.
+/// Checks the log-sum-exp buffer.
 pub(super) fn lse(shape: &AttentionShape, spans: &[Span], len: usize) -> Result<()> {
     for span in spans.iter().filter(|s| s.q_len > 0) {
         let last = span

@@ -1,7 +1,7 @@
-//! The forward pass: a piece of work is up to 256 queries of one head of one sequence, which meet the keys they
-//! see block by block with an online softmax.
+//! Forward pass with an online softmax. A task is up to 256 queries of one head of one sequence, processed against blocks of
+//! visible keys.
 
-use super::block_gemm::{self, Engine, Kind, Left, Plain, Right};
+use super::block_gemm::{self, Engine, EngineKind, Left, Plain, Right};
 use super::check::{self, Side};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
@@ -22,8 +22,8 @@ const TOGETHER: usize = 2;
 
 /// `out` and `lse` of every span; see the [module](super) for the maths.
 ///
-/// `sink` is one logit a head. `lse` includes it. A query that sees no key gets `out` 0 and the `lse` of nothing:
-/// -inf, or the sink's logit where there is one.
+/// `sink` is one logit per head and included in `lse`. A query without a visible key gets `out` 0 and `lse` -inf, or the
+/// sink's logit.
 pub fn forward<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -49,13 +49,13 @@ pub fn forward<T: Float>(
     let job = Job { isa, shape, spans, q, k, v, sink, out, lse };
     match block_gemm::best::<T>(isa) {
         #[cfg(target_arch = "x86_64")]
-        Kind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job),
-        Kind::Plain => run::<T, Plain>(threads, &job),
+        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job),
+        EngineKind::Plain => run::<T, Plain>(threads, &job),
     }
     Ok(())
 }
 
-/// The arguments.
+/// Arguments of the pass.
 struct Job<'a, T> {
     isa: Isa,
     shape: &'a AttentionShape,
@@ -68,7 +68,7 @@ struct Job<'a, T> {
     lse: &'a [AtomicU32],
 }
 
-/// Buffers of one thread.
+/// Scratch of one thread.
 struct Scratch<E: Engine> {
     tile: Buffer<E::E>,
     k: Buffer<E::E>,
@@ -112,16 +112,16 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>) {
     });
 }
 
-/// One block of queries under way.
+/// State of one block of queries.
 struct Block {
-    /// Its place among the blocks of the piece.
+    /// Index among the blocks of the task.
     at: usize,
     queries: Range<usize>,
     sight: Sight,
     past: Past,
-    /// Has it seen nothing yet?
+    /// Whether it has seen no key yet.
     fresh: bool,
-    /// How much it sees of the keys at hand.
+    /// Visibility of the current keys.
     cover: Cover,
 }
 
@@ -153,7 +153,7 @@ fn attend<T: Float, E: Engine>(
         let queries = from..queries.end.min(from + QUERIES);
         let src = job.q.from(span.batch, span.q_start + from, head);
         engine.stage(src, job.q.token, queries.len(), shape.d_qk, tile);
-        engine.right_turned(queries.len(), d, tile, &mut q[at * d * QUERIES..][..d * QUERIES]);
+        engine.right_transposed(queries.len(), d, tile, &mut q[at * d * QUERIES..][..d * QUERIES]);
         let sight = Sight::new(&mask, &queries);
         blocks[at] = Some(Block { at, queries, sight, past: Past::new(), fresh: true, cover: Cover::None });
     }
@@ -165,9 +165,8 @@ fn attend<T: Float, E: Engine>(
         engine.stage(src, job.k.token, keys.len(), shape.d_qk, k);
         let src = job.v.from(span.batch, span.k_start + first, kv_head);
         engine.stage(src, job.v.token, keys.len(), shape.d_v, tile);
-        engine.turn(keys.len(), dv, tile, v);
-        // Some blocks go step by step together: a product on the heels of what wrote its operand has to wait for
-        // the memory.
+        engine.transpose_left(keys.len(), dv, tile, v);
+        // Blocks are interleaved: a GEMM right after the stores of its operand would stall on them.
         for some in blocks.chunks_mut(TOGETHER) {
             for (block, s) in some.iter_mut().flatten().zip(s.iter_mut()) {
                 block.cover = mask.cover(&block.queries, &keys);
@@ -214,7 +213,7 @@ fn attend<T: Float, E: Engine>(
     }
 }
 
-/// Turn the weighted sums `[d_v, QUERIES]` of a block into rows of `out`, and write its log-sum-exps.
+/// Transposes a block's weighted sums `[d_v, QUERIES]` into rows of `out` and writes its log-sum-exps.
 fn finish<T: Float>(
     job: &Job<'_, T>,
     span: &Span,

@@ -1,9 +1,9 @@
-//! Who sees whom.
+//! Causal and sliding-window masks.
 
 use super::{AttentionShape, MaskAlign, QUERIES, Span};
 use std::ops::Range;
 
-/// How much of a block of scores is visible.
+/// Visibility of a block of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Cover {
     /// Nothing.
@@ -14,7 +14,7 @@ pub(super) enum Cover {
     All,
 }
 
-/// The keys each query of a span sees: always one range, whose two ends never decrease from query to query.
+/// Visible keys of each query of a span: one range, whose ends never decrease from query to query.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Mask {
     off: i64,

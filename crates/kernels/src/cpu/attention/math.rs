@@ -1,4 +1,4 @@
-//! Powers, logarithm and tanh that vectorise. `FMA` says whether the code is compiled for a CPU with fused
+//! Powers, logarithm and tanh that vectorize. `FMA` says whether the code is compiled for a CPU with fused
 //! multiply-add; without one, `mul_add` would be a library call.
 
 /// `a * b + c`.

@@ -1,4 +1,4 @@
-//! Attention on the CPU, forward and backward, without ever holding a `[queries, keys]` matrix.
+//! Attention on the CPU, forward and backward, without materializing a `[queries, keys]` matrix.
 //!
 //! For a query `i` and the keys `j` it may see (see [`AttentionShape`]):
 //! ```text
@@ -6,12 +6,11 @@
 //! lse_i = ln(Σ_j exp(s_ij) + exp(sink))  (the last term only with a sink)
 //! out_i = Σ_j exp(s_ij - lse_i) v_j
 //! ```
-//! Sequences are cut into blocks of 64 queries and 64 keys. A block of scores is held *transposed*, one key a row
-//! and one query a lane, so that the softmax runs down the rows and never across lanes; blocks nobody may see are
-//! skipped. The block products run in f32, or, for bf16 on a CPU with AMX, on its matrix unit with the
+//! Sequences are split into blocks of 64 queries and 64 keys. A block of scores is held *transposed*, one key per
+//! row and one query per lane, so that the softmax reduces over rows and never across lanes; fully masked blocks are skipped. The block products run in f32, or, for bf16 on a CPU with AMX, on AMX tiles with the
 //! probabilities (and score gradients) rounded to bf16 and f32 accumulation.
 //!
-//! The cut depends on the problem only and every sum has a fixed order: the number of threads changes no bit.
+//! The split depends on the problem only and every sum has a fixed order, so results do not depend on the number of threads.
 
 mod backward;
 mod block_gemm;
@@ -40,7 +39,7 @@ pub use view::{Heads, HeadsMut};
 const QUERIES: usize = 64;
 /// Keys of a block: the rows of a block of scores.
 const KEYS: usize = 64;
-/// Block products work on multiples of this in every direction; what is missing is zero.
+/// Block GEMMs work on multiples of this in every dimension; the rest is zero-padded.
 const GRAIN: usize = 32;
 
 /// Round up to the grain of the block products.
@@ -48,18 +47,18 @@ const fn padded(n: usize) -> usize {
     n.next_multiple_of(GRAIN)
 }
 
-/// Where the diagonal that causal masks and windows count from starts.
+/// Alignment of the causal diagonal and window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskAlign {
-    /// Query 0 sits on key 0: `off = 0`.
+    /// Query 0 is aligned with key 0: `off = 0`.
     TopLeft,
-    /// The last query sits on the last key: `off = k_len - q_len`.
+    /// The last query is aligned with the last key: `off = k_len - q_len`.
     BottomRight,
 }
 
 /// One sequence of a launch: queries `q_start..q_start + q_len` against keys `k_start..k_start + k_len`, both in
-/// batch entry `batch`. Lengths may be 0. Tokens in no span are neither read nor written: whoever packs sequences
-/// with gaps zeroes `out`, `dq`, `dk` and `dv` there.
+/// batch entry `batch`. Lengths may be 0. Tokens in no span are neither read nor written: a caller that packs
+/// sequences with gaps zeroes `out`, `dq`, `dk` and `dv` there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Batch entry.

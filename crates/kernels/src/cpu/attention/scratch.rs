@@ -18,7 +18,7 @@ pub(super) struct Buffer<E> {
 }
 
 impl<E: Element> Buffer<E> {
-    /// Room for `len` elements.
+    /// Allocates `len` elements.
     pub fn new(len: usize) -> Buffer<E> {
         let lines = (len * size_of::<E>()).div_ceil(size_of::<Line>());
         Buffer { lines: vec![Line([0; 16]); lines], len, element: PhantomData }

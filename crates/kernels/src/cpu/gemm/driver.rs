@@ -7,7 +7,7 @@
 use super::GemmShape;
 use super::epilogue::Finished;
 use super::scratch::{PIECE, SHARED};
-use super::tiling::Plan;
+use super::tiling::Tiling;
 use crate::cpu::Isa;
 use ferrotron_tensor::{Float, Threads};
 use std::marker::PhantomData;
@@ -160,7 +160,7 @@ pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K,
     }
     let size = size_of::<K::Packed>();
     let job = &job;
-    let plan = Plan::new(&job.shape, K::K_UNIT, K::K_BLOCK, size, threads.count());
+    let plan = Tiling::new(&job.shape, K::K_UNIT, K::K_BLOCK, size, threads.count());
     let all = n.div_ceil(TILE);
     for first in (0..all).step_by(plan.slab) {
         let count = plan.slab.min(all - first);
@@ -198,7 +198,7 @@ pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K,
 fn piece<T: Float, C: Float, K: Block<T>>(
     block: &K,
     job: &Job<'_, T, C>,
-    plan: &Plan,
+    plan: &Tiling,
     shared: Option<&Panels<K::Packed>>,
     rows: Range<usize>,
     panels: Range<usize>,

@@ -1,8 +1,8 @@
 //! Matrix products on the CPU, always accumulated in f32.
 //!
-//! One driver (`driver`) cuts the output into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where
+//! One driver (`driver`) splits the output into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where
 //! the machine has it (`amx`), otherwise vectors of f32 (`vector`), to which bf16 operands are widened while
-//! they are packed. Products of f32 on AVX2 and better are the `gemm` crate's (`library`). The order of every sum
+//! they are packed. Products of f32 on AVX2 and better are the `gemm` crate's (`gemm_crate`). The order of every sum
 //! depends on the shape alone, so the result is the same bits for any number of threads.
 //!
 //! With AMX, denormal inputs count as zero and denormal sums become zero; all else follows IEEE on every level.

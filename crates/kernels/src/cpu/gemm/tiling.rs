@@ -5,7 +5,7 @@ use super::GemmShape;
 use super::driver::TILE;
 
 /// Sizes of the parts of a product.
-pub(super) struct Plan {
+pub(super) struct Tiling {
     /// k padded to the unit.
     pub(super) k: usize,
     /// k of one block product.
@@ -22,9 +22,15 @@ pub(super) struct Plan {
     pub(super) panels: usize,
 }
 
-impl Plan {
+impl Tiling {
     /// `size`: bytes of a packed element; `threads`: how many will share the pieces.
-    pub(super) fn new(shape: &GemmShape, k_unit: usize, k_block: usize, size: usize, threads: usize) -> Plan {
+    pub(super) fn new(
+        shape: &GemmShape,
+        k_unit: usize,
+        k_block: usize,
+        size: usize,
+        threads: usize,
+    ) -> Tiling {
         // Shared panels are packed ahead, at the price of going through memory when they are many.
         const SHARE_BYTES: usize = 1 << 20;
         const SLAB_BYTES: usize = 8 << 20;
@@ -51,6 +57,6 @@ impl Plan {
             }
             if rows >= panels { rows = rows.div_ceil(2) } else { panels = panels.div_ceil(2) }
         }
-        Plan { k, k_block, share, slab, pack, rows: rows * TILE, panels }
+        Tiling { k, k_block, share, slab, pack, rows: rows * TILE, panels }
     }
 }

@@ -1,7 +1,7 @@
 use super::{CpuKernels, floats};
 use crate::attention::merge::check_merge;
 use crate::attention::mla::check_keys;
-use crate::attention::plan::{Plan, gradients, plan, strides};
+use crate::attention::plan::{AttentionPlan, gradients, plan, strides};
 use crate::cpu::attention::{self as a, Heads, HeadsMut};
 use crate::cpu::attention_merge::merge;
 use crate::cpu::mla;
@@ -47,7 +47,7 @@ impl AttentionKernels for CpuKernels {
         f: &AttentionForward,
     ) -> Result<()> {
         const OP: &str = "attention_forward";
-        let Plan { shape, spans, gaps, .. } = plan(scores, sequences, f)?;
+        let AttentionPlan { shape, spans, gaps, .. } = plan(scores, sequences, f)?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse)];
         args.extend(f.sink.map(read));
         s.launch(OP, &args, |l| {
@@ -72,7 +72,7 @@ impl AttentionKernels for CpuKernels {
     ) -> Result<()> {
         const OP: &str = "attention_backward";
         let f = &b.forward;
-        let Plan { shape, spans, gaps, .. } = plan(scores, sequences, f)?;
+        let AttentionPlan { shape, spans, gaps, .. } = plan(scores, sequences, f)?;
         gradients(b)?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), read(f.out), read(b.dout), read(f.lse)];
         args.extend([write(b.dq), write(b.dk), write(b.dv)]);

@@ -2,7 +2,7 @@ use super::{CpuKernels, floats};
 use crate::cpu::quant::{
     Blocks, Orientation, amax, delayed_update, dequantize, emulate, quantize_blocks, quantize_tensor,
 };
-use crate::cpu::quant::{Format, formats, turn};
+use crate::cpu::quant::{Format, formats, transpose};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
 use crate::quant::check::{check_delayed, check_transpose, matrix, one};
@@ -82,7 +82,7 @@ impl QuantKernels for CpuKernels {
         let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
         s.launch(OP, &args, |l| {
             formats!(OP, q.data.dtype(), F => {
-                turn::<F>(l.threads(), l.slice(0)?, l.slice_mut(2)?, r, c);
+                transpose::<F>(l.threads(), l.slice(0)?, l.slice_mut(2)?, r, c);
                 Ok(())
             })?;
             l.slice_mut::<f32>(3)?.copy_from_slice(l.slice::<f32>(1)?);

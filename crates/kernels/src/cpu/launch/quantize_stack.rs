@@ -1,5 +1,7 @@
 use super::{CpuKernels, floats};
-use crate::cpu::quant::{Blocks, Format, Orientation, amax, formats, quantize_blocks, quantize_tensor, turn};
+use crate::cpu::quant::{
+    Blocks, Format, Orientation, amax, formats, quantize_blocks, quantize_tensor, transpose,
+};
 use crate::cpu::rows::Rows;
 use crate::quant::scale::ScaleRule;
 use crate::quant::stack::{amax_sizes, check_transpose};
@@ -79,7 +81,7 @@ impl CpuKernels {
                 let (from, to) = (l.slice::<F>(0)?, l.slice_mut::<F>(2)?);
                 let each = [n * k.next_multiple_of(ALIGN), k * n.next_multiple_of(ALIGN)];
                 for e in 0..count {
-                    turn::<F>(l.threads(), &from[e * each[0]..][..each[0]], &mut to[e * each[1]..][..each[1]], n, k);
+                    transpose::<F>(l.threads(), &from[e * each[0]..][..each[0]], &mut to[e * each[1]..][..each[1]], n, k);
                 }
                 Ok(())
             })?;

@@ -56,7 +56,7 @@ pub fn dequantize<F: Format, T: Float>(
 }
 
 /// Bytes `[r, c]`, rows padded to a multiple of 16, the other way round; padding of the result is zero.
-pub fn turn<F: Element>(threads: &Threads, from: &[F], to: &mut [F], r: usize, c: usize) {
+pub fn transpose<F: Element>(threads: &Threads, from: &[F], to: &mut [F], r: usize, c: usize) {
     let (pitch, to_pitch) = (c.next_multiple_of(ALIGN), r.next_multiple_of(ALIGN));
     if r == 0 || c == 0 {
         return;

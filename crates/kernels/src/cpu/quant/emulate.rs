@@ -1,7 +1,7 @@
 //! Numbers rounded to a format and back.
 
 use super::encode::formats;
-use super::hadamard::{TURNED, turn, turn_back};
+use super::hadamard::{POINTS, inverse_transform, transform};
 use super::mxfp8::{MX_BLOCK, mxfp8_dequantize, mxfp8_quantize};
 use super::nvfp4::{NV_BLOCK, nvfp4_dequantize, nvfp4_quantize};
 use super::small_blocks::SmallBlocks;
@@ -36,16 +36,16 @@ pub fn emulate<T: Float>(
         EmulatedFormat::Nvfp4 { along, square, hadamard, stochastic } => {
             if !hadamard {
                 let grid = SmallBlocks::new(shape, NV_BLOCK, along, square);
-                return there_and_back(threads, isa, grid, stochastic, x, x_rows, out);
+                return quantize_dequantize(threads, isa, grid, stochastic, x, x_rows, out);
             }
-            let (turned, wide) = turn(threads, isa, along, x, x_rows);
+            let (transformed, wide) = transform(threads, isa, along, x, x_rows);
             let grid = SmallBlocks::new(wide, NV_BLOCK, along, false);
-            let mut rounded = vec![0f32; turned.len()];
+            let mut rounded = vec![0f32; transformed.len()];
             let rows = Rows::dense(wide[0], wide[1]);
-            there_and_back(threads, isa, grid, stochastic, &turned, rows, &mut rounded)?;
-            turn_back(threads, isa, along, wide, &mut rounded);
-            threads.parallel_chunks(out, TURNED * shape[1], &|i, out| {
-                let rows = rounded[i * TURNED * wide[1]..].chunks(wide[1]).zip(out.chunks_mut(shape[1]));
+            quantize_dequantize(threads, isa, grid, stochastic, &transformed, rows, &mut rounded)?;
+            inverse_transform(threads, isa, along, wide, &mut rounded);
+            threads.parallel_chunks(out, POINTS * shape[1], &|i, out| {
+                let rows = rounded[i * POINTS * wide[1]..].chunks(wide[1]).zip(out.chunks_mut(shape[1]));
                 for (from, to) in rows {
                     to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
                 }
@@ -55,7 +55,7 @@ pub fn emulate<T: Float>(
     }
 }
 
-fn there_and_back<T: Float>(
+fn quantize_dequantize<T: Float>(
     threads: &Threads,
     isa: Isa,
     grid: SmallBlocks,

@@ -115,7 +115,13 @@ multiversion! {
 pub(super) type Tile<F> = [F; BLOCK * BLOCK];
 
 /// Writes a tile of `h` rows and `w` columns to `w` rows of `out`, `stride` apart, from column `at` on.
-pub(super) fn turn<F: Format>(tile: &Tile<F>, [h, w]: [usize; 2], out: &mut [F], stride: usize, at: usize) {
+pub(super) fn transpose<F: Format>(
+    tile: &Tile<F>,
+    [h, w]: [usize; 2],
+    out: &mut [F],
+    stride: usize,
+    at: usize,
+) {
     // Sixteen at a time: what is read of a line of the tile is used while the line is near.
     for from in (0..w).step_by(16) {
         for row in (0..h).step_by(16) {

@@ -6,14 +6,14 @@ use crate::quant::microscaling::BlockAxis;
 use ferrotron_tensor::{Float, Threads};
 
 /// Points of the transform.
-pub const TURNED: usize = 16;
+pub const POINTS: usize = 16;
 /// Fixed random signs.
-pub const SIGNS: [f32; TURNED] =
+pub const SIGNS: [f32; POINTS] =
     [1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0];
 
 /// Transforms every 16 neighbours of `x [r, c]` along the axis: `H·(signs∘v)` with H Sylvester's matrix over √16. The axis is
 /// zero-padded to a multiple of 16; returns the values and the padded shape.
-pub fn turn<T: Float>(
+pub fn transform<T: Float>(
     threads: &Threads,
     isa: Isa,
     along: BlockAxis,
@@ -22,13 +22,13 @@ pub fn turn<T: Float>(
 ) -> (Vec<f32>, [usize; 2]) {
     let (r, c) = (rows.outer, rows.width);
     let shape = match along {
-        BlockAxis::Rows => [r, c.next_multiple_of(TURNED)],
-        BlockAxis::Cols => [r.next_multiple_of(TURNED), c],
+        BlockAxis::Rows => [r, c.next_multiple_of(POINTS)],
+        BlockAxis::Cols => [r.next_multiple_of(POINTS), c],
     };
     let mut out = vec![0f32; shape[0] * shape[1]];
-    threads.parallel_chunks(&mut out, TURNED * shape[1], &|i, band| {
-        for (at, to) in band.chunks_mut(shape[1]).enumerate().filter(|(at, _)| i * TURNED + at < r) {
-            to.iter_mut().zip(rows.row(x, i * TURNED + at)).for_each(|(to, x)| *to = x.to_f32());
+    threads.parallel_chunks(&mut out, POINTS * shape[1], &|i, band| {
+        for (at, to) in band.chunks_mut(shape[1]).enumerate().filter(|(at, _)| i * POINTS + at < r) {
+            to.iter_mut().zip(rows.row(x, i * POINTS + at)).for_each(|(to, x)| *to = x.to_f32());
         }
         match along {
             BlockAxis::Rows => along_rows(isa, band, false),
@@ -39,8 +39,8 @@ pub fn turn<T: Float>(
 }
 
 /// Inverse transform in place: `signs∘(H·v)`, since H is its own inverse.
-pub fn turn_back(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
-    threads.parallel_chunks(x, TURNED * c, &|_, band| match along {
+pub fn inverse_transform(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
+    threads.parallel_chunks(x, POINTS * c, &|_, band| match along {
         BlockAxis::Rows => along_rows(isa, band, true),
         BlockAxis::Cols => along_columns(isa, band, c, true),
     });
@@ -49,12 +49,12 @@ pub fn turn_back(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 
 multiversion! {
     /// Transforms every 16 consecutive values.
     fn along_rows(x: &mut [f32], back: bool) {
-        for v in x.as_chunks_mut::<TURNED>().0 {
+        for v in x.as_chunks_mut::<POINTS>().0 {
             if !back {
                 v.iter_mut().zip(SIGNS).for_each(|(v, s)| *v *= s);
             }
             for half in [1, 2, 4, 8] {
-                for i in (0..TURNED).filter(|i| i & half == 0) {
+                for i in (0..POINTS).filter(|i| i & half == 0) {
                     (v[i], v[i + half]) = (v[i] + v[i + half], v[i] - v[i + half]);
                 }
             }
@@ -74,7 +74,7 @@ multiversion! {
             }
         }
         for half in [1, 2, 4, 8] {
-            for i in (0..TURNED).filter(|i| i & half == 0) {
+            for i in (0..POINTS).filter(|i| i & half == 0) {
                 let (low, high) = x.split_at_mut((i + half) * c);
                 for (a, b) in low[i * c..][..c].iter_mut().zip(&mut high[..c]) {
                     (*a, *b) = (*a + *b, *a - *b);

@@ -17,7 +17,7 @@ mod small_blocks;
 pub use amax::amax;
 pub(crate) use amax::amax_row;
 pub use delayed::delayed_update;
-pub use dequantize::{decode, dequantize, turn};
+pub use dequantize::{decode, dequantize, transpose};
 pub use emulate::emulate;
 pub use encode::Format;
 pub(crate) use encode::{encode_row, formats};

@@ -1,7 +1,7 @@
 //! Quantization of matrices to FP8 in both orientations.
 
 use super::amax::{amax_columns, amax_row};
-use super::encode::{Format, Tile, encode_each, encode_row, turn};
+use super::encode::{Format, Tile, encode_each, encode_row, transpose};
 use crate::cpu::Isa;
 use crate::cpu::rows::{Rows, check_len};
 use crate::quant::scale::ScaleRule;
@@ -166,7 +166,7 @@ fn fill<'x, F: Format, T: Float>(
             }
         }
         if how == Orientation::Cols {
-            turn(&tile, [h, w], data, width, at);
+            transpose(&tile, [h, w], data, width, at);
         }
         for (kept, scale) in kept[block * each..][..each].iter_mut().zip(found) {
             *kept = 1.0 / scale;

@@ -60,7 +60,7 @@ pub fn top_k(
 }
 
 /// Scratch of one row's selection.
-struct Chooser<'a> {
+struct TopKSelector<'a> {
     how: RouterParams,
     bias: Option<&'a [f32]>,
     k: usize,
@@ -69,7 +69,7 @@ struct Chooser<'a> {
     keys: Vec<u64>,
 }
 
-impl Chooser<'_> {
+impl TopKSelector<'_> {
     fn choose(&mut self, x: &[f32], index: &mut [i32]) {
         let groups = self.how.groups;
         if self.bias.is_some() || groups.is_some() {
@@ -124,7 +124,7 @@ pub fn choose<T: Float>(
     threads.parallel_chunks(index, rows * k, &|piece, index| {
         let mut x = vec![0f32; experts];
         let mut chooser =
-            Chooser { how, bias, k, selection: vec![0.0; experts], keys: Vec::with_capacity(experts) };
+            TopKSelector { how, bias, k, selection: vec![0.0; experts], keys: Vec::with_capacity(experts) };
         for (t, index) in index.chunks_mut(k).enumerate() {
             take_row(logits, piece * rows + t, &mut x);
             chooser.choose(&x, index);

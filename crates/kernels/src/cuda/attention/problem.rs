@@ -2,7 +2,7 @@
 
 use super::instances::{Instance, Step, instance};
 use super::tile_table::{Side, TileTable};
-use crate::attention::plan::{Plan, plan, strides};
+use crate::attention::plan::{AttentionPlan, plan, strides};
 use crate::checks::dtypes;
 use crate::cpu::attention::{AttentionShape, MaskAlign, Span, check_shape, per_head};
 use crate::cuda::args::kernel_args;
@@ -144,7 +144,7 @@ pub(super) fn problem(
     sequences: Sequences,
     f: &AttentionForward,
 ) -> Result<AttentionProblem> {
-    let Plan { shape, spans, gaps, lse_batch } = plan(scores, sequences, f)?;
+    let AttentionPlan { shape, spans, gaps, lse_batch } = plan(scores, sequences, f)?;
     check_shape(&shape)?;
     dtypes(op, f.q.dtype(), &[f.k, f.v, f.out])?;
     dtypes(op, DType::F32, &[f.lse])?;

@@ -165,7 +165,7 @@ fn tables_and_losses() {
         );
         refused(
             &h,
-            "a narrow gradient",
+            "a 16-bit gradient",
             k.embedding_backward(
                 s,
                 &EmbeddingBackward {
@@ -204,7 +204,7 @@ fn tables_and_losses() {
             go("a vector of logits", CrossEntropy { logits: &f(&[18]), ..base() });
             go("integers", CrossEntropy { logits: &z(&h, I32, &[3, 6]), ..base() });
             go("columns apart", CrossEntropy { logits: &f(&[6, 3]).transpose(0, 1).unwrap(), ..base() });
-            go("a narrow loss", CrossEntropy { loss: &z(&h, BF16, &[3]), ..base() });
+            go("a 16-bit loss", CrossEntropy { loss: &z(&h, BF16, &[3]), ..base() });
         }
     }
 }
@@ -249,7 +249,7 @@ fn shards_of_losses() {
         let stat = |what: &str, t: &Tensor| refused(&h, what, k.cross_entropy_stats(s, &base(), t));
         stat("few statistics", &f(&[2, 4]));
         stat("short statistics", &f(&[3, 3]));
-        stat("narrow statistics", &z(&h, BF16, &[3, 4]));
+        stat("16-bit statistics", &z(&h, BF16, &[3, 4]));
         stat("strided statistics", &f(&[3, 5]).narrow(1, 0, 4).unwrap());
         for gradient in [false, true] {
             let go = |what: &str, all: &Tensor, weights: &Tensor, loss: &Tensor| {
@@ -274,12 +274,12 @@ fn shards_of_losses() {
             go("statistics of one rank alone", &stats, &weights, &loss);
             go("statistics of other rows", &f(&[2, 2, 4]), &weights, &loss);
             go("short statistics", &f(&[2, 3, 3]), &weights, &loss);
-            go("narrow statistics", &z(&h, BF16, &[2, 3, 4]), &weights, &loss);
+            go("16-bit statistics", &z(&h, BF16, &[2, 3, 4]), &weights, &loss);
             go("strided statistics", &f(&[3, 2, 4]).transpose(0, 1).unwrap(), &weights, &loss);
             go("few weights", &all, &f(&[2]), &loss);
-            go("narrow weights", &all, &z(&h, BF16, &[3]), &loss);
+            go("16-bit weights", &all, &z(&h, BF16, &[3]), &loss);
             go("few losses", &all, &weights, &f(&[2]));
-            go("a narrow loss", &all, &weights, &z(&h, BF16, &[3]));
+            go("a 16-bit loss", &all, &weights, &z(&h, BF16, &[3]));
         }
     }
 }

@@ -27,8 +27,8 @@ fn products() {
         go("columns apart", &f(&[4, 3]).transpose(0, 1).unwrap(), &b, None, &c);
         go("a result with columns apart", &a, &b, None, &f(&[5, 3]).transpose(0, 1).unwrap());
         go("mixed types", &a, &z(&h, BF16, &[4, 5]), None, &c);
-        go("a wide bias of narrow factors", &z(&h, BF16, &[3, 4]), &z(&h, BF16, &[4, 5]), Some(&f(&[5])), &c);
-        go("a narrow result of wide factors", &a, &b, None, &z(&h, BF16, &[3, 5]));
+        go("an f32 bias of bf16 operands", &z(&h, BF16, &[3, 4]), &z(&h, BF16, &[4, 5]), Some(&f(&[5])), &c);
+        go("a 16-bit result of wide factors", &a, &b, None, &z(&h, BF16, &[3, 5]));
         go("integers", &z(&h, I32, &[3, 4]), &z(&h, I32, &[4, 5]), None, &z(&h, I32, &[3, 5]));
         go("integers into floats", &z(&h, I32, &[3, 4]), &z(&h, I32, &[4, 5]), None, &c);
         let square = f(&[4, 4]);
@@ -61,8 +61,8 @@ fn maps() {
         refused(&h, "copy shapes", k.copy(s, &z(&h, F32, &[2, 3]), &z(&h, F32, &[3, 2])));
         refused(&h, "copy integers to floats", k.copy(s, &z(&h, I32, &[3]), &f(3)));
         refused(&h, "copy and convert strided", k.copy(s, &column(&h, F32, 3), &z(&h, BF16, &[3])));
-        let turned = z(&h, F32, &[3, 2]).transpose(0, 1).unwrap();
-        refused(&h, "copy columns apart", k.copy(s, &turned, &z(&h, F32, &[2, 3])));
+        let transposed = z(&h, F32, &[3, 2]).transpose(0, 1).unwrap();
+        refused(&h, "copy columns apart", k.copy(s, &transposed, &z(&h, F32, &[2, 3])));
         let deep = z(&h, F32, &[2, 2, 3, 2]).transpose(2, 3).unwrap();
         refused(&h, "copy deep columns apart", k.copy(s, &deep, &z(&h, F32, &[2, 2, 2, 3])));
         refused(&h, "copy itself", k.copy(s, &x, &x));

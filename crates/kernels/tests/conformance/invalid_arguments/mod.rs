@@ -1,4 +1,4 @@
-//! Arguments that do not fit are errors that name the kernel, on every home, and never a panic.
+//! Invalid arguments return errors that name the kernel, on every device, and never panic.
 
 mod attention;
 mod embedding_loss;

@@ -22,7 +22,7 @@ fn norms() {
         go("a short gain", rms, NormForward { gamma: &f(&[3]), ..base() });
         go("a long gain", rms, NormForward { gamma: &f(&[5]), ..base() });
         go("few statistics", rms, NormForward { rstd: &f(&[2]), ..base() });
-        go("narrow statistics", rms, NormForward { rstd: &z(&h, BF16, &[3]), ..base() });
+        go("16-bit statistics", rms, NormForward { rstd: &z(&h, BF16, &[3]), ..base() });
         go("a gain of another type", rms, NormForward { gamma: &z(&h, BF16, &[4]), ..base() });
         go("a result of another type", rms, NormForward { y: &z(&h, BF16, &[3, 4]), ..base() });
         go("in place", rms, NormForward { y: &x, ..base() });
@@ -74,7 +74,7 @@ fn norms() {
         let wide = f(&[3, 8]).narrow(1, 0, 4).unwrap();
         go("a residual of other strides", rms, NormBackward { residual: Some(&wide), ..base() });
         go("a short gain gradient", rms, NormBackward { dgamma: &f(&[3]), ..base() });
-        go("a narrow gain gradient", rms, NormBackward { dgamma: &z(&h, BF16, &[4]), ..base() });
+        go("a 16-bit gain gradient", rms, NormBackward { dgamma: &z(&h, BF16, &[4]), ..base() });
         go("few statistics", rms, NormBackward { rstd: &f(&[2]), ..base() });
         go("over its input", rms, NormBackward { dx: &x, ..base() });
     }
@@ -102,7 +102,7 @@ fn rotations() {
         go("a position past the table", Rope { positions: &h.ids(&[0, 5, 1]), ..base() });
         go("a negative position", Rope { positions: &h.ids(&[0, -1, 1]), ..base() });
         go("positions of another type", Rope { positions: &z(&h, I64, &[3]), ..base() });
-        go("narrow tables", Rope { cos: &z(&h, BF16, &[5, 4]), ..base() });
+        go("16-bit tables", Rope { cos: &z(&h, BF16, &[5, 4]), ..base() });
         go("channels apart", Rope { x: &f(&[3, 8, 2]).transpose(1, 2).unwrap(), ..base() });
         go("integers", Rope { x: &z(&h, I32, &[3, 2, 8]), ..base() });
     }

@@ -43,8 +43,8 @@ fn optimizers() {
             "a second moment of another type",
             ParamUpdate { second: Some((&z(&h, BF16, &[4])).into()), ..base() },
         );
-        go("a narrow master", ParamUpdate { master: &z(&h, BF16, &[4]), ..base() });
-        go("a narrow gradient", ParamUpdate { grad: &z(&h, BF16, &[4]), ..base() });
+        go("a 16-bit master", ParamUpdate { master: &z(&h, BF16, &[4]), ..base() });
+        go("a 16-bit gradient", ParamUpdate { grad: &z(&h, BF16, &[4]), ..base() });
         go("integer moments", ParamUpdate { first: (&z(&h, I32, &[4])).into(), ..base() });
         let (codes, scale) = (z(&h, DType::U8, &[4]), z(&h, DType::U8, &[1]));
         let coded = |scales| Moment { values: &codes, scales };
@@ -83,14 +83,14 @@ fn optimizers() {
         refused(&h, "codes without scales", h.k.pack_moment(&h.s, MomentOrder::First, &g, coded(None)));
         refused(
             &h,
-            "narrow values",
+            "16-bit values",
             h.k.unpack_moment(&h.s, MomentOrder::First, coded(Some(&scale)), &codes),
         );
         refused(&h, "short values", h.k.unpack_moment(&h.s, MomentOrder::First, coded(Some(&scale)), &f(3)));
         let (high, low) = (z(&h, BF16, &[4]), z(&h, DType::I16, &[4]));
         refused(&h, "a short half", h.k.split_master(&h.s, &p, &high, &z(&h, DType::I16, &[3])));
         refused(&h, "halves changed", h.k.join_master(&h.s, &low, &high, &p));
-        refused(&h, "a narrow counter", h.k.advance_step(&h.s, [0.9, 0.9], &f(counter::COUNT), &scalars_t));
+        refused(&h, "an f32 counter", h.k.advance_step(&h.s, [0.9, 0.9], &f(counter::COUNT), &scalars_t));
         go("a strided master", ParamUpdate { master: &column(&h, F32, 4), ..base() });
         go("a moment over the master", ParamUpdate { first: (&p).into(), ..base() });
         for wrong in [0, 1, scalars::COUNT - 1, scalars::COUNT + 1] {
@@ -98,22 +98,18 @@ fn optimizers() {
             refused(&h, "a scalar buffer of another size", h.k.sgd(&h.s, sgd, &f(wrong), &[base()]));
             refused(&h, "a scalar buffer of another size", h.k.clip_factor(&h.s, &[&g], None, &f(wrong)));
         }
-        refused(&h, "narrow scalars", h.k.adam(&h.s, adam, &z(&h, BF16, &[scalars::COUNT]), &[base()]));
-        refused(&h, "narrow scalars", h.k.clip_factor(&h.s, &[&g], None, &z(&h, BF16, &[scalars::COUNT])));
+        refused(&h, "16-bit scalars", h.k.adam(&h.s, adam, &z(&h, BF16, &[scalars::COUNT]), &[base()]));
+        refused(&h, "16-bit scalars", h.k.clip_factor(&h.s, &[&g], None, &z(&h, BF16, &[scalars::COUNT])));
         refused(&h, "strided scalars", h.k.clip_factor(&h.s, &[&g], None, &column(&h, F32, scalars::COUNT)));
         refused(&h, "strided scalars", h.k.adam(&h.s, adam, &column(&h, F32, scalars::COUNT), &[base()]));
-        refused(&h, "a narrow gradient", h.k.clip_factor(&h.s, &[&z(&h, BF16, &[4])], None, &scalars_t));
+        refused(&h, "a 16-bit gradient", h.k.clip_factor(&h.s, &[&z(&h, BF16, &[4])], None, &scalars_t));
         refused(&h, "a strided gradient", h.k.clip_factor(&h.s, &[&column(&h, F32, 4)], None, &scalars_t));
         let two = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
         let square = two.narrow(0, 0, 1).unwrap();
         refused(&h, "two sums of squares", h.k.grad_square_sum(&h.s, &[&g], &two));
-        refused(&h, "a narrow sum of squares", h.k.grad_square_sum(&h.s, &[&g], &f(1)));
-        refused(&h, "a narrow gradient", h.k.grad_square_sum(&h.s, &[&z(&h, BF16, &[4])], &square));
-        refused(
-            &h,
-            "a narrow sum of squares",
-            h.k.clip_factor_from_square_sum(&h.s, &f(1), None, &scalars_t),
-        );
+        refused(&h, "an f32 sum of squares", h.k.grad_square_sum(&h.s, &[&g], &f(1)));
+        refused(&h, "a 16-bit gradient", h.k.grad_square_sum(&h.s, &[&z(&h, BF16, &[4])], &square));
+        refused(&h, "an f32 sum of squares", h.k.clip_factor_from_square_sum(&h.s, &f(1), None, &scalars_t));
         refused(
             &h,
             "a scalar buffer of another size",
