@@ -201,7 +201,7 @@ impl Linear {
         }
     }
 
-    /// [`Linear::forward`]; with `input_recomputed` its input will be made again for backward, by who drops what was saved here.
+    /// [`Linear::forward`]; with `input_recomputed` the caller will drop the saved input and recompute it for backward.
     pub(crate) fn forward_recomputable(
         &self,
         p: &StepContext,

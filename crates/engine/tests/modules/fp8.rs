@@ -77,21 +77,18 @@ pub struct OperandShards {
 pub const WHOLE: OperandShards = OperandShards { operands: [ONE; 3], sums: [1; 2] };
 
 /// Checks the three GEMMs against the reference.
-#[allow(clippy::too_many_arguments)]
 pub fn check(
     what: &str,
     recipe: Recipe,
     map: &Map,
-    [xs, ws, dys]: [&[f64]; 3],
-    bias: Option<&[f64]>,
-    cut: OperandShards,
-    given: [Given; 3],
+    ([xs, ws, dys], bias): ([&[f64]; 3], Option<&[f64]>),
+    (cut, given): (OperandShards, [Given; 3]),
     ours: &Numbers,
 ) {
     let (t, k, n) = (map.tokens, map.input, map.out());
     let made = |i: usize, how| {
         let (x, shape) = ([xs, ws, dys][i], [[t, k], [n, k], [t, n]][i]);
-        quantized(recipe, Role::ALL[i], how, x, shape, cut.operands[i], given[i])
+        quantized(recipe, Role::ALL[i], how, (x, shape), cut.operands[i], given[i])
     };
     let (mut y, mut room) = product(&made(0, Use::Rows), &made(1, Use::Rows), k, cut.sums[0]);
     if let Some(bias) = bias {
@@ -164,7 +161,7 @@ fn fp8_linears_match_gemms_of_quantized_operands() {
             let given = Given { scale: 1.0, draw: (3 << 32) + 1 };
             let all = [&xs[..], &s.weights[0], &dys];
             let bias = map.bias.then(|| &s.weights[1][..]);
-            check(&what, recipe, &map, all, bias, WHOLE, [given; 3], &ours);
+            check(&what, recipe, &map, (all, bias), (WHOLE, [given; 3]), &ours);
             // The tolerances hold for values without outliers.
             let gentle = |recipe: Option<Recipe>| {
                 let (linear, s) = map.build(recipe, &[]);
@@ -231,7 +228,7 @@ fn delayed_scales_come_from_earlier_steps() {
                     let ours = run(&linear, &s, &s.pass(), &x, &dy);
                     let all = [&xs[..], &s.weights[0], &dys];
                     let bias = map.bias.then(|| &s.weights[1][..]);
-                    check(&what, recipe, &map, all, bias, WHOLE, given, &ours);
+                    check(&what, recipe, &map, (all, bias), (WHOLE, given), &ours);
                 }
                 state.end_step(&s.rank).unwrap();
                 state.weights_changed();

@@ -90,7 +90,7 @@ fn fp8_lm_heads_match_gemms_of_quantized_operands() {
                 let (ours, dlogits, losses) = run(&s, &head, &m, &x);
                 let given = Given { scale: 1.0, draw: (3 << 32) + 1 };
                 let all = [&xs[..], &s.weights[0], &dlogits];
-                check(&what, recipe, &m, all, None, WHOLE, [given; 3], &ours);
+                check(&what, recipe, &m, (all, None), (WHOLE, [given; 3]), &ours);
                 // Losses and gradients are those of the returned logits.
                 let labels = s.rank.compute.download::<i32>(&targets(&s, m.tokens, m.out()).labels).unwrap();
                 for (t, label) in labels.iter().enumerate() {
@@ -201,7 +201,7 @@ fn fp8_lm_heads_over_tensor_parallel_ranks() {
                 let cut = OperandShards { operands: [ONE, down, across], sums: [1, t] };
                 let given = Given { scale: 1.0, draw: (5 << 32) + 1 };
                 let all = [&xs[..], &alone.weights[0], &dys];
-                check(&what, recipe, &m, all, None, cut, [given; 3], &ours);
+                check(&what, recipe, &m, (all, None), (cut, [given; 3]), &ours);
             }
         }
     }

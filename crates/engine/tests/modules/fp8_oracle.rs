@@ -87,8 +87,7 @@ pub fn quantized(
     recipe: Recipe,
     role: Role,
     how: Use,
-    x: &[f64],
-    [r, c]: [usize; 2],
+    (x, [r, c]): (&[f64], [usize; 2]),
     parts: Parts,
     given: Given,
 ) -> Vec<f64> {

@@ -110,7 +110,7 @@ fn changed_weights_are_seen() {
 
 /// Reference statistics, element by element.
 fn expected(recipe: Recipe, role: Role, x: &[f64], shape: [usize; 2], given: Given) -> [f64; 4] {
-    let made = quantized(recipe, role, Use::Rows, x, shape, ONE, given);
+    let made = quantized(recipe, role, Use::Rows, (x, shape), ONE, given);
     let n = x.len() as f64;
     let most = x.iter().fold(0f64, |m, x| m.max(x.abs()));
     let limit = f64::from(largest(recipe.format(role))) / f64::from(given.scale);

@@ -94,7 +94,7 @@ fn fp8_linears_over_ranks_match_one_rank() {
                     let all = [&xs[..], &alone.weights[0], &dys];
                     let bias = map.bias.then(|| &alone.weights[1][..]);
                     let given = Given { scale: 1.0, draw: (5 << 32) + 1 };
-                    check(&what, recipe, &map, all, bias, cut(split, t), [given; 3], &ours);
+                    check(&what, recipe, &map, (all, bias), (cut(split, t), [given; 3]), &ours);
                     if recipe.per_tensor() {
                         // Without partial sums the GEMM runs over the same FP8 values in the same order.
                         assert_eq!(ours.2[0], one.2[0], "{what}: weight gradient of one rank");
@@ -170,7 +170,7 @@ fn delayed_scales_agree_over_ranks() {
             let [xs, dys] = &operands[2];
             let all = [&xs[..], &alone.weights[0], dys];
             let given = delays.given(DELAYED);
-            check(&what, DELAYED, &map, all, Some(&alone.weights[1]), cut(split, t), given, &ours);
+            check(&what, DELAYED, &map, (all, Some(&alone.weights[1])), (cut(split, t), given), &ours);
         }
     }
 }

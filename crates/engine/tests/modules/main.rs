@@ -15,6 +15,7 @@ mod linear;
 mod lm_head;
 mod mla;
 mod mlp;
+mod moe;
 mod norm;
 mod support;
 mod tensor_parallel;
