@@ -110,9 +110,9 @@ impl NormLayer {
         y.amax = measure.then(|| p.zero_amax()).transpose()?;
         let mut saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
             Some(amax) => {
-                k.add_norm_forward_amax(s, self.norm, &ResidualAdd { residual: residual, sum: &sum }, n, amax)
+                k.add_norm_forward_amax(s, self.norm, &ResidualAdd { residual, sum: &sum }, n, amax)
             }
-            None => k.add_norm_forward(s, self.norm, &ResidualAdd { residual: residual, sum: &sum }, n),
+            None => k.add_norm_forward(s, self.norm, &ResidualAdd { residual, sum: &sum }, n),
         })?;
         saved.x = SavedTensor::activation(&sum);
         Ok((y, sum, saved))

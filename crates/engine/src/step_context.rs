@@ -109,6 +109,7 @@ impl<'a> StepContext<'a> {
 }
 
 /// The saved activations of a module, or only its input where it is recomputed.
+#[expect(clippy::large_enum_variant, reason = "handles of a few words, once a layer")]
 pub enum Checkpointed<S> {
     /// Everything backward needs.
     Full(S),

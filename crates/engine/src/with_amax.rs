@@ -99,11 +99,7 @@ impl StepContext<'_> {
             dh.amax = Some(amax);
         } else if extras.sums && !gated {
             let sums = self.act_sums(h)?;
-            k.act_backward_dbias(
-                s,
-                &ActBackward { act: act, gated: false, x: h, dy: dy, dx: &dh.values },
-                &sums,
-            )?;
+            k.act_backward_dbias(s, &ActBackward { act, gated: false, x: h, dy, dx: &dh.values }, &sums)?;
             dh.sums = Some(sums);
         } else {
             k.act_backward(s, &ActBackward { act, gated, x: h, dy, dx: &dh.values })?;
