@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Ours beside PyTorch on the CPU: the `tiny` yardstick, interleaved, medians of the pairs.
+"""Benchmarks Ferrotron against PyTorch on the CPU: the `tiny` recipe, runs interleaved, medians of pairs.
 
-Needs PyTorch (pip install torch) and a release build (cargo build --release). Leave the machine alone meanwhile.
+Needs PyTorch (pip install torch), a release build (cargo build --release) and an otherwise idle machine.
 Usage: scripts/bench_cpu.py [pairs=5] [threads=2]"""
 import json, pathlib, statistics, subprocess, sys
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Ours beside PyTorch on a GPU, in one command and in turn: every run of a peer has one of ours before and after it.
+"""Benchmarks Ferrotron against PyTorch on a GPU, interleaved: a run of Ferrotron before and after every PyTorch run.
 
-Needs PyTorch. The program and the peers' scripts are looked for beside this file (a bundle of scripts/gpu-bundle.sh) and in
-the repository. Works are yardsticks or custom/... shapes (see peers/torch_train.py). Runs are written to LOGS as JSON lines;
-a table is printed last.
+Needs PyTorch. The binary and the PyTorch scripts are looked for beside this file (in a bundle of scripts/gpu-bundle.sh) and in
+the repository. WORK is a benchmark model or a custom/... shape (see peers/torch_train.py). Runs are appended to LOGS/runs.jsonl;
+a table is printed at the end.
 Usage: bench_gpu.py LOGS WORK... [-- PEER...]     PEER: bf16 bf16-cudnn autocast autocast-cudnn fp8 fp8-cudnn
                                                   (default: bf16 bf16-cudnn autocast autocast-cudnn)
        OURS="--set a.b=c" adds to our command line; STEPS=20"""

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draws the training losses of several runs as an SVG picture.
+"""Plots the training losses of several runs as an SVG.
 
-Each argument is NAME=RUN[,RUN...]: folders of runs with events.jsonl; several are averaged (the same recipe under several
-seeds). Losses are means over a window of steps, and the end of each curve, mean of its last 50 steps, is in the legend.
+Each argument is NAME=RUN[,RUN...]: run folders with events.jsonl; several are averaged (one recipe with several seeds). Losses
+are moving averages; the legend has the mean of the last 50 steps.
 Usage: scripts/curves.py PICTURE.svg NAME=RUN[,RUN...]..."""
 import json, pathlib, sys
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Packs what a GPU host without a Rust toolchain needs into one folder (default: target/gpu-bundle): the program, the
-# test executables, golden vectors, peer scripts and check.sh, which runs them all there and prints one table.
+# Builds a bundle for a GPU host without a Rust toolchain (default: target/gpu-bundle): the binary, test executables, golden
+# vectors, PyTorch benchmark scripts and check.sh, which runs everything there and prints one table.
 # Usage: scripts/gpu-bundle.sh [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."

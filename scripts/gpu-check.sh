@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
-# interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
+# interruptions, the sanitizer and benchmarks against PyTorch. Prints one table and a verdict; logs go to a folder.
 # Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm layouts moe golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -13,7 +13,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rows=() failed=0
 
-# row NAME COMMAND...: runs it, keeps its log, notes the verdict and its last line.
+# row NAME COMMAND...: runs the command, writes its log, records the verdict and the last line.
 row() {
   local name=$1 begin=$SECONDS verdict=ok
   shift
@@ -26,7 +26,7 @@ tests() { "$here/tests/$1" --test-threads="${THREADS:-8}" "${@:2}" | grep -v '^t
 ft() { "$here/ferrotron" "$@"; }
 
 load_cold() { FERROTRON_CACHE=$work/cache ft kernels --load; }
-damaged_cache() { # a truncated and a foreign entry are rebuilt
+damaged_cache() { # a truncated entry and one of another kernel are rebuilt
   local first second
   first=$(ls "$work"/cache/*.cubin | head -1); second=$(ls "$work"/cache/*.cubin | tail -1)
   truncate -s 100 "$first" && cp "$first" "$second" && FERROTRON_CACHE=$work/cache ft kernels --load
@@ -44,9 +44,9 @@ families() { # parity of CPU and CUDA for every golden Hugging Face model
 }
 same_bits() {
   ft train --device cuda --out "$work/a" && ft train --device cuda --out "$work/b" &&
-    diff -r "$work/a/checkpoints" "$work/b/checkpoints" && echo "two runs gave the same bytes"
+    diff -r "$work/a/checkpoints" "$work/b/checkpoints" && echo "two runs wrote identical checkpoints"
 }
-checked() { ft train --device cuda --check --steps 5 --out "$work/checked" && echo "five steps, every access ordered"; }
+checked() { ft train --device cuda --check --steps 5 --out "$work/checked" && echo "five steps, every memory access ordered"; }
 like_the_cpu() {
   ft train --device cpu --out "$work/cpu" >"$work/cpu.txt" && ft train --device cuda --out "$work/gpu" >"$work/gpu.txt" &&
     python3 - "$work" <<'PY'
@@ -69,11 +69,11 @@ sanitize() { # TOOL FILTER...: one process per filter, side by side (the tool lo
   grep -h "SUMMARY" "$logs/$tool"-*.log | sort | uniq -c | tail -3
   return $bad
 }
-model() { # TOML of a model large enough that products take a while
+model() { # recipe of a model with large GEMMs
   printf '[model]\nlayers = %s\nhidden = 2048\nheads = 16\nkv_heads = 4\nhead_dim = 128\nffn = 8192\nvocab = 256\nmax_positions = 4096\n' "${1:-4}"
   printf '[data]\npath = "embedded"\nseq_len = 4096\n[train]\nsteps = 8\nglobal_batch = 8\nmicro_batch = 2\n[precision]\ndtype = "bf16"\n[generate]\ntokens = 0\n[checkpoint]\nat_end = false\n[optimizer]\nlr = 1e-4\n'
 }
-same_as_one() { # LAYOUT...: one step of several ranks on the card beside one rank, bf16
+same_as_one() { # LAYOUT...: one step of several ranks on one GPU against one rank, bf16
   local bad=0 layout
   model 4 >"$work/model.toml"
   for layout in "$@"; do
@@ -83,7 +83,7 @@ same_as_one() { # LAYOUT...: one step of several ranks on the card beside one ra
   done
   return $bad
 }
-traced() { # RANKS KEY=VALUE...: how much of the communication lies under computation
+traced() { # RANKS KEY=VALUE...: overlap of communication with compute
   local ranks=$1 set=()
   shift
   for key in "$@"; do set+=(--set "$key"); done
@@ -139,5 +139,5 @@ fi
 
 echo
 printf '%s\n' "${rows[@]}"
-[ $failed = 0 ] && echo "verdict: all held" || echo "verdict: something failed, see $logs"
+[ $failed = 0 ] && echo "verdict: all passed" || echo "verdict: something failed, see $logs"
 exit $failed

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts NVIDIA's run-time compiler under target/nvrtc (from Python wheels, once) and prints the folder with its
-# library. With it every CUDA kernel is compiled on machines that have no GPU.
+# Installs NVRTC under target/nvrtc, from its Python wheel, once, and prints the folder of its library. With it CUDA kernels
+# compile on machines without a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

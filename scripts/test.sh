@@ -16,7 +16,7 @@ for component in fmt clippy; do
   }
 done
 
-# A compiler the machine has already is as good.
+# FERROTRON_CUDA_LIB names an NVRTC that is already installed.
 if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
   if lib=$(scripts/nvrtc.sh); then
     export FERROTRON_CUDA_LIB="$lib"
@@ -28,7 +28,7 @@ if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
   fi
 fi
 
-# Ranks as processes: the tests say aloud what they skip without it, and fail in CI.
+# Tests with ranks as processes need MPI: without it they print that they are skipped, and in CI they fail.
 if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   # The package brings the library, whatever the distribution calls that one.
   install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends openmpi-bin >/dev/null; }
