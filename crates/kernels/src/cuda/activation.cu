@@ -1,10 +1,10 @@
-// The non-linearities of the MLP and their gated forms. Gated input is [rows, 2f]: the first half goes through
-// the activation, the second is the linear gate. Without a gate the tensors are one row of any length.
+// Activation functions of the MLP, plain and gated, forward and backward. Gated input is [rows, 2·width]: the first
+// half goes through the activation, the second is the linear gate. Without a gate a tensor is one row of any length.
 #include "activation.cuh"
 #include "amax.cuh"
 #include "args/activation.cuh"
 
-// The chunk of this thread: which row, and its first column. Without a gate there is one row.
+// The 16-byte chunk of this thread: its row and first column. Without a gate there is one row.
 template <class T, bool GATED> struct Chunk {
     i64 row, at;
     bool live;
@@ -15,17 +15,18 @@ template <class T, bool GATED> struct Chunk {
             row = 0;
             at = i;
         } else {
-            // 64-bit division costs as much as the rest, so that more chunks than 32 bits count are refused.
+            // In 32 bits, because 64-bit division would cost as much as the rest; the host refuses more chunks than
+            // that.
             row = u32(i) / u32(per_row);
             at = u32(i) % u32(per_row);
         }
         at *= VecWidth<T>::count;
     }
-    // Columns left in the row, so far as this chunk needs to know.
+    // Columns from `at` to the end of the row, at most a chunk.
     __device__ __forceinline__ i32 left(const ActArgs& a) const { return min(a.width - at, i64(VecWidth<T>::count)); }
 };
 
-// The largest magnitude of the first `left` numbers.
+// amax of the first `left` elements.
 template <class T> __device__ __forceinline__ float chunk_amax(const Packed<T>& p, i32 left) {
     constexpr int V = VecWidth<T>::count;
     if (left >= V) return packed_amax(0.0f, p);
@@ -36,7 +37,7 @@ template <class T> __device__ __forceinline__ float chunk_amax(const Packed<T>& 
     return m;
 }
 
-// Both return the largest magnitude of what they wrote; who does not look at it does not pay for it.
+// `forward` and `backward` return the amax of what they wrote; the compiler drops it where it is not used.
 template <class T, class Curve, bool GATED> __device__ __forceinline__ float forward(const ActArgs& a) {
     constexpr int V = VecWidth<T>::count;
     const Chunk<T, GATED> c(a);
@@ -124,10 +125,10 @@ WITH_AMAX(act_backward_amax, backward, bf16, false)
 WITH_AMAX(gated_backward_amax, backward, bf16, true)
 #endif
 
-// dx = act'(x)·dy of rows [rows, width], and f32 [parts, width] at `amax`: the sums of its columns, as it is stored, over
-// part_rows rows each. A block has 32 lanes of V columns; the rows of its part are dealt out to its warps.
+// dx = act'(x)·dy of [rows, width] with partial column sums (the bias gradient) in f32 [parts, width] at `amax`, of dx
+// as it is stored, over part_rows rows each. A lane has V columns; the rows of a part are dealt to the block's warps.
 constexpr int COLUMN_WARPS = 8;
-// Rows of a warp that are on their way together.
+// Rows of a warp whose loads are in flight together.
 constexpr int COLUMN_AHEAD = 4;
 
 template <class T, class Curve> struct ColumnSlopes {
@@ -157,7 +158,7 @@ template <class T, class Curve> struct ColumnSlopes {
         return stored;
     }
 
-    // Rows r, r + COLUMN_WARPS, ... below `last`, in whole accesses.
+    // Rows r, r + COLUMN_WARPS, ... below `last`, in 16-byte accesses.
     __device__ __forceinline__ void whole(i64 r, i64 last, i64 width) {
         auto get = [&](const T* from, i64 row) { return *reinterpret_cast<const Packed<T>*>(from + row * width); };
         for (; r + (COLUMN_AHEAD - 1) * COLUMN_WARPS < last; r += COLUMN_AHEAD * COLUMN_WARPS) {
@@ -176,7 +177,7 @@ template <class T, class Curve> struct ColumnSlopes {
             *reinterpret_cast<Packed<T>*>(dx + r * width) = one(get(x, r), get(dy, r));
     }
 
-    // The same of the first `left` columns, one at a time.
+    // The same for the first `left` columns, element by element.
     __device__ __forceinline__ void some(i64 r, i64 last, i64 width, i32 left) {
 #pragma unroll 1
         for (; r < last; r += COLUMN_WARPS) {
@@ -195,7 +196,7 @@ __device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)
     ColumnSlopes<T, Curve> slopes(a, column);
     if (a.vectorized && column + V <= a.width) slopes.whole(first + warp, last, a.width);
     else if (column < a.width) slopes.some(first + warp, last, a.width, i32(min(a.width - column, i64(V))));
-    // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
+    // Column i of lane l lies at i·32 + l, so that the lanes of a warp use different banks.
 #pragma unroll
     for (int i = 0; i < V; i++) sums[warp][i * 32 + lane] = slopes.sum[i];
     __syncthreads();

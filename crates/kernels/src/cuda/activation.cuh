@@ -1,15 +1,16 @@
-// The curves of the non-linearities. What a curve needs to know it takes from a kernel's arguments: limit, alpha, offset.
+// Activation functions: values, derivatives and gates. A function with parameters (limit, alpha, offset) takes them
+// from the kernel's arguments.
 #pragma once
 #include "prelude.cuh"
 
 enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3, SQUARED_RELU = 4 };
 
-// NaN passes through both.
+// Both return NaN for NaN.
 __device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
 __device__ __forceinline__ float at_most(float x, float high) { return x > high ? high : x; }
 
-// What is rounded to bf16 can afford the hardware's reciprocal and power of two, which are good to a few ulp and know
-// their limits: 2^∞ = ∞, 1/∞ = 0. NaN stays NaN.
+// 16-bit outputs can afford the hardware's approximations, which are accurate to a few ulp and exact at their limits:
+// 2^∞ = ∞, 1/∞ = 0, NaN stays NaN. f32 outputs use the exact division and expf below.
 __device__ __forceinline__ float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -25,7 +26,8 @@ __device__ __forceinline__ float power_of_two(float x) {
 template <class T> __device__ __forceinline__ float quotient(float a, float b) { return a * reciprocal(b); }
 template <> __device__ __forceinline__ float quotient<float>(float a, float b) { return a / b; }
 
-// In f32, σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
+// Range in which the f32 sigmoid is evaluated: e^86 and its reciprocal are normal numbers, and above 88 σ(x) rounds to
+// 1.
 #define SIGMOID_LOW (-86.0f)
 #define SIGMOID_HIGH 88.0f
 template <class T> __device__ __forceinline__ float inverse_power(float x) { return power_of_two(x * -LOG2_E); }
@@ -39,17 +41,18 @@ template <class T> __device__ __forceinline__ float times_sigmoid(float y, float
 }
 // σ(x) and 1 − σ(x), neither losing digits to cancellation.
 template <class T> __device__ __forceinline__ void sigmoid_pair(float x, float& s, float& rest) {
-    // Not ∞, whose product with 0 is no number.
+    // Clamped below ∞, because ∞·0 is NaN.
     float e = at_most(inverse_power<T>(x), 3e37f);
     s = quotient<T>(1.0f, 1.0f + e);
     rest = e * s;
 }
 
-// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of x
-// and products with a vanishing σ in range.
+// For |x| > 20 GELU has reached its asymptotes in f32: value 0 and slope 0 on the left, slope 1 on the right. Clamping
+// there keeps powers of x and products with a vanishing σ in range.
 #define FLAT 20.0f
 
-// A curve has its value, and its value and slope together; the gate is the linear half's share.
+// Each activation has `value(x)`, `slope(x, value)` (derivative and value together), and for gated use `gate(u)` and
+// `gate_slope(u, d)`, the linear half and its derivative times d.
 template <class T> struct GeluTanh {
     // ½(1 + tanh u) = σ(2u), so GELU is x·σ(x·(A + B·x²)) with A = 2√(2/π), B = 0.044715·A.
     static constexpr float A = 1.5957692f, B = 0.071354814f;
@@ -70,7 +73,7 @@ template <class T> struct GeluTanh {
 
 template <class T> struct GeluErf {
     template <class Args> __device__ __forceinline__ GeluErf(const Args&) {}
-    // Φ(x) = ½(1 + erf(x/√2)) and its density; the tail keeps its relative accuracy.
+    // Φ(x) = ½(1 + erf(x/√2)) and its density, with full relative accuracy in the tail.
     __device__ __forceinline__ static void normal(float x, float& cdf, float& pdf) {
         float z = fabsf(x) * 0.70710678f;
         float e = expf(at_least(-0.5f * (x * x), -88.0f));
@@ -140,7 +143,7 @@ template <class T> struct ClampedSilu {
     float limit, alpha, offset;
     template <class Args> __device__ __forceinline__ ClampedSilu(const Args& a)
         : limit(a.limit), alpha(a.alpha), offset(a.offset) {}
-    // Bounded below too, where α·x has long made σ vanish.
+    // Clamped from below as well, where σ(α·x) has long vanished.
     __device__ __forceinline__ float bounded(float x) const { return at_least(at_most(x, limit), -1e28f); }
     __device__ __forceinline__ float value(float x) const {
         float b = bounded(x);

@@ -1,3 +1,5 @@
+//! Activation functions, plain and gated.
+
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -9,7 +11,7 @@ use crate::{
 };
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 
-/// Rows of a part of column sums at least, and parts at most.
+/// Partial column sums: at least so many rows each, and at most so many of them.
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 256;
 
@@ -41,7 +43,7 @@ kernel_args! {
     }
 }
 
-/// A non-linearity as curves.cuh knows it: which, and its limit, alpha and offset.
+/// An activation as activation.cuh numbers it, and its limit, alpha and offset.
 pub(super) fn code(act: Act) -> (u32, [f32; 3]) {
     match act {
         Act::GeluTanh => (0, [0.0; 3]),
@@ -74,7 +76,7 @@ impl ActArgs {
         }
     }
 
-    /// 16-byte accesses where the addresses and, gated, the halves allow them.
+    /// 16-byte accesses where addresses and, if gated, the halves of rows are aligned.
     fn align(&mut self, dtype: DType, gated: bool) {
         let bases = (self.x | self.dy | self.out).is_multiple_of(16);
         self.vectorized =
@@ -83,7 +85,7 @@ impl ActArgs {
 
     fn grid(&self, op: &'static str, dtype: DType) -> Result<LaunchConfig> {
         let chunks = self.rows as usize * (self.width as usize).div_ceil(vec_width(dtype));
-        // A thread counts chunks in 32 bits: 64 GiB of them, more than any card has room for three times.
+        // Kernels count chunks in 32 bits; that is 64 GiB of input.
         if u32::try_from(chunks).is_err() {
             return shape_error(
                 op,
@@ -95,7 +97,7 @@ impl ActArgs {
 }
 
 impl CudaKernels {
-    /// `y`; with `amax`, of bf16 only, the largest magnitude of it as well.
+    /// `y = act(x)`; with `amax` (bf16 only) also raises the amax of `y`.
     pub(super) fn act(
         &self,
         s: &Stream,
@@ -123,7 +125,7 @@ impl CudaKernels {
         })
     }
 
-    /// `dx`; with `amax`, of bf16 only, the largest magnitude of it as well.
+    /// `dx = act'(x)·dy`; with `amax` (bf16 only) also raises the amax of `dx`.
     pub(super) fn act_slope(
         &self,
         s: &Stream,
@@ -152,15 +154,15 @@ impl CudaKernels {
     }
 }
 
-/// Rows of a part of column sums, and how many parts there are. Many parts keep a card busy to the end; their sums stay
-/// small beside the rows.
+/// Rows of a partial column sum, and how many there are. Enough to fill a GPU to the end, and few enough to be small
+/// beside the rows.
 pub(super) fn parts(rows: usize) -> (usize, usize) {
     let each = rows.div_ceil(MAX_PARTS).max(PART_ROWS);
     (each, rows.div_ceil(each).max(1))
 }
 
 impl CudaKernels {
-    /// `dx` of a plain non-linearity of `x [rows, n]`, and parts of its column sums.
+    /// `dx` of an activation without a gate over `x [rows, n]`, and partial column sums of it (the bias gradient).
     pub(super) fn act_slope_columns(
         &self,
         s: &Stream,
@@ -182,7 +184,7 @@ impl CudaKernels {
             (a.x, a.dy, a.out, a.amax) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             a.rows = rows as i64;
             a.part_rows = each as u32;
-            // Rows lie one after another: all of them start as the first does, or none needs to.
+            // Rows are contiguous: either all of them are aligned like the first, or alignment is not used.
             a.align(dtype, true);
             let across = blocks(OP, n.div_ceil(32 * vec_width(dtype)))?;
             let grid = LaunchConfig { blocks: [across, count as u32, 1], threads: 256, shared: 0 };

@@ -1,4 +1,4 @@
-// One step of Adam.
+// One Adam step over a list of tensors.
 #pragma once
 #include "multi_tensor.cuh"
 
@@ -6,8 +6,8 @@ struct AdamFactors {
     float beta1, new1, beta2, new2, eps, bias1, bias2, clip, lr, inside, beside;
 };
 
-// Corrected by division, or by products with inverses, which `bias1` and `bias2` then are: steps on packed moments move
-// so few bytes that they would wait for the divisions.
+// Bias correction by division, or (INVERSES) by products with `bias1` and `bias2` already inverted: steps on packed
+// moments move so few bytes that divisions would bound them.
 template <bool INVERSES> __device__ __forceinline__ void adam_element(const AdamFactors& f, float& p, float g, float& m, float& v) {
     g = __fadd_rn(__fmul_rn(g, f.clip), __fmul_rn(f.inside, p));
     m = __fadd_rn(__fmul_rn(f.beta1, m), __fmul_rn(f.new1, g));
@@ -19,7 +19,7 @@ template <bool INVERSES> __device__ __forceinline__ void adam_element(const Adam
     p = __fsub_rn(p, __fmul_rn(f.lr, update));
 }
 
-// What is taken of weights while they are made: nothing.
+// What Adam quantizes of the new weights: nothing.
 struct NoQuantizedWeight {
     static constexpr bool wanted = false;
     __device__ __forceinline__ NoQuantizedWeight(const TensorEntry&, bool) {}
@@ -51,7 +51,8 @@ template <class P, class A, class B, class T> __device__ __forceinline__ void ad
     bool vectorized = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.fp8 : 0)) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
     if (!vectorized || base + UPDATES > e.n) {
-        // Few blocks: those at an end. Whole warps stay together.
+        // Unaligned tensors, and the last block of each: one element a thread. All threads of a warp take part,
+        // because packed moments reduce over it.
         for (i64 from = base; from < min(base + UPDATES, e.n); from += THREADS) {
             i64 at = from + threadIdx.x;
             bool there = at < e.n;

@@ -1,4 +1,4 @@
-// Adam on packed moments.
+// Adam with block-scaled moments (16 or 8 bits).
 #include "adam.cuh"
 
 #define ADAM(NAME, MASTER, FIRST, SECOND)                                 \

@@ -1,7 +1,7 @@
-// Adam on weights of narrow products and packed moments.
+// Adam with block-scaled moments that also quantizes the new weights.
 #include "adam_quantize.cuh"
 
-// Cards without an instruction for bytes need registers to make them.
+// GPUs without an FP8 conversion instruction need registers to emulate it.
 #if __CUDA_ARCH__ >= 890
 #define BLOCKS 3
 #else

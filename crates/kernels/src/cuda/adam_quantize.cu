@@ -1,4 +1,4 @@
-// Adam on weights of narrow products.
+// Adam with unscaled moments that also quantizes the new weights.
 #include "adam_quantize.cuh"
 
 #define ADAM(NAME, MASTER, FIRST, SECOND, BLOCKS)                         \

@@ -1,5 +1,6 @@
-// What narrow products need of weights, taken while Adam makes them: their largest magnitude, and their bytes under a scale
-// that is known. Where an entry wants nothing, nothing is done; that is the same for all threads of a block.
+// Quantizes weights while Adam updates them, so that FP8 GEMMs need no pass of their own over the weights: raises
+// their amax (current scaling), or writes E4M3 under a scale that is known (delayed scaling). Entries that ask for
+// neither cost nothing; the branch is uniform over a block.
 #pragma once
 #include "adam.cuh"
 #include "amax.cuh"
@@ -15,7 +16,7 @@ struct QuantizedWeight {
         scale = *reinterpret_cast<const float*>(e.scale);
         if (first_block && threadIdx.x == 0) *reinterpret_cast<float*>(e.scale_inv) = __fdiv_rn(1.0f, scale);
     }
-    // Elements at..at+N, aligned. Only whole masters are made bytes of.
+    // N aligned elements. Only f32 master weights are quantized, not split ones.
     template <class P, int N> __device__ __forceinline__ void take(i64 at, const Vec<float, N>& p) {
         Vec<u32, N / 4> out;
 #pragma unroll
@@ -35,7 +36,8 @@ struct QuantizedWeight {
     __device__ __forceinline__ void atomic_amax(const TensorEntry& e) const {
         if (e.amax) block_atomic_amax(e.amax, most);
     }
-    // Of a step that changes nothing: bytes of the weights as they are, whose scale may be new.
+    // When the step is skipped (non-finite gradients): the weights stay, but are quantized again, because their scale
+    // may have changed.
     template <class P> static __device__ __forceinline__ void requantize_unchanged(const AdamArgs& a) {
         const int index = entry_of(a, blockIdx.x);
         const TensorEntry& e = a.list[index];

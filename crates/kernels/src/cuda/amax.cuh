@@ -1,4 +1,4 @@
-// Largest magnitudes of what a kernel writes.
+// amax (largest magnitude) of what a kernel writes.
 #pragma once
 #include "prelude.cuh"
 
@@ -13,8 +13,9 @@ __device__ __forceinline__ float packed_amax(float m, const Packed<float>& p) {
     return m;
 }
 
-// amax = max(amax, m), m ≥ 0 given by its bits: as integers, the bits of such numbers are in the same order. What is no
-// magnitude (NaN, or less than zero) counts for nothing. Few have anything new to say, so most only look.
+// amax = max(amax, m) for m ≥ 0 given by its bits, which as integers have the order of the numbers. A stored value
+// that is no magnitude (NaN or negative) is replaced. Most threads only read: atomics are issued only for a larger
+// value.
 __device__ __forceinline__ void atomic_amax(u64 amax, u32 bits) {
     u32* to = reinterpret_cast<u32*>(amax);
     const u32 seen = *reinterpret_cast<volatile u32*>(to);
@@ -23,7 +24,7 @@ __device__ __forceinline__ void atomic_amax(u64 amax, u32 bits) {
     if (nothing || bits > seen) atomicMax(to, bits);
 }
 
-// The same of m of every thread of the block. All threads must come here.
+// The same over the block's values of m. All threads of the block must call it.
 __device__ __forceinline__ void block_atomic_amax(u64 amax, float m) {
     __shared__ u32 most[32];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

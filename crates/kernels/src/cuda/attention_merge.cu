@@ -1,5 +1,5 @@
-// Attention over some keys joined with attention over others: eight lanes a row of `width` channels. With
-// x = e^-|lse - part_lse| the larger of the two has the weight 1/(1+x), the other x/(1+x).
+// Merges attention over two sets of keys, eight lanes to a row of `width` channels. With x = e^-|lse - part_lse| the
+// side with the larger log-sum-exp gets the weight 1/(1+x), the other x/(1+x).
 #include "args/attention_merge.cuh"
 
 template <class T> struct alignas(4 * sizeof(T)) Four {
@@ -13,7 +13,7 @@ template <class T> __device__ __forceinline__ void merge(const MergeArgs& a) {
     float* total = reinterpret_cast<float*>(a.lse) + r;
     float old = none, add = none;
     if (r < a.rows) old = *total, add = reinterpret_cast<const float*>(a.part_lse)[r];
-    // All lanes of a row have read its sum before one of them replaces it.
+    // All lanes of a row have read its log-sum-exp before lane 0 overwrites it.
     __syncwarp();
     if (add == none) return;
     const float x = expf(-fabsf(old - add)), large = 1.0f / (1.0f + x), small = x / (1.0f + x);

@@ -1,3 +1,5 @@
+//! Merges partial attention results (context parallelism).
+
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::columns;

@@ -1,29 +1,29 @@
-//! Finding the fastest of several ways by trying them.
+//! Autotuning: times candidates on the GPU and picks the fastest.
 
 use ferrotron_tensor::Result;
 
-/// Seconds of the card that finding out may take, about.
+/// GPU seconds that tuning may take, approximately.
 const BUDGET: f64 = 0.1;
-/// Ways tried at least, unless one alone takes as long as [`SLOW`].
+/// Candidates tried at least, unless one takes longer than [`SLOW`].
 const MIN_CANDIDATES: usize = 4;
-/// Seconds after which there is no trying.
+/// Seconds of a single run from which on nothing is tuned.
 const SLOW: f64 = 0.03;
-/// Ways tried at most.
+/// Candidates tried at most.
 pub(super) const MAX_CANDIDATES: usize = 16;
-/// Those that are slower than the best by more than this are not looked at twice.
+/// Candidates slower than the best by more than this factor are not timed again.
 const NEAR_BEST: f64 = 1.06;
-/// Ways that are looked at twice.
+/// Candidates that are timed repeatedly.
 const FINALISTS: usize = 5;
-/// A later way must be faster by this to be preferred: less is noise.
+/// A later candidate replaces an earlier one only if it is faster by this factor: less is noise.
 const SWITCH_MARGIN: f64 = 0.995;
 
-/// Number of the fastest of `n` ways. `time` runs the ways it is given in turn and says how many seconds each took,
-/// infinity if it failed. Earlier ways are thought to be better: where time is short only they are tried.
+/// Index of the fastest of `n` candidates. `time` runs the given candidates in order and returns the seconds of each,
+/// infinity if it failed. Earlier candidates are expected to be better: where time is short only they are tried.
 pub(super) fn autotune(n: usize, time: &mut dyn FnMut(&[usize]) -> Result<Vec<f64>>) -> Result<usize> {
     if n < 2 {
         return Ok(0);
     }
-    // The first run of each loads its code, which says nothing about its speed.
+    // The first run of a candidate loads its code and is not representative.
     time(&[0])?;
     let one = time(&[0])?[0].max(1e-6);
     if one.is_finite() && one > SLOW {
@@ -37,7 +37,7 @@ pub(super) fn autotune(n: usize, time: &mut dyn FnMut(&[usize]) -> Result<Vec<f6
     seen.sort_by(|a, b| a.1[0].total_cmp(&b.1[0]));
     let best = seen[0].1[0];
     seen.retain(|(_, t)| t[0] <= best * NEAR_BEST);
-    // The first is given up only for one that is clearly faster.
+    // The first candidate stays among the finalists, so that only a clearly faster one replaces it.
     if let Some(at) = seen.iter().position(|(algorithm, _)| *algorithm == 0).filter(|at| *at >= FINALISTS) {
         seen.swap(FINALISTS - 1, at);
     }
@@ -45,7 +45,7 @@ pub(super) fn autotune(n: usize, time: &mut dyn FnMut(&[usize]) -> Result<Vec<f6
     if seen.len() > 1 {
         let round: f64 = seen.iter().map(|(_, t)| t[0]).sum();
         for _ in 0..((BUDGET / 2.0 / round.max(1e-9)) as usize).clamp(1, 6) {
-            // Each time another begins: what runs after a pause finds the card cooler.
+            // Starts with another candidate each time: what runs after a pause finds the GPU cooler.
             seen.rotate_left(1);
             let order: Vec<usize> = seen.iter().map(|(algorithm, _)| *algorithm).collect();
             time(&order)?.into_iter().zip(&mut seen).for_each(|(t, (_, all))| all.push(t));
@@ -66,7 +66,7 @@ pub(super) fn autotune(n: usize, time: &mut dyn FnMut(&[usize]) -> Result<Vec<f6
 mod tests {
     use super::*;
 
-    /// Runs with a clock that says `speed(way, number of the run)`; also the seconds it all took.
+    /// Tunes with a clock that says `speed(candidate, number of the run)`; also returns the seconds spent.
     fn race(n: usize, speed: impl Fn(usize, usize) -> f64) -> (usize, f64) {
         let (mut spent, mut runs) = (0.0, 0);
         let mut time = |algorithms: &[usize]| {
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn the_fastest_wins_wherever_it_stands() {
+    fn the_fastest_candidate_wins_at_any_position() {
         for n in 1..=MAX_CANDIDATES {
             for winner in 0..n {
                 let speed = |w: usize, _| if w == winner { 1e-4 } else { 1.1e-4 + w as f64 * 1e-6 };
@@ -93,8 +93,8 @@ mod tests {
     }
 
     #[test]
-    fn noise_does_not_move_it_from_the_first() {
-        // All alike within a fifth of a percent, and one hiccup of the first.
+    fn noise_does_not_replace_the_first_candidate() {
+        // All within a fifth of a percent, with one hiccup of the first.
         let speed = |w: usize, run: usize| {
             1e-4 * (1.0 + 0.001 * ((w * 7 + run * 13) % 3) as f64) + if run == 2 { 1e-5 } else { 0.0 }
         };
@@ -102,14 +102,14 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_passed_over() {
+    fn failed_candidates_are_skipped() {
         let speed = |w: usize, _| if w == 2 { 1e-4 } else { f64::INFINITY };
         assert_eq!(race(6, speed).0, 2);
         assert_eq!(race(6, |_, _| f64::INFINITY).0, 0);
     }
 
     #[test]
-    fn time_is_bounded() {
+    fn tuning_time_is_bounded() {
         for one in [1e-5, 1e-4, 1e-3, 5e-3, 1.3e-2, 0.1] {
             let (_, spent) = race(MAX_CANDIDATES, |w, _| one * (1.0 + w as f64 * 1e-3));
             assert!(spent < 3.0 * BUDGET, "{one}: {spent}");

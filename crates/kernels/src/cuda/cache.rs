@@ -1,11 +1,11 @@
-//! Compiled kernels and choices between algorithms on disk. An entry holds the whole of what it was made from, and is
-//! used only if that is equal byte for byte and the checksum fits: anything truncated, damaged or foreign is made anew.
+//! On-disk cache of compiled kernels and tuned GEMM algorithms. An entry holds its complete key, and is used only if
+//! the key is equal byte for byte and the checksum matches: a truncated, damaged or foreign entry is recreated.
 
 use std::path::{Path, PathBuf};
 
 const MAGIC: &[u8; 8] = b"FTcubin1";
 
-/// Folder for compiled kernels: `FERROTRON_CACHE`, or the user's cache folder.
+/// Cache folder: `FERROTRON_CACHE`, or the user's cache folder.
 pub fn folder() -> Option<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
     variable("FERROTRON_CACHE")
@@ -36,15 +36,15 @@ fn decode(entry: &[u8], key: &[u8]) -> Option<Vec<u8>> {
         .then(|| code.to_vec())
 }
 
-/// The code made from `key`, if it is there and whole.
+/// The cubin stored under `key`, if it is complete.
 pub(super) fn load(folder: &Path, name: &str, arch: &str, key: &[u8]) -> Option<Vec<u8>> {
     decode(&std::fs::read(path(folder, name, arch, key)).ok()?, key)
 }
 
-/// Keeps code for next time. A folder that cannot be written only costs time later.
+/// Stores a cubin. A folder that cannot be written only costs time later.
 pub(super) fn store(folder: &Path, name: &str, arch: &str, key: &[u8], code: &[u8]) {
     let to = path(folder, name, arch, key);
-    // Written aside and renamed: a reader sees a whole entry or none.
+    // Written to a temporary file and renamed: a reader sees a complete entry or none.
     let aside = to.with_extension(format!("{}.part", std::process::id()));
     let write = || {
         std::fs::create_dir_all(folder)?;
@@ -56,7 +56,7 @@ pub(super) fn store(folder: &Path, name: &str, arch: &str, key: &[u8], code: &[u
     }
 }
 
-/// The choice made for `key`, if it is there and whole.
+/// The tuned choice stored under `key`, if it is complete.
 pub(super) fn load_choice(folder: &Path, name: &str, key: &[u8]) -> Option<Vec<u8>> {
     decode(&std::fs::read(choice_path(folder, name, key)).ok()?, key)
 }
@@ -65,15 +65,15 @@ fn choice_path(folder: &Path, name: &str, key: &[u8]) -> PathBuf {
     folder.join(format!("{name}-{:08x}.choice", crc32c::crc32c(key)))
 }
 
-/// Settles on `value` for `key`, unless another was settled on before, and gives the one that stands. None where it
-/// cannot be kept: then another run could choose otherwise.
+/// Stores `value` under `key` unless there is a choice already, and returns the one that is stored. None where nothing
+/// can be stored: then another run could choose differently.
 pub(super) fn store_choice(folder: &Path, name: &str, key: &[u8], value: &[u8]) -> Option<Vec<u8>> {
     let to = choice_path(folder, name, key);
     let aside = to.with_extension(format!("{}-{:?}.part", std::process::id(), std::thread::current().id()));
     let write = || {
         std::fs::create_dir_all(folder)?;
         std::fs::write(&aside, encode(key, value))?;
-        // A link takes no other's place: of several that choose at once the first stands, whole.
+        // A hard link fails if the file exists: of several processes that tune at once the first wins.
         match std::fs::hard_link(&aside, &to) {
             Err(_) if load_choice(folder, name, key).is_none() => std::fs::rename(&aside, &to),
             _ => std::fs::remove_file(&aside),
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_comes_back_whole_or_not_at_all() {
+    fn a_damaged_entry_is_not_loaded() {
         let (key, code) = (b"source and options".as_slice(), b"machine code".as_slice());
         let entry = encode(key, code);
         assert_eq!(decode(&entry, key).as_deref(), Some(code));
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_one_folder_do_not_mix() {
+    fn entries_with_different_keys_do_not_collide() {
         let folder = std::env::temp_dir().join(format!("ferrotron-cache-{}", std::process::id()));
         store(&folder, "a", "sm_90a", b"one", b"code one");
         store(&folder, "a", "sm_80", b"two", b"code two");
@@ -119,19 +119,19 @@ mod tests {
     }
 
     #[test]
-    fn the_first_choice_stands() {
+    fn a_stored_choice_is_not_replaced() {
         let folder = tempfile::tempdir().unwrap();
-        let at = folder.path().join("made when needed");
+        let at = folder.path().join("created on demand");
         assert_eq!(load_choice(&at, "gemm", b"key"), None);
         assert_eq!(store_choice(&at, "gemm", b"key", b"one").as_deref(), Some(b"one".as_slice()));
         assert_eq!(store_choice(&at, "gemm", b"key", b"two").as_deref(), Some(b"one".as_slice()));
         assert_eq!(store_choice(&at, "gemm", b"other", b"two").as_deref(), Some(b"two".as_slice()));
         assert_eq!(load_choice(&at, "gemm", b"key").as_deref(), Some(b"one".as_slice()));
-        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 2, "nothing is left lying about");
+        assert_eq!(std::fs::read_dir(&at).unwrap().count(), 2, "no temporary file is left");
     }
 
     #[test]
-    fn a_damaged_choice_is_made_anew() {
+    fn a_damaged_choice_is_replaced() {
         let folder = tempfile::tempdir().unwrap();
         store_choice(folder.path(), "gemm", b"key", b"one").unwrap();
         let file = choice_path(folder.path(), "gemm", b"key");
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn all_who_choose_at_once_agree() {
+    fn concurrent_tuners_agree_on_one_choice() {
         let folder = tempfile::tempdir().unwrap();
         let all: Vec<_> = std::thread::scope(|s| {
             let each = |i: u8| store_choice(folder.path(), "gemm", b"key", &[i; 40]).unwrap();
@@ -159,10 +159,10 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_can_be_kept_nothing_is_settled() {
+    fn an_unwritable_folder_stores_no_choice() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
-        std::fs::write(&file, b"in the algorithm").unwrap();
+        std::fs::write(&file, b"a file").unwrap();
         assert_eq!(store_choice(&file, "gemm", b"key", b"one"), None);
     }
 }

@@ -1,4 +1,4 @@
-//! Kernel sources to machine code, by NVRTC.
+//! Compiles kernel sources to machine code with NVRTC.
 
 use super::libraries::{self, NvidiaLibrary};
 use super::sources::{Source, header, includes};
@@ -10,30 +10,30 @@ use std::ffi::{CStr, CString};
 /// A compiled source.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Machine code to load.
+    /// Machine code for the driver.
     pub cubin: Vec<u8>,
-    /// Its kernels.
+    /// Resources of its kernels, as ptxas reports them.
     pub kernels: Vec<KernelResources>,
 }
 
-/// What a kernel needs.
+/// Resources of a kernel.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KernelResources {
     /// Its name.
     pub name: String,
     /// Registers of a thread.
     pub registers: usize,
-    /// Bytes a thread stores to and loads from memory for want of registers.
+    /// Bytes of register spills, stores plus loads.
     pub spills: usize,
 }
 
-/// The compiler, opened.
+/// NVRTC.
 pub struct Compiler {
     version: (i32, i32),
 }
 
 fn failed(op: &'static str, status: nvrtcResult) -> Error {
-    // SAFETY: gives a static string for every code.
+    // SAFETY: returns a static string for every status.
     let text = unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(status)) };
     Error::Cuda { op, what: text.to_string_lossy().into_owned() }
 }
@@ -42,18 +42,18 @@ fn check(op: &'static str, status: nvrtcResult) -> Result<()> {
     if status == nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(failed(op, status)) }
 }
 
-/// Destroys a program when it goes out of scope.
+/// Destroys the program when dropped.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
     fn drop(&mut self) {
-        // SAFETY: made by `nvrtcCreateProgram` and not destroyed before.
+        // SAFETY: created by `nvrtcCreateProgram` and not destroyed before.
         let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
     }
 }
 
 impl Compiler {
-    /// Opens NVRTC.
+    /// Loads NVRTC.
     pub fn open() -> Result<Compiler> {
         if !NvidiaLibrary::Nvrtc.open() {
             let what = format!(
@@ -66,7 +66,7 @@ impl Compiler {
             return Err(Error::Unsupported { op: "NVRTC", what });
         }
         let mut version = (0, 0);
-        // SAFETY: the library is open; places for two numbers.
+        // SAFETY: the library is loaded; pointers to two integers.
         check("version of NVRTC", unsafe { sys::nvrtcVersion(&mut version.0, &mut version.1) })?;
         Ok(Compiler { version })
     }
@@ -76,7 +76,8 @@ impl Compiler {
         self.version
     }
 
-    /// What decides the machine code: compiler, options, and the texts of the source and its headers.
+    /// Cache key: everything that decides the machine code, which is the compiler, its options, and the texts of the
+    /// source and its headers.
     pub(super) fn key(&self, source: &Source, arch: &str) -> Result<Vec<u8>> {
         let (major, minor) = self.version;
         let defines = source.variant.defines();
@@ -102,7 +103,7 @@ impl Compiler {
         let options =
             options(arch).into_iter().map(CString::new).collect::<Result<Vec<_>, _>>().map_err(nul)?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: strings that outlive the call, as many texts as names.
+        // SAFETY: strings that outlive the call, and as many header texts as names.
         let created = unsafe {
             sys::nvrtcCreateProgram(
                 &mut raw,
@@ -126,7 +127,7 @@ impl Compiler {
             });
         }
         let mut size = 0;
-        // SAFETY: a compiled program; a place for the size, then that many bytes.
+        // SAFETY: a compiled program; a pointer for the size, then a buffer of that size.
         let cubin = unsafe {
             check("size of machine code", sys::nvrtcGetCUBINSize(program.0, &mut size))?;
             let mut cubin = vec![0u8; size];
@@ -137,7 +138,7 @@ impl Compiler {
     }
 }
 
-/// The headers that a source includes, directly or not, in the order in which they are first met.
+/// The headers that a source includes, directly or not.
 fn headers(source: &Source) -> Result<Vec<(String, Cow<'static, str>)>> {
     let mut found: Vec<(String, Cow<'static, str>)> = Vec::new();
     let mut next: Vec<String> = includes(source.text).map(String::from).collect();
@@ -172,7 +173,7 @@ fn folder_list() -> String {
 
 fn log(program: &Program) -> Result<String> {
     let mut size = 0;
-    // SAFETY: a live program; a place for the size, then that many bytes.
+    // SAFETY: a live program; a pointer for the size, then a buffer of that size.
     let bytes = unsafe {
         check("size of the log", sys::nvrtcGetProgramLogSize(program.0, &mut size))?;
         let mut bytes = vec![0u8; size.max(1)];
@@ -182,7 +183,7 @@ fn log(program: &Program) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim().to_string())
 }
 
-/// Reads the assembler's report: for every kernel a line with its name, then its spills, then its registers.
+/// Parses the report of ptxas: for every kernel a line with its name, then its spills, then its registers.
 fn usage(log: &str) -> Vec<KernelResources> {
     let number_before = |line: &str, what: &str| -> usize {
         let head = line.split(what).next().filter(|h| h.len() < line.len());

@@ -1,4 +1,4 @@
-// Copies of bytes, and between strides. As in maps, a thread asks for all it moves before it writes any of it.
+// Copies of contiguous bytes and between strides. A thread issues all its loads before its stores.
 #include "args/copy.cuh"
 
 constexpr int THREADS = 256;
@@ -7,7 +7,7 @@ constexpr int UNROLL = 4;
 __device__ __forceinline__ i64 unit_of(int u) { return (i64(blockIdx.x) * UNROLL + u) * THREADS + threadIdx.x; }
 
 
-// n bytes.
+// Copies n contiguous bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const CopyArgs p) {
     const u8* from = reinterpret_cast<const u8*>(p.from);
     u8* to = reinterpret_cast<u8*>(p.to);
@@ -19,17 +19,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const CopyArgs 
         for (int u = 0; u < UNROLL; u++) reinterpret_cast<uint4*>(to)[unit_of(u)] = x[u];
         return;
     }
-    // Bytes side by side in a warp: base addresses are odd, or the end is near.
+    // Unaligned addresses, or the last block: byte by byte, neighbouring lanes on neighbouring bytes.
     i64 first = i64(blockIdx.x) * (16 * UNROLL * THREADS), last = first + 16 * UNROLL * THREADS;
     if (last > p.n) last = p.n;
 #pragma unroll 4
     for (i64 i = first + threadIdx.x; i < last; i += THREADS) to[i] = from[i];
 }
 
-// Axes a tensor may have.
+// Axes a tensor may have at most.
 constexpr int AXES = 5;
 
-// `sizes[0..axes]`, the last the fastest; all in units of one access.
 
 template <class I, class Unit> __device__ __forceinline__ void copy_strided(const StridedArgs& p) {
     Unit held[UNROLL];
@@ -55,7 +54,7 @@ template <class I, class Unit> __device__ __forceinline__ void copy_strided(cons
         if (to[u] >= 0) reinterpret_cast<Unit*>(p.to)[to[u]] = held[u];
 }
 
-// 32-bit division is several times cheaper, and nearly always enough.
+// 32-bit division is several times cheaper than 64-bit division, and almost always enough.
 #define COPY(name, Unit)                                                                                               \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const StridedArgs p) {                                  \
         if (p.count <= 0x7fffffffll) copy_strided<u32, Unit>(p);                                                       \

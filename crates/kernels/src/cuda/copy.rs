@@ -1,14 +1,15 @@
-//! Copies of one type: bytes where both sides are contiguous, else by strides, in pieces as large as they allow.
+//! Copies within one dtype: as bytes where both sides are contiguous, otherwise between strides in the widest accesses
+//! that alignment allows.
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
 
-/// The most axes of a tensor, as in copy.cu.
+/// Axes of a tensor at most, as in copy.cu.
 const AXES: usize = 5;
 
-/// An axis that both sides of a copy have.
+/// An axis of a copy: its size, and the strides of both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Axis {
     size: usize,
@@ -45,7 +46,7 @@ kernel_args! {
     }
 }
 
-/// The axes of a copy, those that lie back to back on both sides joined, those of one entry left out.
+/// The axes of a copy: axes that are contiguous with each other on both sides are merged, axes of size 1 dropped.
 pub(super) fn strides(x: &Tensor, out: &Tensor) -> Result<Vec<Axis>> {
     const OP: &str = "copy";
     if x.shape() != out.shape() {
@@ -73,7 +74,7 @@ fn joined(all: impl Iterator<Item = Axis>) -> Vec<Axis> {
 }
 
 impl StridedArgs {
-    /// The arguments, and the bytes of one access: 16 where rows and addresses allow it, else one element.
+    /// The arguments, and the bytes of one access: 16 where rows and addresses are aligned, otherwise one element.
     pub(super) fn new(axes: &[Axis], element: usize, from: u64, to: u64) -> (StridedArgs, usize) {
         let even = |elements: usize| (elements * element).is_multiple_of(16);
         let (last, leading) = axes.split_last().unwrap_or((&Axis { size: 1, from: 1, to: 1 }, &[]));
@@ -106,12 +107,12 @@ impl StridedArgs {
     }
 }
 
-/// As in copy.cu: threads of a block, and accesses of each.
+/// As in copy.cu: threads of a block, and accesses of a thread.
 const THREADS: u32 = 256;
 const UNROLL: usize = 4;
 
 impl CudaKernels {
-    /// `out = x` of one type, in one launch.
+    /// `out = x` of the same dtype, in one launch.
     pub(super) fn copy_same(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "copy";
         if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16 | DType::I32) {
@@ -147,7 +148,7 @@ mod tests {
         Axis { size, from, to }
     }
 
-    /// As the kernel counts: where element `i` of the copy is read and written, in units.
+    /// The kernel's index arithmetic: where unit `i` is read and written.
     fn places(args: &StridedArgs, i: i64) -> (i64, i64) {
         let (mut rest, mut at) = (i, (0, 0));
         for a in (0..args.axes as usize).rev() {
@@ -159,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn axes_back_to_back_on_both_sides_are_one() {
+    fn axes_contiguous_on_both_sides_are_merged() {
         let all = [axis(2, 60, 12), axis(3, 20, 4), axis(1, 7, 9), axis(4, 1, 1)];
         assert_eq!(joined(all.into_iter()), [axis(6, 20, 4), axis(4, 1, 1)]);
         assert_eq!(joined([axis(2, 12, 12), axis(3, 4, 4), axis(4, 1, 1)].into_iter()), [axis(24, 1, 1)]);
@@ -168,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn every_byte_is_moved_to_its_place_in_any_unit() {
+    fn every_unit_is_copied_to_its_place() {
         let axes = [axis(3, 8, 48), axis(2, 32, 16), axis(8, 1, 1)];
         for (from, unit) in [(32u64, 16usize), (34, 2)] {
             let (args, found) = StridedArgs::new(&axes, 2, from, 64);

@@ -1,8 +1,7 @@
-//! cuBLASLt: what it is told of a product, and running it.
+//! cuBLASLt: descriptors, heuristics, and launches of GEMMs.
 //!
-//! The library thinks in columns: our row-major `c [m, n]` is its column-major `cᵀ [n, m]`, and
-//! `cᵀ = op(b)ᵀ·op(a)ᵀ`. So the factors change places, nothing is moved, and a bias over our columns is its bias
-//! over rows.
+//! The library is column-major: our row-major `c [m, n]` is its `cᵀ [n, m]`, and `cᵀ = op(b)ᵀ·op(a)ᵀ`. So A and B are
+//! swapped, nothing is moved, and a bias over our columns is its bias over rows.
 
 use super::autotune::MAX_CANDIDATES;
 use super::libraries::NvidiaLibrary;
@@ -17,51 +16,51 @@ use ferrotron_tensor::{DType, Error, Launch, Result};
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
 
-/// The most scratch memory a product may use; what NVIDIA advises for Hopper.
+/// Workspace of a GEMM at most: NVIDIA's recommendation for Hopper.
 const WORKSPACE: usize = 32 << 20;
 
-/// An address that nothing is read from.
+/// Stands for a scale pointer while algorithms are looked up; nothing is read from it.
 const PLACEHOLDER: u64 = 1 << 12;
 
-/// What is done to a product before it is written.
+/// Epilogue: what follows the GEMM in the same kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Epilogue {
     /// Nothing.
     None,
-    /// A bias is added.
+    /// Adds a bias.
     Bias,
-    /// GELU (tanh) of the product with its bias, which is written beside it, with row stride `ld`.
+    /// GELU (tanh) of the GEMM plus bias; the input of the GELU is stored as aux, with leading dimension `ld`.
     Gelu { bias: bool, ld: usize },
-    /// Nothing; the sums of the columns of `a`, as stored, are written beside it in f32.
+    /// Bias gradient: the column sums of `a`, as stored, in f32.
     BiasGrad,
 }
 
-/// What else a product of bytes depends on.
+/// Further parameters of an FP8 GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Fp8Operands {
-    /// Type of the second factor.
+    /// Dtype of the second operand.
     pub(super) other: DType,
-    /// Of both.
+    /// Scaling modes of both operands.
     pub(super) scaling: [ScalingMode; 2],
-    /// Sums in the matrix unit's own registers.
+    /// Fast accumulation: sums stay in the tensor core's accumulator.
     pub(super) fast: bool,
 }
 
-/// What a way of multiplying depends on.
+/// What the choice of an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct GemmKey {
     pub(super) sizes: GemmSizes,
     pub(super) trans: [bool; 2],
-    /// Of the factors (of the first, where they are bytes) and of the result.
+    /// Dtypes of the operands (FP8: of the first) and of the result.
     pub(super) types: [DType; 2],
     pub(super) epilogue: Epilogue,
-    /// Alignment of a, b, c and of what the epilogue needs, in bytes.
+    /// Alignment of a, b, c and of the epilogue's tensor, in bytes.
     pub(super) align: [usize; 4],
-    /// The factors are bytes.
+    /// Set for FP8 operands.
     pub(super) fp8: Option<Fp8Operands>,
 }
 
-/// The library.
+/// A cuBLASLt handle.
 pub(super) struct CublasLt {
     handle: sys::cublasLtHandle_t,
 }
@@ -71,26 +70,26 @@ unsafe impl Send for CublasLt {}
 // SAFETY: as above.
 unsafe impl Sync for CublasLt {}
 
-/// Descriptors of a product.
+/// Matmul and matrix layout descriptors.
 pub(super) struct MatmulDesc {
     operation: sys::cublasLtMatmulDesc_t,
     /// The library's A, B and C: our b, a and c.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     epilogue: Epilogue,
-    /// Are there scales?
+    /// Whether the operands have scales.
     scaled: bool,
-    /// The operation holds the addresses of a call while it is queued: one call at a time.
-    alone: Mutex<()>,
+    /// The matmul descriptor holds the pointers of a call until it is launched: one call at a time.
+    lock: Mutex<()>,
 }
 
-// SAFETY: descriptors are plain memory, changed under the lock only.
+// SAFETY: descriptors are plain memory, and are changed under the lock only.
 unsafe impl Send for MatmulDesc {}
 // SAFETY: as above.
 unsafe impl Sync for MatmulDesc {}
 
 impl Drop for MatmulDesc {
     fn drop(&mut self) {
-        // SAFETY: made in `new` (null where that failed), used by nobody any more.
+        // SAFETY: created in `new` (null where that failed), and no longer used.
         unsafe {
             let _ = sys::cublasLtMatmulDescDestroy(self.operation);
             for layout in self.layouts {
@@ -100,23 +99,23 @@ impl Drop for MatmulDesc {
     }
 }
 
-/// A way the library knows to make a product.
+/// An algorithm of the library.
 #[derive(Clone, Copy)]
 pub(super) struct Algorithm {
     pub(super) code: sys::cublasLtMatmulAlgo_t,
-    /// Scratch bytes it needs.
+    /// Workspace in bytes.
     pub(super) workspace: usize,
 }
 
-/// Where the operands of a call are.
+/// Pointers of a call.
 pub(super) struct GemmPointers {
     pub(super) a: u64,
     pub(super) b: u64,
     pub(super) c: u64,
     pub(super) bias: u64,
-    /// What the epilogue reads or writes beside the product.
+    /// What the epilogue reads or writes besides the result.
     pub(super) aux: u64,
-    /// Of a and b, where they are bytes.
+    /// FP8: inverse scales of a and b.
     pub(super) scales: [u64; 2],
     pub(super) workspace: u64,
 }
@@ -148,21 +147,21 @@ fn mode(scaling: ScalingMode) -> i32 {
 
 impl MatmulDesc {
     pub(super) fn new(key: &GemmKey) -> Result<MatmulDesc> {
-        const OP: &str = "describe a product";
+        const OP: &str = "cuBLASLt descriptor";
         let GemmSizes { m, n, k, lda, ldb, ldc } = key.sizes;
         let [trans_a, trans_b] = key.trans;
         let [input, output] = key.types.map(kind);
         let second = key.fp8.map_or(input, |e| kind(e.other));
-        // What is added to a product of bytes is in bf16.
+        // The bias of an FP8 GEMM is bf16.
         let added = key.fp8.map_or(input, |_| kind(DType::BF16));
         let mut desc = MatmulDesc {
             operation: std::ptr::null_mut(),
             layouts: [std::ptr::null_mut(); 3],
             epilogue: key.epilogue,
             scaled: key.fp8.is_some(),
-            alone: Mutex::default(),
+            lock: Mutex::default(),
         };
-        // A factor as stored, seen by columns.
+        // An operand as stored, column-major.
         let stored = |trans: bool, rows: usize, cols: usize| if trans { (cols, rows) } else { (rows, cols) };
         let shapes = [
             (second, stored(trans_b, n, k), ldb),
@@ -170,18 +169,18 @@ impl MatmulDesc {
             (output, (n, m), ldc),
         ];
         for (layout, (kind, (rows, cols), ld)) in desc.layouts.iter_mut().zip(shapes) {
-            // SAFETY: a place for the handle.
+            // SAFETY: a pointer for the handle.
             check(OP, unsafe {
                 sys::cublasLtMatrixLayoutCreate(layout, kind, rows as u64, cols as u64, ld as i64)
             })?;
         }
-        // Sums in f32, and f32 products in f32: never TF32.
+        // Accumulates in f32, and f32 operands are multiplied in f32, never in TF32.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        // SAFETY: a place for the handle.
+        // SAFETY: a pointer for the handle.
         check(OP, unsafe {
             sys::cublasLtMatmulDescCreate(&mut desc.operation, compute, sys::cudaDataType_t::CUDA_R_32F)
         })?;
-        // 0 as stored, 1 transposed.
+        // 0: as stored, 1: transposed.
         desc.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(trans_b))?;
         desc.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(trans_a))?;
         if let Some(fp8) = key.fp8 {
@@ -189,7 +188,7 @@ impl MatmulDesc {
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &b)?;
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &a)?;
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(fp8.fast))?;
-            // Ways are looked for where scales are somewhere; calls say where.
+            // The heuristics need scale pointers that are not null; calls set the real ones.
             desc.scale_from([PLACEHOLDER; 2])?;
         }
         let (epilogue, bias, aux) = match key.epilogue {
@@ -216,20 +215,20 @@ impl MatmulDesc {
 
     fn set<T: Copy>(&self, which: Attribute, value: &T) -> Result<()> {
         let at = std::ptr::from_ref(value).cast::<c_void>();
-        // SAFETY: a live descriptor; the attributes used here have the sizes of the values they are given.
+        // SAFETY: a live descriptor; the attributes set here have the sizes of the values they are given.
         let status = unsafe {
             sys::cublasLtMatmulDescSetAttribute(self.operation, which, at, std::mem::size_of::<T>())
         };
-        check("describe a product", status)
+        check("cuBLASLt descriptor", status)
     }
 
-    /// The scales of a and b, which change places as a and b do.
+    /// Sets the scale pointers of a and b, swapped as a and b are.
     fn scale_from(&self, [a, b]: [u64; 2]) -> Result<()> {
         self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b)?;
         self.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a)
     }
 
-    /// The addresses that belong to the operation itself.
+    /// Sets the pointers that are attributes of the matmul descriptor.
     fn point(&self, at: &GemmPointers) -> Result<()> {
         if self.scaled {
             self.scale_from(at.scales)?;
@@ -253,23 +252,23 @@ impl CublasLt {
             )));
         }
         let mut handle = std::ptr::null_mut();
-        // SAFETY: the library is open; a place for the handle; the context is current.
+        // SAFETY: the library is loaded; a pointer for the handle; the context is current.
         check("open cuBLASLt", unsafe { sys::cublasLtCreate(&mut handle) })?;
         Ok(CublasLt { handle })
     }
 
-    /// Its version, as 130000.
+    /// Version, as 130000.
     pub(super) fn version(&self) -> usize {
-        // SAFETY: the library is open.
+        // SAFETY: the library is loaded.
         unsafe { sys::cublasLtGetVersion() }
     }
 
-    /// Ways to make a product, the one the library thinks best first; none where it knows none. All give the same
-    /// bits every time.
+    /// Deterministic algorithms for a GEMM, the heuristics' favourite first; empty where there is none.
     pub(super) fn algorithms(&self, key: &GemmKey, desc: &MatmulDesc) -> Result<Vec<Algorithm>> {
-        const OP: &str = "plan a product";
+        const OP: &str = "cuBLASLt heuristic";
         let mut preference = std::ptr::null_mut();
-        // SAFETY: a place for the handle; then attributes of the sizes the library documents, and places for results.
+        // SAFETY: a pointer for the handle; then attributes of the sizes the library documents, and an array for the
+        // results.
         unsafe {
             check(OP, sys::cublasLtMatmulPreferenceCreate(&mut preference))?;
             let prefer = |which, at: *const c_void, bytes| {
@@ -277,7 +276,8 @@ impl CublasLt {
             };
             let most = std::ptr::from_ref(&WORKSPACE).cast();
             prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most, 8)?;
-            // Parts of a sum are joined in f32, never in the type of the result, and in order, never as they come.
+            // Split-k partial sums are reduced in f32, not in the result's dtype, and in a fixed order, not by
+            // atomics.
             let scheme = Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
             let scheme = std::ptr::from_ref(&scheme).cast();
             prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, scheme, 4)?;
@@ -317,11 +317,11 @@ impl CublasLt {
         }
     }
 
-    /// The algorithm of that code, if it can make the product and gives the same bits every time.
+    /// The algorithm with that code, if it can compute the GEMM and is deterministic.
     pub(super) fn algorithm(&self, desc: &MatmulDesc, code: [u64; 8]) -> Option<Algorithm> {
         let code = sys::cublasLtMatmulAlgo_t { data: code };
         let [la, lb, lc] = desc.layouts;
-        // SAFETY: live handles, a code (which the library checks) and a place for the result.
+        // SAFETY: live handles, a code, which the library checks, and a pointer for the result.
         let (status, found) = unsafe {
             let mut found: sys::cublasLtMatmulHeuristicResult_t = std::mem::zeroed();
             let status =
@@ -332,7 +332,7 @@ impl CublasLt {
         (fits && is_deterministic(&code)).then_some(Algorithm { code, workspace: found.workspaceSize })
     }
 
-    /// Queues a product.
+    /// Launches a GEMM.
     pub(super) fn run(
         &self,
         l: &Launch,
@@ -344,9 +344,10 @@ impl CublasLt {
         let (alpha, beta) = (1f32, if accumulate { 1f32 } else { 0f32 });
         let [la, lb, lc] = desc.layouts;
         let stream = l.cuda_stream()?;
-        let _alone = desc.alone.lock().unwrap_or_else(PoisonError::into_inner);
+        let _guard = desc.lock.lock().unwrap_or_else(PoisonError::into_inner);
         desc.point(at)?;
-        // SAFETY: live handles; addresses of the launch's arguments, of the sizes the form was made for.
+        // SAFETY: live handles; addresses of the launch's arguments, of the sizes that the descriptors were created
+        // for.
         let status = unsafe {
             sys::cublasLtMatmul(
                 self.handle,
@@ -371,12 +372,12 @@ impl CublasLt {
     }
 }
 
-/// Are the parts of its sums, if it makes parts, joined in order?
+/// Whether split-k partial sums, if any, are reduced in a fixed order.
 fn is_deterministic(code: &sys::cublasLtMatmulAlgo_t) -> bool {
     let (mut scheme, mut written) = (0u32, 0);
     let at = std::ptr::from_mut(&mut scheme).cast();
     let which = Config::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME;
-    // SAFETY: a place for a number of the documented size.
+    // SAFETY: a pointer to an integer of the documented size.
     let status = unsafe { sys::cublasLtMatmulAlgoConfigGetAttribute(code, which, at, 4, &mut written) };
     let fine = [Reduction::CUBLASLT_REDUCTION_SCHEME_NONE, Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE];
     status == cublasStatus_t::CUBLAS_STATUS_SUCCESS && fine.iter().any(|f| *f as u32 == scheme)

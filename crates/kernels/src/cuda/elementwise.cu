@@ -1,5 +1,5 @@
-// Simple maps over contiguous tensors, in groups of 16 bytes. A thread asks for all its groups before it writes any of
-// them: enough bytes in flight to fill the memory bus, and right in place too.
+// Element-wise kernels over contiguous tensors in 16-byte vectors. A thread issues all its loads before its stores:
+// that keeps enough bytes in flight to saturate memory bandwidth, and makes in-place operation correct.
 #include "args/elementwise.cuh"
 #include "philox.cuh"
 #include "vec.cuh"
@@ -15,12 +15,12 @@ template <int N> __device__ __forceinline__ i64 group_start(int u) {
 }
 
 
-// Is this block's share whole, and can it be read in groups?
+// All of this block's vectors are inside the tensor, and aligned.
 template <int N> __device__ __forceinline__ bool full_block(i64 n, bool vectorized) {
     return vectorized && (i64(blockIdx.x) + 1) * (UNROLL * THREADS * N) <= n;
 }
 
-// out = f(a): f(values of one group, index of the first).
+// out = f(a): f(values of one vector, index of the first).
 template <int N, class A, class D, class F>
 __device__ __forceinline__ void map_group(const Vec<A, N>& x, D* out, i64 at, i64 n, bool vectorized, F f) {
     float v[N];
@@ -51,7 +51,7 @@ template <class A, class D, class F> __device__ __forceinline__ void map(u64 fro
     }
 }
 
-// out = f(a, b), element by element; out is of the type of a.
+// out = f(a, b) element by element; out has the type of a.
 template <int N, class A, class B, class F>
 __device__ __forceinline__ void map2_group(const Vec<A, N>& x, const Vec<B, N>& y, A* out, i64 at, i64 n, bool vectorized,
                                            F f) {
@@ -85,8 +85,8 @@ template <class A, class B, class F> __device__ __forceinline__ void map2(const 
     }
 }
 
-// tanh to a few units in the last place: (1 − e)/(1 + e) with e = exp(−2|x|), and near zero, where that cancels, an
-// odd polynomial. NaN stays NaN; ±∞ give ±1.
+// tanh accurate to a few ulp: (1 − e)/(1 + e) with e = exp(−2|x|), and near zero, where that cancels, an odd
+// polynomial. NaN stays NaN; ±∞ give ±1.
 __device__ __forceinline__ float tanh_of(float x) {
     float a = fabsf(x);
     float e = __expf(-2.0f * a);
@@ -124,7 +124,7 @@ template <class T> __device__ __forceinline__ void softcap_forward(const MapArgs
         for (float& x : v) x = cap * tanh_of(x / cap);
     });
 }
-// a = out = dy, b = y: dy·(1 − (y/cap)²), as a product so that nothing cancels near the cap.
+// a = out = dy, b = y: dy·(1 − (y/cap)²), factored so that nothing cancels near the cap.
 template <class T> __device__ __forceinline__ void softcap_backward(const MapArgs& p) {
     float cap = p.factor;
     map2<T, T>(p, [=](float dy, float y) {
@@ -165,15 +165,15 @@ MAP(softcap_backward_f32, softcap_backward<float>)
 MAP(softcap_backward_bf16, softcap_backward<bf16>)
 #endif
 
-// The word of element `at`: its column in the row that has the number rows[·] among all rows of the step.
+// Index of the random word of element `at`: its column in row number rows[·] of the step.
 __device__ __forceinline__ u64 dropout_word(const DropoutArgs& p, i64 at) {
     i64 row = p.n >> 32 ? at / p.width : i64(u32(at) / u32(p.width));
     u32 number = reinterpret_cast<const u32*>(p.rows)[row];
     return u64(number) * u64(p.width) + u64(at - row * p.width);
 }
 
-// y = x·scale where the element's word of the stream is at least the threshold, else 0. Groups start at multiples of
-// four: where rows do too, each four elements are one block of words. Else every element draws its own.
+// y = x·scale where the element's random word is at least the threshold, else 0. Vectors start at multiples of four:
+// where rows do too, four elements share one Philox block; otherwise every element draws its own.
 template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p) {
     if (p.width % 4 != 0) {
         constexpr i64 SHARE = i64(16 / sizeof(T)) * UNROLL * THREADS;

@@ -1,3 +1,5 @@
+//! Element-wise kernels: sums, casts, soft cap, dropout.
+
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::philox::PhiloxStream;
@@ -11,7 +13,7 @@ use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write
 /// As in elementwise.cu.
 const THREADS: u32 = 256;
 const UNROLL: usize = 4;
-/// Groups of elements of a block.
+/// Vectors of a block.
 const GROUPS: usize = THREADS as usize * UNROLL;
 
 fn kernel(name: &'static str) -> Kernel {
@@ -51,14 +53,14 @@ kernel_args! {
 }
 
 impl CudaKernels {
-    /// A map from `a` (and `b`) to `out`, `n` elements of which the widest has `size` bytes.
+    /// An element-wise operation on `n` elements from `a` (and `b`) to `out`, of which the widest dtype has `size`
+    /// bytes.
     fn map(
         &self,
         l: &Launch,
         kernel: Kernel,
         [a, b, out]: [u64; 3],
-        n: usize,
-        size: usize,
+        (n, size): (usize, usize),
         factor: f32,
     ) -> Result<()> {
         let args = MapArgs { a, b, out, n: n as i64, factor, vectorized: aligned16(&[a, b, out]).into() };
@@ -74,7 +76,7 @@ impl ElementwiseKernels for CudaKernels {
         let kernel = typed!(OP, a.dtype(), "elementwise", "add")?;
         s.launch(OP, &[read(a), read(b), write(out)], |l| {
             let at = [l.address(0)?, l.address(1)?, l.address(2)?];
-            self.map(l, kernel, at, a.numel(), a.dtype().size(), 0.0)
+            self.map(l, kernel, at, (a.numel(), a.dtype().size()), 0.0)
         })
     }
 
@@ -94,7 +96,7 @@ impl ElementwiseKernels for CudaKernels {
         };
         s.launch(OP, &[write(x), read(y)], |l| {
             let at = [l.address(0)?, l.address(1)?, l.address(0)?];
-            self.map(l, kernel, at, x.numel(), x.dtype().size().max(y.dtype().size()), 0.0)
+            self.map(l, kernel, at, (x.numel(), x.dtype().size().max(y.dtype().size())), 0.0)
         })
     }
 
@@ -104,7 +106,7 @@ impl ElementwiseKernels for CudaKernels {
         let kernel = typed!(OP, x.dtype(), "elementwise", "scale")?;
         s.launch(OP, &[write(x)], |l| {
             let at = l.address(0)?;
-            self.map(l, kernel, [at, 0, at], x.numel(), x.dtype().size(), factor)
+            self.map(l, kernel, [at, 0, at], (x.numel(), x.dtype().size()), factor)
         })
     }
 
@@ -125,7 +127,7 @@ impl ElementwiseKernels for CudaKernels {
         };
         s.launch(OP, &[read(x), write(out)], |l| {
             let at = [l.address(0)?, 0, l.address(1)?];
-            self.map(l, kernel(name), at, x.numel(), x.dtype().size().max(out.dtype().size()), 0.0)
+            self.map(l, kernel(name), at, (x.numel(), x.dtype().size().max(out.dtype().size())), 0.0)
         })
     }
 
@@ -143,7 +145,7 @@ impl ElementwiseKernels for CudaKernels {
         let kernel = typed!(OP, x.dtype(), "elementwise", "softcap_forward")?;
         s.launch(OP, &[write(x)], |l| {
             let at = l.address(0)?;
-            self.map(l, kernel, [at, 0, at], x.numel(), x.dtype().size(), cap)
+            self.map(l, kernel, [at, 0, at], (x.numel(), x.dtype().size()), cap)
         })
     }
 
@@ -154,7 +156,7 @@ impl ElementwiseKernels for CudaKernels {
         let kernel = typed!(OP, y.dtype(), "elementwise", "softcap_backward")?;
         s.launch(OP, &[read(y), write(dy)], |l| {
             let at = [l.address(1)?, l.address(0)?, l.address(1)?];
-            self.map(l, kernel, at, y.numel(), y.dtype().size(), cap)
+            self.map(l, kernel, at, (y.numel(), y.dtype().size()), cap)
         })
     }
 
@@ -176,7 +178,7 @@ impl ElementwiseKernels for CudaKernels {
                 n: x.numel() as i64,
                 stream,
                 scale: 1.0 / (1.0 - p),
-                // Dropped words are those below p·2³², which is below 2³² for every p < 1.
+                // p·2³² is below 2³² for every p < 1.
                 threshold: (f64::from(p) * 4_294_967_296.0) as u32,
                 vectorized: aligned16(&[from, to]).into(),
                 pad: 0,

@@ -1,15 +1,15 @@
-// Look-ups in a table and their gradient.
+// Embedding lookup and its gradient.
 //
-// The gradient sums the rows of dy by id without float atomics: tokens are sorted by id (stable, in integers), each
-// run of one id is cut into chunks of CHUNK tokens, and a block adds up one chunk in the order of t. Ids with one
-// chunk are done then; the chunks of others leave partial rows that a last kernel adds up in order.
+// The gradient sums rows of dy by id without floating-point atomics, so that it is deterministic: a stable radix sort
+// orders tokens by id, each run of one id is cut into chunks of CHUNK tokens, and a block sums one chunk in token
+// order. Runs of one chunk are done then; longer runs leave partial sums, which a last kernel adds in order.
 #include "args/embedding.cuh"
 #include "vec.cuh"
 
 constexpr int CHUNK = 64;
 
 
-// Block t: y[t] = scale·table[ids[t] − first] (+ y[t]), as if the rows that are not here were zero.
+// Block t: y[t] = scale·table[ids[t] − first] (+ y[t]); rows outside this rank's shard of the table count as zero.
 template <class T> __device__ __forceinline__ void embedding_forward(const EmbeddingForwardArgs& p) {
     constexpr int N = VecWidth<T>::count;
     i64 t = blockIdx.x;
@@ -44,8 +44,8 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Embed
     extern "C" __global__ void __launch_bounds__(256) embedding_forward_##NAME(const EmbeddingForwardArgs p) { embedding_forward<T>(p); }
 FOR_EACH_TYPE(EMBEDDING_FORWARD)
 
-// The sort, least significant digit first, eight bits at a time. A block has a tile of TILE tokens; its warps have
-// ITEMS·32 neighbouring tokens each.
+// Radix sort, least significant digit first, eight bits at a time. A block has a tile of TILE tokens, a warp ITEMS·32
+// neighbouring ones.
 constexpr int BINS = 256;
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -53,7 +53,8 @@ constexpr int ITEMS = 8;
 constexpr int TILE = ITEMS * THREADS;
 
 
-// The first pass makes ids rows of the table. What is not in the table sorts behind all rows, where no sum looks.
+// The first pass maps ids to rows of this rank's shard; ids outside it map to `local`, behind all rows, where no sum
+// reads.
 __device__ __forceinline__ u32 sort_key(const EmbeddingSortArgs& p, i64 i) {
     u32 id = reinterpret_cast<const u32*>(p.ids)[i];
     if (!p.first) return id;
@@ -84,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const Embed
     for (int w = 0; w < WARPS; w++) bins[w][digit] = 0;
     __syncthreads();
 
-    // The place of each token among those of its digit in this warp. Digit BINS: past the end.
+    // Rank of each token among those with its digit in this warp. Digit BINS marks tokens past the end.
     u32 ids[ITEMS], places[ITEMS];
     i64 start = i64(blockIdx.x) * TILE + warp * (ITEMS * 32) + lane;
 #pragma unroll
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const Embed
         __syncwarp();
     }
 
-    // Tokens of this digit in the tiles before this one, and in all.
+    // Tokens with this digit in earlier tiles, and in all tiles.
     const u32* counts = reinterpret_cast<const u32*>(p.counts);
     u32 earlier = 0, all = 0;
 #pragma unroll 4
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const Embed
         all += c;
         if (tile < blockIdx.x) earlier += c;
     }
-    // Those of smaller digits: an exclusive sum over the block.
+    // Tokens with smaller digits: exclusive prefix sum over the block.
     u32 sum = all;
 #pragma unroll
     for (int d = 1; d < 32; d <<= 1) {
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const Embed
     __syncthreads();
     u32 base = sum - all + earlier;
     for (int w = 0; w < warp; w++) base += totals[w];
-    // Then the warps of this tile, in order.
+    // Then over the warps of this tile, in order.
     for (int w = 0; w < WARPS; w++) {
         u32 c = bins[w][digit];
         bins[w][digit] = base;
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const Embed
 }
 
 
-// starts[v] = the first place whose id is not below v.
+// starts[v] = the first position in sorted order whose id is not below v.
 extern "C" __global__ void __launch_bounds__(256) embedding_starts(const EmbeddingSumArgs p) {
     i64 v = i64(blockIdx.x) * 256 + threadIdx.x;
     if (v > p.local) return;
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_starts(const Embeddi
     reinterpret_cast<u32*>(p.starts)[v] = u32(low);
 }
 
-// Rows of ids that do not occur become zero. Warps take rows.
+// Zeroes the gradient rows of ids that do not occur. One warp to a row.
 extern "C" __global__ void __launch_bounds__(256) embedding_clear(const EmbeddingSumArgs p) {
     i64 v = i64(blockIdx.x) * 8 + (threadIdx.x >> 5);
     if (v >= p.local) return;
@@ -164,12 +165,12 @@ extern "C" __global__ void __launch_bounds__(256) embedding_clear(const Embeddin
     for (i64 at = (threadIdx.x & 31) * 4; at < p.width; at += 128) store_guarded<4>(row, at, p.width, p.vectorized, zero);
 }
 
-// Of the first chunks of long runs, and of their later chunks, at most one each begins within CHUNK places: a run
-// longer than CHUNK has no other run's beginning within CHUNK of its own, and later chunks are CHUNK apart until the
-// run ends. So the place decides where a partial row is kept.
+// Row of `parts` for the chunk that begins at `place`. Within CHUNK places at most one first chunk of a long run
+// begins (a run longer than CHUNK has no other beginning that near), and at most one later chunk (they are CHUNK apart
+// until the run ends), so that no two chunks share a row.
 __device__ __forceinline__ i64 part_of(i64 place, bool first) { return place / CHUNK * 2 + (first ? 0 : 1); }
 
-// Block i: the sum over the chunk that begins at place i, if one does.
+// Block i: sum of the chunk that begins at position i, if one does.
 template <class T> __device__ __forceinline__ void embedding_sum(const EmbeddingSumArgs& p) {
     constexpr int N = VecWidth<T>::count;
     constexpr int AHEAD = 4;
@@ -213,8 +214,8 @@ template <class T> __device__ __forceinline__ void embedding_sum(const Embedding
     extern "C" __global__ void __launch_bounds__(256) embedding_sum_##NAME(const EmbeddingSumArgs p) { embedding_sum<T>(p); }
 FOR_EACH_TYPE(EMBEDDING_SUM)
 
-// Block (b, c): where a long run begins within CHUNK places of b·CHUNK, its partial rows become one, in the columns
-// of c.
+// Block (b, c): if a long run begins in positions b·CHUNK .. (b + 1)·CHUNK, adds its partial sums in order, in the
+// columns of c.
 extern "C" __global__ void __launch_bounds__(256) embedding_join(const EmbeddingSumArgs p) {
     __shared__ i64 found;
     const u32* ids = reinterpret_cast<const u32*>(p.ids);

@@ -1,3 +1,5 @@
+//! Embedding lookup, and its gradient by a deterministic sort and segmented sum.
+
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -84,7 +86,7 @@ fn kernel(name: &'static str) -> Kernel {
     Kernel::new("embedding", name)
 }
 
-/// A block for each of `rows` rows of `width`, `group` elements to a thread.
+/// One block to each of `rows` rows of `width`, `group` elements to a thread.
 fn row_blocks(op: &'static str, rows: usize, width: usize, group: usize) -> Result<LaunchConfig> {
     let threads = width.div_ceil(group).next_multiple_of(32).clamp(32, THREADS as usize) as u32;
     Ok(line(blocks(op, rows, 1)?, threads))
@@ -134,7 +136,7 @@ impl EmbeddingKernels for CudaKernels {
         }
         let chunks = tokens.div_ceil(CHUNK);
         let scratch = |shape: &[usize], dtype| Tensor::empty(s, shape, dtype, Category::Workspace);
-        // Sorted ids and tokens, twice: a pass reads one pair and writes the other.
+        // Sorted ids and tokens, double-buffered over the passes.
         let sorted = scratch(&[4 * tokens], DType::I32)?;
         let counts = scratch(&[tokens.div_ceil(TILE) * BINS], DType::I32)?;
         let starts = scratch(&[local + 1], DType::I32)?;
@@ -149,7 +151,8 @@ impl EmbeddingKernels for CudaKernels {
             write(&parts),
         ];
         s.launch(OP, &all, |l| {
-            let [ids, order] = self.sort_ids(l, tokens, Places { vocab, start: first.min(vocab), local })?;
+            let [ids, order] =
+                self.sort_ids(l, tokens, TableShard { vocab, start: first.min(vocab), local })?;
             let group = 16 / dy.dtype().size();
             let (dy_at, dtable_at, parts) = (l.address(1)?, l.address(2)?, l.address(6)?);
             let args = EmbeddingSumArgs {
@@ -192,21 +195,21 @@ impl EmbeddingKernels for CudaKernels {
     }
 }
 
-/// The table has rows `start..start + local` of ids `0..vocab`.
-struct Places {
+/// The table holds rows `start..start + local` of ids `0..vocab`.
+struct TableShard {
     vocab: usize,
     start: usize,
     local: usize,
 }
 
 impl CudaKernels {
-    /// Addresses of the ids in order, as rows of the table, and of the tokens they belong to, tokens of one id in
-    /// order too. Ids that are not in the table come last; those that are in none are reported.
-    fn sort_ids(&self, l: &Launch, tokens: usize, table: Places) -> Result<[u64; 2]> {
+    /// Sorts tokens by id, stably: addresses of the sorted ids, as rows of the table, and of their tokens. Ids outside
+    /// this rank's shard come last; ids outside the vocabulary are reported.
+    fn sort_ids(&self, l: &Launch, tokens: usize, table: TableShard) -> Result<[u64; 2]> {
         let (given, sorted, counts, fault) = (l.address(0)?, l.address(3)?, l.address(4)?, l.fault()?);
         let part = |i: u64| sorted + i * 4 * tokens as u64;
         let pairs = [[part(0), part(1)], [part(2), part(3)]];
-        // `local` itself stands for ids that are not here.
+        // `local` itself stands for ids outside the shard.
         let passes = (usize::BITS - table.local.leading_zeros()).div_ceil(8).max(1);
         let mut from = [given, 0];
         for pass in 0..passes {

@@ -1,4 +1,4 @@
-// c = op(a)·op(b) (+ bias) (+ c) in plain arithmetic, for products that the matrix units' library refuses.
+// Generic GEMM with FMA instructions, for sizes and alignments that cuBLASLt does not take.
 #include "args/gemm.cuh"
 #include "gemm_tile.cuh"
 

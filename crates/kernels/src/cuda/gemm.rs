@@ -1,5 +1,5 @@
-//! Matrix products: by cuBLASLt, in the way that proved fastest for the shape. What the library refuses (odd
-//! alignments, mixed types), or rounds twice, our own plain kernel does.
+//! GEMM: by cuBLASLt, with the algorithm autotuned for the shape. What the library does not take (alignments, mixed
+//! dtypes), or would round twice, the generic kernel computes.
 
 use super::CudaKernels;
 use super::cublaslt::{Epilogue, GemmKey};
@@ -7,13 +7,13 @@ use super::gemm_cache::Operands;
 use crate::{Fp8Gemm, Gemm, GemmKernels, GemmSizes, LinearAct, LinearWgrad};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, write};
 
-/// Do rows of `t` start on 16 bytes?
+/// Whether rows of `t` start on 16-byte boundaries.
 pub(super) fn rows_aligned16(t: &Tensor, ld: usize) -> bool {
     t.alignment() >= 16 && (ld * t.dtype().size()).is_multiple_of(16)
 }
 
 impl Gemm<'_> {
-    /// What the way to make it depends on.
+    /// The autotuning key.
     pub(super) fn key(&self, sizes: GemmSizes, epilogue: Epilogue, aux: Option<&Tensor>) -> GemmKey {
         GemmKey {
             sizes,
@@ -25,7 +25,7 @@ impl Gemm<'_> {
         }
     }
 
-    /// Does every row of every operand start on 16 bytes?
+    /// Whether every row of every operand starts on a 16-byte boundary.
     pub(super) fn rows_aligned16(&self, z: &GemmSizes) -> bool {
         let matrices = [(self.a, z.lda), (self.b, z.ldb), (self.c, z.ldc)];
         matrices.iter().all(|(t, ld)| rows_aligned16(t, *ld)) && self.bias.is_none_or(|t| t.alignment() >= 16)
@@ -42,8 +42,8 @@ impl GemmKernels for CudaKernels {
         if sizes.m == 0 || sizes.n == 0 {
             return Ok(());
         }
-        // A narrow result is rounded once here. The library rounds the product before it adds what is there, and
-        // before it adds a bias where rows are off 16 bytes: those are ours.
+        // 16-bit results are rounded once. The library rounds before it adds to an existing result, and before it adds
+        // a bias where rows are not aligned to 16 bytes: those cases go to the generic kernel.
         let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() != DType::F32);
         if sizes.k > 0 && !onto && (g.bias.is_none() || g.rows_aligned16(&sizes)) {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };

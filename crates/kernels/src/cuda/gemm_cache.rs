@@ -1,8 +1,8 @@
-//! How each product is made: chosen once by trying, kept on disk, and from then on only looked up.
+//! Autotuned GEMM algorithms: timed once for each shape, stored on disk, and looked up from then on.
 //!
-//! Different ways of multiplying round differently, so the choice must be the same in every run on a machine: it is
-//! made before the first result is used, and what is on disk stands. Where nothing can be kept nothing is chosen: the
-//! way the library thinks best is taken.
+//! Algorithms round differently, so the choice must be the same in every run on a machine: it is made before the first
+//! result is used, and a stored choice stands. Where nothing can be stored nothing is tuned, and the heuristics'
+//! favourite is used.
 
 use super::autotune::autotune;
 use super::cache;
@@ -13,22 +13,21 @@ use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
-/// Products of fewer operations take no longer than queueing them: there is nothing to gain.
+/// Smaller GEMMs take no longer than their launch: tuning gains nothing.
 const MIN_TUNED_FLOPS: f64 = 4e9;
-/// Sizes of a batch for which a map's products are chosen. Whoever comes with ever new ones (generated text) would wait
-/// for each.
+/// Batch sizes for which a layer's GEMMs are tuned. Generation, with ever new sizes, would wait for each.
 const MAX_TUNED_BATCHES: usize = 6;
-/// Part of every key on disk: changes where choices are made in another way.
+/// Part of every key on disk: changes with the tuning method and with the format of keys.
 const CACHE_VERSION: u32 = 2;
 
-/// The library, and the ways that products are made.
+/// cuBLASLt, and the algorithm of each GEMM.
 pub(super) struct GemmCache {
     library: CublasLt,
-    /// What choices depend on besides the product.
+    /// GPU, driver and library: what tuned choices depend on besides the GEMM.
     card: String,
     folder: Option<PathBuf>,
     known: RwLock<HashMap<GemmKey, Option<Arc<GemmPlan>>>>,
-    /// Sizes of batches seen of each map.
+    /// Batch sizes seen of each layer's GEMM.
     batches: Mutex<HashMap<GemmKey, HashSet<usize>>>,
 }
 
@@ -37,28 +36,28 @@ struct GemmPlan {
     algorithm: Algorithm,
 }
 
-/// Another way to the same result, to be tried beside the library's: it writes the tensor it is given.
+/// An alternative to a cuBLASLt epilogue, timed against it (separate kernels): writes the tensor it is given.
 pub(super) type Candidate<'a> = &'a dyn Fn(&Tensor) -> Result<()>;
 
-/// What a product works on.
+/// Operands of a GEMM.
 pub(super) struct Operands<'a> {
     pub(super) a: &'a Tensor,
     pub(super) b: &'a Tensor,
     pub(super) c: &'a Tensor,
     pub(super) bias: Option<Arg<'a>>,
-    /// What the epilogue reads or writes beside the product.
+    /// What the epilogue reads or writes besides the result.
     pub(super) aux: Option<Arg<'a>>,
-    /// What bytes of `a` and `b` are multiplied by.
+    /// FP8: inverse scales of `a` and `b`.
     pub(super) scales: Option<[&'a Tensor; 2]>,
     pub(super) accumulate: bool,
 }
 
-/// What may be on disk.
+/// A tuned choice, as stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Choice {
-    /// The rival.
+    /// The alternative.
     Candidate,
-    /// The library's algorithm of that code.
+    /// The library's algorithm with that code.
     Algorithm([u64; 8]),
 }
 
@@ -107,8 +106,8 @@ impl GemmCache {
         &self.library
     }
 
-    /// Queues a product. False where the library cannot make it, or a `rival` is faster: then nothing was done that
-    /// the rival does not overwrite.
+    /// Launches a GEMM. False where the library cannot compute it, or the `candidate` is faster: then nothing was
+    /// written that the candidate does not overwrite.
     pub(super) fn gemm(
         &self,
         s: &Stream,
@@ -121,14 +120,14 @@ impl GemmCache {
         let plan = match known {
             Some(plan) => plan,
             None => {
-                // No lock meanwhile: another rank may have to go on for this one to find its operands.
+                // Without a lock: another rank may have to proceed before this one's operands are ready.
                 let plan = self.find(s, &key, o, candidate)?.map(Arc::new);
                 let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
                 known.entry(key).or_insert(plan).clone()
             }
         };
         match plan {
-            Some(plan) => self.run(s, op, &plan.desc, &plan.algorithm, o, o.c).map(|()| true),
+            Some(plan) => self.run(s, op, (&plan.desc, &plan.algorithm), o, o.c).map(|()| true),
             None => Ok(false),
         }
     }
@@ -145,7 +144,7 @@ impl GemmCache {
         let on_disk = format!("{}; {key:?}", self.card);
         let GemmSizes { m, n, k, .. } = key.sizes;
         let name = format!("gemm-{m}x{n}x{k}");
-        // What a choice means here; nothing if it is of no use.
+        // A stored choice as an algorithm (None: the candidate), if it applies here.
         let meant = |bytes: Vec<u8>| match Choice::decode(&bytes)? {
             Choice::Candidate => candidate.is_some().then_some(None),
             Choice::Algorithm(code) => self.library.algorithm(&desc, code).map(Some),
@@ -161,26 +160,26 @@ impl GemmCache {
                         Ok(choice) => {
                             cache::store_choice(folder, &name, on_disk.as_bytes(), &choice.encode())
                         }
-                        // There is no room to try in.
+                        // No memory to tune in.
                         Err(Error::OutOfMemory { .. }) => None,
                         Err(e) => return Err(e),
                     },
                 };
-                // Where there is no choice, the plainest way.
+                // Untuned: the heuristics' favourite, or the candidate where there is one.
                 settled.and_then(meant).unwrap_or(all.first().copied().filter(|_| candidate.is_none()))
             }
         };
         Ok(algorithm.map(|algorithm| GemmPlan { desc, algorithm }))
     }
 
-    /// Is it large, and one of few?
+    /// Whether the GEMM is large enough, and its batch size one of the first few.
     fn worth_tuning(&self, key: &GemmKey) -> bool {
         let GemmSizes { m, n, k, .. } = key.sizes;
         if 2.0 * m as f64 * n as f64 * k as f64 <= MIN_TUNED_FLOPS {
             return false;
         }
-        // A weight gradient sums over the batch, the others have it in their rows. Bytes are never transposed: there it
-        // is the one in f32.
+        // The batch is k of a wgrad, m of the others. FP8 operands are never transposed; there wgrad is the GEMM with
+        // an f32 result.
         let mut map = GemmKey { align: [0; 4], ..*key };
         let summed = key.trans[0] || (key.fp8.is_some() && key.types[1] == DType::F32);
         let batch = std::mem::take(if summed { &mut map.sizes.k } else { &mut map.sizes.m });
@@ -189,7 +188,8 @@ impl GemmCache {
         seen.contains(&batch) || (seen.len() < MAX_TUNED_BATCHES && seen.insert(batch))
     }
 
-    /// Tries the ways on the operands. The result is overwritten by each, or, if it is to be added to, left alone.
+    /// Times the algorithms on the operands. Each overwrites the result; where it is to be accumulated to, a scratch
+    /// tensor.
     fn autotune(
         &self,
         s: &Stream,
@@ -213,7 +213,7 @@ impl GemmCache {
             let mut failed = vec![false; order.len()];
             for (algorithm, failed) in order.iter().zip(&mut failed) {
                 let done = match (algorithms[*algorithm], candidate) {
-                    (Some(algorithm), _) => self.run(s, "gemm (choosing)", desc, algorithm, o, c),
+                    (Some(algorithm), _) => self.run(s, "gemm (choosing)", (desc, algorithm), o, c),
                     (None, Some(candidate)) => candidate(c),
                     (None, None) => Ok(()),
                 };
@@ -238,8 +238,7 @@ impl GemmCache {
         &self,
         s: &Stream,
         op: &'static str,
-        desc: &MatmulDesc,
-        algorithm: &Algorithm,
+        (desc, algorithm): (&MatmulDesc, &Algorithm),
         o: &Operands,
         c: &Tensor,
     ) -> Result<()> {
@@ -277,7 +276,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn choices_come_back_and_nothing_else_does() {
+    fn choices_round_trip_and_invalid_bytes_are_rejected() {
         let codes = [
             Choice::Candidate,
             Choice::Algorithm([0; 8]),

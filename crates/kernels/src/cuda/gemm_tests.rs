@@ -1,4 +1,5 @@
-//! Every way the library knows to make a product, not only the fastest, must give it, and the same bits each time.
+//! Every algorithm that the library offers, not only the tuned one, must compute the product, with the same bits each
+//! time.
 
 use super::CudaKernels;
 use super::cublaslt::{Algorithm, Epilogue, GemmPointers, MatmulDesc};
@@ -7,17 +8,17 @@ use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
 };
 
-/// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
-fn card() -> Option<(CudaKernels, Stream)> {
+/// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
+fn gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
     }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
+    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
     None
 }
 
-/// Numbers in (-size, size), exact in bf16.
+/// Values in (-size, size), exact in bf16.
 fn numbers(seed: u64, n: usize, size: f32) -> Vec<f32> {
     let mut x = seed | 1;
     let mut draw = || {
@@ -43,7 +44,7 @@ fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
 
-/// How far `ours` is from `wanted`, as a part of what so many roundings and `slack` before them allow.
+/// Largest error of `ours` relative to the bound that `roundings` roundings and an absolute error of `slack` give.
 fn apart(dtype: DType, ours: &[f64], wanted: &[f64], slack: f64, roundings: f64) -> f64 {
     let eps = if dtype == DType::BF16 { 2f64.powi(-8) } else { 2f64.powi(-24) };
     let one = |(o, w): (&f64, &f64)| {
@@ -53,7 +54,7 @@ fn apart(dtype: DType, ours: &[f64], wanted: &[f64], slack: f64, roundings: f64)
     ours.iter().zip(wanted).map(one).fold(0.0, f64::max)
 }
 
-/// Operands of a product and what lies beside it.
+/// Operands and epilogue of a GEMM.
 struct Case<'a> {
     g: Gemm<'a>,
     bias: Option<(&'a Tensor, bool)>,
@@ -86,7 +87,8 @@ impl Case<'_> {
         .unwrap();
     }
 
-    /// Runs every way twice and compares each output with what is wanted, up to a slack and some roundings.
+    /// Runs every algorithm twice and compares each output with the expected one, within a slack and a number of
+    /// roundings.
     fn check(&self, k: &CudaKernels, s: &Stream, name: &str, outputs: &[(&Tensor, &[f64], f64, f64)]) {
         let (desc, all) = self.algorithms(k);
         let mut worst = vec![0f64; outputs.len()];
@@ -108,7 +110,7 @@ impl Case<'_> {
 
 #[test]
 fn every_algorithm_computes_the_product() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     let (m, n, deep) = (256, 384, 320);
     let (a, b) = (numbers(1, m * deep, 1.0), numbers(2, n * deep, 0.5));
     let bias = numbers(3, n, 1.0);
@@ -146,11 +148,11 @@ fn every_algorithm_computes_the_product() {
     grad.check(&k, &s, "column sums", &[(&dw, &wanted, slack, 1.0), (&db, &sums, slack, 1.0)]);
 }
 
-/// Prints what fusing brings at the sizes of a small GPT.
+/// Prints the times of fused epilogues and of separate kernels at the sizes of a small GPT.
 #[test]
 #[ignore = "prints times"]
 fn bench_fused_epilogues() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     let (rows, wide, narrow) = (65_536, 3072, 768);
     let make = |seed, shape: [usize; 2]| {
         let part = numbers(seed, shape[1] * 256, 1.0);
@@ -199,11 +201,11 @@ fn bench_fused_epilogues() {
     }
 }
 
-/// Prints what a call costs the host: the library alone, and all of it.
+/// Prints the CPU launch overhead: of the library alone, and in total.
 #[test]
 #[ignore = "prints times"]
 fn bench_launch_overhead() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     let (m, n, deep) = (256, 384, 320);
     let (a, b) = (
         upload(&s, &numbers(1, m * deep, 1.0), &[m, deep]),

@@ -1,15 +1,15 @@
-// A tile of c = op(a)·op(b) (+ bias) (+ c) in plain arithmetic: any sizes, strides and alignments.
+// A tile of c = op(a)·op(b) (+ bias) (+ c) with FMA instructions: any sizes, strides and alignments.
 #pragma once
 #include "prelude.cuh"
 
 constexpr int SIDE = 64;
 constexpr int DEEP = 16;
 constexpr int THREADS = 256;
-// One more column keeps a warp that writes down a column of the tile in different banks.
+// One column of padding, so that a warp writing down a column of the tile meets no bank twice.
 constexpr int PITCH = SIDE + 1;
 
-// tile[p][i] = x(first + i, k0 + p) for an operand with `count` rows of length k, zero outside. `along`: k is the
-// contiguous axis in memory; neighbouring threads read neighbouring elements either way.
+// tile[p][i] = x(first + i, k0 + p) of an operand with `count` rows of length k, zero outside. `along`: k is the
+// contiguous axis in memory. Either way neighbouring threads read neighbouring elements.
 template <class T>
 __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const T* x, i64 ld, bool along, i64 first,
                                           i64 count, i64 k0, i64 k) {
@@ -24,15 +24,15 @@ __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const T* x
     }
 }
 
-// A matrix of rows `ld` apart. `along`: the sum runs along its rows.
+// An operand with leading dimension `ld`. `along`: k is the contiguous axis.
 template <class T> struct Operand {
     const T* at;
     i64 ld;
     bool along;
 };
 
-// One block: the tile of SIDE × SIDE of c [m, n] from (row0, column0); a thread has rows ty + 16r and columns tx + 16s of
-// it. Each element is one sum over k, in order.
+// One block computes the SIDE × SIDE tile of c [m, n] at (row0, column0); a thread has rows ty + 16r and columns tx +
+// 16s of it. Each element is one sum over k in ascending order.
 template <class T, class C>
 __device__ __forceinline__ void gemm_tile(const Operand<T>& a, const Operand<T>& b, i64 row0, i64 column0, i64 m, i64 n,
                                              i64 k, C* c, i64 ldc, const T* bias, bool accumulate) {

@@ -1,10 +1,12 @@
+//! Generic GEMM, for what cuBLASLt does not take.
+
 use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::{CudaKernels, Kernel};
 use crate::{Gemm, GemmSizes};
 use ferrotron_tensor::{DType, Error, Launch, Result};
 
-/// As in product.cu.
+/// As in gemm.cu.
 const SIDE: usize = 64;
 const THREADS: u32 = 256;
 
@@ -32,8 +34,8 @@ kernel_args! {
 }
 
 impl CudaKernels {
-    /// A product of any sizes and alignments in plain arithmetic; the launch's arguments are a, b, c and the bias
-    /// if there is one.
+    /// GEMM of any sizes and alignments with FMA instructions; the launch's arguments are a, b, c and the bias if
+    /// there is one.
     pub(crate) fn generic_gemm(&self, l: &Launch, g: &Gemm, z: &GemmSizes) -> Result<()> {
         let name = match (g.a.dtype(), g.c.dtype()) {
             (DType::F32, DType::F32) => "gemm_f32",

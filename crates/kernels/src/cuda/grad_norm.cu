@@ -1,15 +1,15 @@
-// The joint norm of gradients, what it asks for, and the count of steps.
+// Global gradient norm, clip factor, dynamic loss scale and step counter.
 #include "args/grad_norm.cuh"
 #include "args/optim.cuh"
 #include "optim.cuh"
 #include "vec.cuh"
 
-// Gradients one launch squares, and elements of one part.
+// Gradients of one launch, and elements of one partial sum.
 constexpr int GRADS = 128;
 constexpr int PART = 64 * THREADS;
 
 
-// parts[b] = Σ x² over part b, f64.
+// parts[b] = Σ x² over part b, in f64.
 extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareSumArgs a) {
     const int index = entry_of(a, blockIdx.x);
     const GradSlice& e = a.list[index];
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_
 }
 
 
-// The sum of the parts, in thread 0.
+// Sum of the parts, in thread 0.
 __device__ double total_of_parts(const ClipArgs& a) {
     const double* parts = reinterpret_cast<const double*>(a.parts);
     double sum = 0.0;
@@ -37,13 +37,13 @@ __device__ double total_of_parts(const ClipArgs& a) {
     return block_total(sum);
 }
 
-// The sum of the parts, as a number for other ranks to add to.
+// Sum of the parts, to be all-reduced over ranks.
 extern "C" __global__ void __launch_bounds__(1024) square_total(const ClipArgs a) {
     double sum = total_of_parts(a);
     if (threadIdx.x == 0) *reinterpret_cast<double*>(a.scalars) = sum;
 }
 
-// The norm from the parts, and the factor it asks for: max/(norm + 1e-6) where that is below 1; NaN for NaN.
+// Gradient norm from the parts, and the clip factor min(1, max_norm/(norm + 1e-6)); NaN for NaN.
 extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a) {
     double sum = total_of_parts(a);
     if (threadIdx.x != 0) return;
@@ -55,14 +55,14 @@ extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a)
 }
 
 
-// out = x times the loss scale.
+// out = x·(loss scale).
 extern "C" __global__ void __launch_bounds__(THREADS) scale_loss(const LossScaleArgs a) {
     const float scale = float(reinterpret_cast<const double*>(a.state)[SCALE]);
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (at < a.n) reinterpret_cast<float*>(a.out)[at] = __fmul_rn(reinterpret_cast<const float*>(a.x)[at], scale);
 }
 
-// One number: the sum of squares without the scale.
+// One thread: divides a sum of squares by the square of the loss scale.
 extern "C" __global__ void unscale_square(const LossScaleArgs a) {
     const double scale = reinterpret_cast<const double*>(a.state)[SCALE];
     double* square = reinterpret_cast<double*>(a.out);
@@ -70,7 +70,7 @@ extern "C" __global__ void unscale_square(const LossScaleArgs a) {
 }
 
 
-// The scale after a step: grad_scaler.rs.
+// Dynamic loss scale after a step; grad_scaler.rs of the crate defines it.
 extern "C" __global__ void update_scaler(const GradScalerArgs a) {
     double* state = reinterpret_cast<double*>(a.state);
     float* s = reinterpret_cast<float*>(a.scalars);
@@ -93,7 +93,7 @@ extern "C" __global__ void update_scaler(const GradScalerArgs a) {
 }
 
 
-// Zeros, for a step that is made to raise them.
+// Zeroes amax values before a step that will raise them.
 extern "C" __global__ void __launch_bounds__(THREADS) reset_amax(const ResetAmaxArgs a) {
     if (!is_number(reinterpret_cast<const float*>(a.scalars)[GRAD_NORM])) return;
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
@@ -101,7 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reset_amax(const ResetAmax
 }
 
 
-// Counts a step whose gradients are numbers. Rounded one by one: 1 - p*b in one would be other bits than the CPU's.
+// Counts a step unless its gradients are not finite. Every operation is rounded by itself: a fused 1 - p·b would
+// differ from the CPU's bits.
 extern "C" __global__ void advance_step(const StepArgs a) {
     double* count = reinterpret_cast<double*>(a.counter);
     float* s = reinterpret_cast<float*>(a.scalars);

@@ -1,4 +1,4 @@
-//! The joint norm of gradients.
+//! Global gradient norm.
 
 use super::args::kernel_args;
 use super::grid::{LaunchList, line};
@@ -6,7 +6,7 @@ use super::{CudaKernels, Kernel};
 use crate::checks::{dtypes, same_contiguous};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
 
-/// As in grad_norm.cu: gradients of a launch, elements of a part.
+/// As in grad_norm.cu: gradients of a launch, elements of a partial sum.
 const GRADS: usize = 128;
 const PART: usize = 16384;
 const THREADS: u32 = 256;
@@ -45,19 +45,19 @@ kernel_args! {
     }
 }
 
-/// Of grad_norm.cu.
+/// A kernel of grad_norm.cu.
 pub(super) fn kernel(name: &'static str) -> Kernel {
     Kernel::new("grad_norm", name)
 }
 
-/// What a norm is made from, and where it goes.
+/// Arguments of `clip_factor` and `square_total`.
 pub(super) fn clip(parts: u64, out: u64, n: usize, max_norm: Option<f32>) -> ClipArgs {
     let (max, limited) = (max_norm.unwrap_or_default(), max_norm.is_some().into());
     ClipArgs { parts, scalars: out, n: n as i64, max_norm: max, limited }
 }
 
 impl CudaKernels {
-    /// Sums of squares of parts of the gradients, then `end(address of the sums, how many)`, which writes `out`.
+    /// Partial sums of squares of the gradients, then `end(address of the sums, how many)`, which writes `out`.
     pub(super) fn squares(
         &self,
         s: &Stream,

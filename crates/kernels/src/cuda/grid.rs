@@ -1,27 +1,27 @@
-//! What launches over groups of elements have in common.
+//! Launch helpers for kernels over elements.
 
 use super::LaunchConfig;
 use ferrotron_tensor::{Result, shape_error};
 
-/// Blocks for `n` things, `each` to a block.
+/// Blocks for `n` elements, `each` to a block.
 pub(super) fn blocks(op: &'static str, n: usize, each: usize) -> Result<u32> {
     match u32::try_from(n.div_ceil(each)) {
         Ok(b) if b <= i32::MAX as u32 => Ok(b),
-        _ => shape_error(op, format!("{n} elements are more than a card can be asked for at once")),
+        _ => shape_error(op, format!("{n} elements exceed a CUDA grid; use smaller batches")),
     }
 }
 
-/// Are all addresses fit for 16-byte accesses?
+/// Whether all addresses are aligned to 16 bytes.
 pub(super) fn aligned16(addresses: &[u64]) -> bool {
     addresses.iter().all(|a| a.is_multiple_of(16))
 }
 
-/// A line of `blocks` blocks.
+/// A one-dimensional grid.
 pub(super) fn line(blocks: u32, threads: u32) -> LaunchConfig {
     LaunchConfig { blocks: [blocks, 1, 1], threads, shared: 0 }
 }
 
-/// Tensors of one launch, and where their blocks begin.
+/// Tensors of one launch, and the first block of each.
 pub(super) struct LaunchList<T, const N: usize> {
     pub(super) list: [T; N],
     pub(super) start: [u32; N],

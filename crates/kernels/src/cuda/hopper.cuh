@@ -1,13 +1,12 @@
-// HOPPER ONLY: what sm_90a's own instructions need, in PTX.
+// sm_90a only: TMA, mbarriers, named barriers and register reallocation, one function for each PTX instruction.
 //
-// A bulk tensor copy (TMA) brings a box of a strided tensor to shared memory and reports to an mbarrier; a
-// warpgroup's product (WGMMA) reads its right operand, and its left one if that is not in registers, from shared
-// memory through 64-bit descriptors. All tiles here are columns of 64 bf16 channels: rows of 128 bytes whose 16-byte
-// chunks c lie at c ^ (row % 8), on 1024-byte boundaries, as the copy engine's 128-byte swizzle writes them.
+// TMA (cp.async.bulk.tensor) copies a box of a strided tensor to shared memory and completes transactions on an
+// mbarrier. WGMMA reads its B operand, and its A operand unless that is in registers, from shared memory through
+// 64-bit matrix descriptors. All tiles here are columns of 64 bf16 channels: rows of 128 bytes on 1024-byte
+// boundaries, in which 16-byte chunk c of row r lies at c ^ (r % 8), as TMA's 128-byte swizzle writes them.
 #pragma once
 #include "args/tensor_map.cuh"
 
-// A tensor map as the driver makes it: opaque.
 
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -22,7 +21,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
 __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
-// At this barrier's twin in a block of the cluster.
+// Arrives at the same mbarrier of another block of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_remote(u32 bar, u32 block) {
     asm volatile(
         "{\n"
@@ -38,11 +37,11 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
     return x;
 }
-// All threads of all blocks of the cluster.
+// Synchronizes all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
-// Until the phase of this parity is over.
+// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
     asm volatile(
         "{\n"
@@ -56,7 +55,7 @@ __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
         "r"(parity)
         : "memory");
 }
-// A box at (channel, token, head, batch).
+// Loads the box at (channel, token, head, batch).
 __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::
@@ -64,7 +63,8 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 bar, 
         "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b)
         : "memory");
 }
-// The same to this place in both blocks of a cluster of two; each one's barrier hears of what came to it.
+// Loads the box into the same address of both blocks of a cluster of two; each block's mbarrier counts the bytes that
+// arrive there.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
@@ -72,13 +72,13 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map,
         "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b), "h"(u16(3))
         : "memory");
 }
-// `bytes` contiguous ones (a multiple of 16).
+// Copies contiguous bytes, a multiple of 16.
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
-// What was stored to shared memory, before the tensor cores or the copy engine read it.
+// Makes generic-proxy stores to shared memory visible to the async proxy (WGMMA, TMA).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -92,21 +92,21 @@ template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
 template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-// Four 8x8 matrices to shared memory, lanes as in `ldsm`.
+// Stores four 8×8 matrices to shared memory; lanes address rows as in ldmatrix.
 __device__ __forceinline__ void stmatrix(u32 at, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z),
                  "r"(w)
                  : "memory");
 }
 
-// Registers may be read by products from here on.
+// Orders register accesses before the wgmma.mma_async instructions that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until all but N groups are done.
+// Waits until at most N committed wgmma groups are pending.
 template <int N> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-// Keeps the compiler from moving what it does with an accumulator past this point.
+// Keeps the compiler from moving accesses to an accumulator or operand of wgmma across this point.
 template <int N> __device__ __forceinline__ void fence_operand(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
@@ -116,8 +116,8 @@ template <int N> __device__ __forceinline__ void fence_operand(u32 (&x)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// Keeps the assembler from drawing a wait for products before arithmetic that is meant to run beside them, by ending
-// its basic block with a jump that depends on the arithmetic's result: `x`, which is never negative.
+// Keeps ptxas from hoisting a wgmma wait above arithmetic that is meant to overlap with it: ends the basic block with
+// a branch that depends on the arithmetic's result `x`, which is never negative.
 __device__ __forceinline__ void schedule_fence(float x) {
     asm volatile(
         "{\n"
@@ -131,16 +131,17 @@ __device__ __forceinline__ void schedule_fence(float x) {
         : "memory");
 }
 
-// A number that all threads of a warp have alike, so that the compiler sees it.
+// A value that is equal in all threads of a warp, in a form from which the compiler can tell.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
-// This thread's warpgroup.
+// Index of this thread's warpgroup.
 __device__ __forceinline__ int warpgroup() { return uniform(int(threadIdx.x >> 7)); }
 
-// A tile whose rows run along the sum (swizzled columns of 64 channels, sum over channels): 8 rows are 1024 bytes.
+// Descriptor of a K-major tile: rows run along the summed axis in 128-byte swizzled columns, 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 desc_k_major(u32 at) {
     return u64((at & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
-// A tile that is summed over its rows: the next 64 channels lie `column` bytes on, the next 8 rows 1024.
+// Descriptor of an MN-major tile, which is summed over its rows: the next 64 channels lie `column` bytes on, the next
+// 8 rows 1024.
 __device__ __forceinline__ u64 desc_mn_major(u32 at, u32 column) {
     return u64((at & 0x3ffff) >> 4) | u64(column >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }

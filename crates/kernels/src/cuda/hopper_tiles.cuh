@@ -1,9 +1,9 @@
-// Tiles on their way through shared memory and out of accumulators.
+// Tiles of the Hopper kernels: the state of a shared-memory pipeline, and stores from accumulators.
 #pragma once
 #include "hopper.cuh"
 #include "shared_memory.cuh"
 
-// Where a ring of tiles stands.
+// Stage and phase parity of a circular buffer of STAGES tiles.
 template <int STAGES> struct Ring {
     u32 stage = 0, phase = 0;
     __device__ __forceinline__ void next() {
@@ -11,7 +11,7 @@ template <int STAGES> struct Ring {
     }
 };
 
-// Lane t of four holds word j of row chunk j as its part t; afterwards it holds all four parts of chunk t.
+// 4×4 transpose within a quad: lane t holds word t of chunks 0..3, and afterwards all four words of chunk t.
 __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
@@ -28,8 +28,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
     }
 }
 
-// Two rows (r = 0, 1) of an accumulator [64, N], times a factor each, as bf16 in 16-byte stores. Null: not stored.
-// Where `keep` is 0 and not all ones, zeros are stored, whatever the accumulator holds.
+// Stores two rows (r = 0, 1) of an accumulator [64, N], each times a factor, as bf16 in 16-byte accesses. A null row
+// is not stored. `keep` is all ones, or 0 to store zeros whatever the accumulator holds.
 template <int N>
 __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, bf16* row1, float f0, float f1,
                                            i32 channels, u32 keep0 = ~0u, u32 keep1 = ~0u) {
@@ -51,8 +51,8 @@ __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, 
     }
 }
 
-// Zeroes the rows of a tile [ROWS, 64·COLUMNS] from `rows` on: what lies there belongs to others and may be NaN.
-// Called by every warpgroup that reads the tile, `self` counting its 128 threads.
+// Zeroes the rows of a tile [ROWS, 64·COLUMNS] from `rows` on: TMA filled them from a neighbouring sequence, and they
+// may be NaN. Every warpgroup that reads the tile calls it; `self` is the thread's index in its warpgroup.
 template <int ROWS, int COLUMNS> __device__ __forceinline__ void zero_rows(u32 at, i32 rows, int self) {
     for (i32 x = max(rows, 0) * 8 + self; x < ROWS * 8; x += 128) {
 #pragma unroll

@@ -1,27 +1,27 @@
-//! Finding NVIDIA's libraries at run time.
+//! Finds NVIDIA's libraries at run time.
 //!
-//! A library that is already open is found again by its name, so opening it here by its full path lets the
-//! bindings, which only know names, find it wherever it lies.
+//! The loader finds a library that is already loaded by its name, so loading it here by its full path lets the
+//! bindings, which only know names, find it anywhere.
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use std::ffi::OsString;
 use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
-/// Folder to look in first.
+/// Folder to search first.
 pub const FOLDER_VARIABLE: &str = "FERROTRON_CUDA_LIB";
 
-/// A library the kernels need.
+/// A library that the kernels need.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NvidiaLibrary {
-    /// The run-time compiler.
+    /// The runtime compiler.
     Nvrtc,
-    /// Matrix products.
+    /// GEMMs.
     CublasLt,
 }
 
 impl NvidiaLibrary {
-    /// File names, the wanted one last; those before it must be open for it to work.
+    /// File names, the library last; those before it must be loaded for it to work.
     fn files(self) -> &'static [&'static str] {
         match self {
             NvidiaLibrary::Nvrtc => &["libnvrtc-builtins.so.13.0", "libnvrtc.so.13"],
@@ -29,15 +29,15 @@ impl NvidiaLibrary {
         }
     }
 
-    /// The file to look for, in messages.
+    /// The file to look for, for messages.
     pub fn file(self) -> &'static str {
         self.files().last().copied().unwrap_or_default()
     }
 
-    /// Opens it for good. False where it is nowhere.
+    /// Loads it for good. False where it is not found.
     pub fn open(self) -> bool {
         let open = |path: PathBuf| {
-            // SAFETY: NVIDIA's libraries do nothing harmful when loaded.
+            // SAFETY: loading NVIDIA's libraries has no harmful side effects.
             match unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) } {
                 Ok(library) => {
                     std::mem::forget(library);
@@ -47,13 +47,13 @@ impl NvidiaLibrary {
             }
         };
         let anywhere = |file: &str| {
-            // The loader's own choice, unless a folder is named.
+            // The loader's search path, unless a folder is named.
             let named = std::env::var_os(FOLDER_VARIABLE).is_none().then(|| PathBuf::from(file));
             named.into_iter().chain(folders().into_iter().map(|f| f.join(file))).any(open)
         };
-        // A helper may be missing where the library brings its own: only the last one decides.
+        // A dependency may be missing where the library contains it: only the last one decides.
         self.files().iter().fold(false, |_, file| anywhere(file))
-            // SAFETY: only tries to open the library by its usual names.
+            // SAFETY: only tries to load the library by its usual names.
             || unsafe {
                 match self {
                     NvidiaLibrary::Nvrtc => cudarc::nvrtc::sys::is_culib_present(),
@@ -63,15 +63,15 @@ impl NvidiaLibrary {
     }
 }
 
-/// Where libraries are looked for: what [`FOLDER_VARIABLE`] and `LD_LIBRARY_PATH` name, then where the loader, CUDA's
-/// installer and Python wheels put them. Only folders that exist.
+/// Search path: the folders in [`FOLDER_VARIABLE`] and `LD_LIBRARY_PATH`, then those of the loader, of CUDA's
+/// installer and of Python wheels. Only folders that exist.
 pub fn folders() -> Vec<PathBuf> {
     let mut all = folders_in(&|name| std::env::var_os(name), Path::new("/"));
     all.retain(|f| f.is_dir());
     all
 }
 
-/// The folders to look in, first come first served. `root` is `/` except in tests.
+/// The folders to search, in order. `root` is `/` except in tests.
 fn folders_in(env: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
     let mut out: Vec<PathBuf> = env(FOLDER_VARIABLE).map(PathBuf::from).into_iter().collect();
     if let Some(paths) = env("LD_LIBRARY_PATH") {
@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_of_the_loader_the_installer_and_wheels() {
+    fn searches_loader_installer_and_wheel_folders() {
         let root = std::env::temp_dir().join(format!("ferrotron-folders-{}", std::process::id()));
         let wheel = root.join("venv/lib/python3.12/site-packages/nvidia/cu13/lib");
         std::fs::create_dir_all(&wheel).unwrap();

@@ -1,15 +1,14 @@
-// Cross-entropy over rows of logits, one block to a row. With target weights 1 − spread more at the label and `off`
-// everywhere: loss = lse − Σ target·x, and, where wanted, x ← (softmax − target)·w in place.
+// Cross-entropy over rows of logits, one block to a row. The smoothed target is `off` for every id and 1 − spread more
+// at the label: loss = lse − Σ target·x, and with a gradient x ← (softmax − target)·w in place.
 //
-// The row is read once for its maximum and Σ exp(x − max) together, each thread rescaling its sum as its maximum
-// grows, and once more to be overwritten. Where ranks share the vocabulary these are two kernels, and between them
-// the ranks exchange what they found.
+// A row is read once for its maximum and Σ exp(x − max) together (online softmax: a thread rescales its sum when its
+// maximum grows), and once more to be overwritten. With a vocabulary sharded over tensor-parallel ranks these are two
+// kernels, between which the ranks exchange their statistics.
 #include "args/loss.cuh"
 
 #define IGNORE (-100)
 
 
-// One rank's columns of a vocabulary.
 
 #define INFINITY_F __int_as_float(0x7f800000)
 // −∞ in every element of a 32-bit word.
@@ -24,7 +23,7 @@ template <> struct NegInfWord<f16> {
     static constexpr u32 bits = 0xfc00fc00u;
 };
 
-// eˣ for x <= 0. What is rounded to bf16 needs no more than the hardware's power of two of a rounded product.
+// eˣ for x ≤ 0. For 16-bit logits the hardware's ex2.approx of a rounded product is accurate enough.
 template <class T> __device__ __forceinline__ float exponential(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
@@ -45,8 +44,8 @@ __device__ __forceinline__ double block_sum(double x, double* shared) {
     return x;
 }
 
-// The first `count` columns of a row as aligned 16-byte chunks [first, last) and what is left at both ends: chunk c
-// starts at column c·V − skew. Rows of odd length are aligned differently each.
+// The first `count` columns of a row as aligned 16-byte chunks [first, last), and what is left at both ends. Chunk c
+// starts at column c·V − skew: rows of odd length are each aligned differently.
 template <class T> struct Cut {
     static constexpr int V = VecWidth<T>::count;
     i32 skew, first, last, head, tail, count;
@@ -58,7 +57,8 @@ template <class T> struct Cut {
         tail = min(max(last * V - skew, head), count);
     }
     __device__ __forceinline__ i32 start(i32 chunk) const { return chunk * V - skew; }
-    // The column of an end that is this thread's, or −1; there are fewer than 2V of them, and a warp has 32 threads.
+    // The column at an end that this thread handles, or −1. There are fewer than 2V such columns, and a block has at
+    // least 32 threads.
     __device__ __forceinline__ i32 end() const {
         const i32 t = threadIdx.x;
         if (t < head) return t;
@@ -75,11 +75,11 @@ template <class T> __device__ __forceinline__ void fill_zero(T* row, i32 count) 
         *reinterpret_cast<Packed<T>*>(row + cut.start(c)) = {};
 }
 
-// Running maximum, Σ exp(x − max) and, with smoothing, Σ x of what a thread has seen.
+// A thread's running maximum, Σ exp(x − max) and, for label smoothing, Σ x.
 template <class T> struct Running {
     float max = -INFINITY_F, sum = 0.0f;
     double all = 0.0;
-    // −∞ − −∞ would be NaN, though nothing but −∞ has been seen so far.
+    // 0 while only −∞ has been seen, because −∞ − −∞ is NaN.
     __device__ __forceinline__ float shift() const { return max == -INFINITY_F ? 0.0f : max; }
     __device__ __forceinline__ void raise(float to) {
         if (to > max) {
@@ -89,7 +89,7 @@ template <class T> struct Running {
     }
 };
 
-// Chunks of a thread that are on their way together.
+// Chunks of a thread whose loads are in flight together.
 #define AT_ONCE 4
 
 template <class T> __device__ __forceinline__ Running<T> statistics(const T* row, i32 vocab, bool with_sum) {
@@ -109,7 +109,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             const i32 chunk = c + k * blockDim.x;
-            // −∞ counts for nothing.
+            // Absent chunks are −∞, which contributes exp(−∞) = 0.
 #pragma unroll
             for (int w = 0; w < 4; w++) held[k].word[w] = NegInfWord<T>::bits;
             if (chunk < cut.last) {
@@ -127,7 +127,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
         }
         seen.raise(most);
         const float shift = seen.shift();
-        // One partial sum per chunk, so that long rows lose nothing.
+        // One partial sum per chunk keeps long rows accurate.
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
             float x[V], part = 0.0f;
@@ -146,8 +146,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
     return seen;
 }
 
-// x ← (factor·exp(x − max) − off − (1 − spread)·1[label])·w
-// for the first `present` columns, 0 for the others.
+// x ← (factor·exp(x − max) − off − (1 − spread)·1[column = label])·w for the first `present` columns, 0 for padding.
 template <class T, class Args>
 __device__ __forceinline__ void gradient(
     const Args& a, i32 present, T* row, i32 label, float max, float factor, float w
@@ -181,12 +180,12 @@ __device__ __forceinline__ void gradient(
     for (i32 c = present + threadIdx.x; c < a.width; c += blockDim.x) row[c] = from_f32<T>(0.0f);
 }
 
-// What is known of a row, or of one rank's part of it.
+// Statistics of a row, or of one rank's columns of it.
 struct RowStats {
     float max, sum, label, all;
 };
 
-// From the whole vocabulary.
+// Loss of a row from the statistics over the whole vocabulary.
 template <class Args> __device__ __forceinline__ float loss_of(const Args& a, const RowStats& s) {
     const float log_sum = logf(s.sum);
     const float plain = log_sum - (s.label - s.max);
@@ -194,7 +193,7 @@ template <class Args> __device__ __forceinline__ float loss_of(const Args& a, co
     return a.spread != 0.0f ? (1.0f - a.spread) * plain + a.spread * (log_sum - (mean - s.max)) : plain;
 }
 
-// Over the block's row; in every thread.
+// Statistics of the block's row, in every thread.
 template <class T>
 __device__ __forceinline__ RowStats row_stats(const T* row, i32 present, i32 label, bool with_sum) {
     __shared__ float shared[32];
@@ -203,7 +202,7 @@ __device__ __forceinline__ RowStats row_stats(const T* row, i32 present, i32 lab
     s.label = label >= 0 && label < present ? to_f32(row[label]) : 0.0f;
     const Running<T> seen = statistics(row, present, with_sum);
     s.max = block_max(seen.max, shared);
-    // A thread that saw nothing, or only −∞, has the sum 0, or NaN if it saw one.
+    // A thread that has seen nothing, or only −∞, has the sum 0; NaN propagates.
     const float own = seen.max == s.max ? seen.sum : seen.sum * exponential<T>(seen.max - s.max);
     s.sum = block_sum(own, shared);
     s.all = with_sum ? float(block_sum(seen.all, shared_all)) : 0.0f;
@@ -228,7 +227,7 @@ template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(
     if (GRADIENT) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
 }
 
-// Whether row r counts; a label that no rank can have is reported.
+// Whether row r has a label. A label outside the vocabulary that is not IGNORE is reported.
 __device__ __forceinline__ bool labelled(const VocabParallelArgs& a, i64 r, i32& label, bool report) {
     label = reinterpret_cast<const i32*>(a.labels)[r];
     if (label >= 0 && label < a.vocab) return true;
@@ -236,7 +235,7 @@ __device__ __forceinline__ bool labelled(const VocabParallelArgs& a, i64 r, i32&
     return false;
 }
 
-// Block r: the statistics of row r over the columns here.
+// Block r: statistics of row r over this rank's columns.
 template <class T> __device__ __forceinline__ void shard_stats(const VocabParallelArgs& a) {
     const i64 r = blockIdx.x;
     i32 label;
@@ -248,14 +247,14 @@ template <class T> __device__ __forceinline__ void shard_stats(const VocabParall
     to[0] = s.max, to[1] = s.sum, to[2] = s.label, to[3] = s.all;
 }
 
-// Row r over all ranks, in their order: the same bits on each.
+// Statistics of row r over all ranks, reduced in rank order: the same bits on every rank.
 __device__ __forceinline__ RowStats merged(const VocabParallelArgs& a, i64 r) {
     const float* of = reinterpret_cast<const float*>(a.stats) + r * 4;
     RowStats s = {-INFINITY_F, 0.0f, 0.0f, 0.0f};
     for (i64 k = 0; k < a.ranks; k++) s.max = fmaxf(s.max, of[k * a.rows * 4]);
     for (i64 k = 0; k < a.ranks; k++) {
         const float* rank = of + k * a.rows * 4;
-        // 0 of a rank that has nothing, or nothing but −∞; NaN stays.
+        // A sum of 0 means the rank has no column, or only −∞. NaN propagates.
         if (rank[1] != 0.0f) s.sum += rank[1] * expf(rank[0] - s.max);
         s.label += rank[2];
         s.all += rank[3];
@@ -263,7 +262,7 @@ __device__ __forceinline__ RowStats merged(const VocabParallelArgs& a, i64 r) {
     return s;
 }
 
-// Block r: loss of row r, and the gradient over the columns here.
+// Block r: loss of row r, and the gradient of this rank's columns.
 template <class T> __device__ __forceinline__ void shard_gradient(const VocabParallelArgs& a) {
     const i64 r = blockIdx.x;
     T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
@@ -280,7 +279,7 @@ template <class T> __device__ __forceinline__ void shard_gradient(const VocabPar
     gradient(a, a.present, row, label - a.first, s.max, 1.0f / s.sum, w);
 }
 
-// Thread r: loss of row r alone.
+// Thread r: loss of row r without a gradient.
 extern "C" __global__ void __launch_bounds__(256) vocab_parallel_cross_entropy_loss(const VocabParallelArgs a) {
     const i64 r = i64(blockIdx.x) * 256 + threadIdx.x;
     if (r >= a.rows) return;

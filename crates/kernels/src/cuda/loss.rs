@@ -1,3 +1,5 @@
+//! Fused cross-entropy, over the whole vocabulary or one tensor-parallel shard of it.
+
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -54,7 +56,7 @@ kernel_args! {
 }
 
 impl VocabParallelArgs {
-    /// All but addresses and what all ranks together need.
+    /// All but addresses and what concerns all ranks together.
     fn new(op: &'static str, rows: &Rows, shard: &Shard) -> Result<VocabParallelArgs> {
         Ok(VocabParallelArgs {
             logits: 0,
@@ -77,8 +79,8 @@ impl VocabParallelArgs {
     }
 }
 
-/// A block for each row: four chunks to a thread at once, up to 512 threads. From the width alone, as the order of
-/// sums is.
+/// One block to a row: four chunks to a thread at once, up to 512 threads. Depends on the width alone, because the
+/// order of sums does.
 fn block_per_row(op: &'static str, rows: &Rows, dtype: DType) -> Result<LaunchConfig> {
     let chunks = rows.width.div_ceil(vec_width(dtype));
     let threads = (chunks.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;

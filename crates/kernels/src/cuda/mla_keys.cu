@@ -1,5 +1,5 @@
-// Keys of latent attention, k [tokens, heads, a + b]: put together from channels that are each head's own and channels
-// that all heads share, and gradients taken apart again. A block has a token.
+// Keys of multi-head latent attention, k [tokens, heads, a + b]: concatenates each head's own channels with the
+// channels that all heads share (the rotary part), and splits gradients again. One block to a token.
 #include "args/mla_keys.cuh"
 
 enum Flag : u32 { VECTORIZED_OWN = 1, VECTORIZED_SHARED = 2 };
@@ -28,8 +28,8 @@ template <class T> __device__ __forceinline__ void join(const MlaKeysArgs& p) {
     }
 }
 
-// Sums over heads: threads have a chunk of channels of every so many heads each, then a channel of all such sums, in the
-// order of their first heads.
+// dshared[token] = Σ over heads. A thread sums a chunk of channels over every groups-th head; then one thread a
+// channel adds those sums in order.
 template <class T> __device__ __forceinline__ void split(const MlaKeysArgs& p) {
     constexpr int V = VecWidth<T>::count;
     __shared__ float sums[THREADS * V];

@@ -1,3 +1,5 @@
+//! Keys of multi-head latent attention.
+
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, rows_aligned16};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -5,7 +7,7 @@ use crate::attention::mla::check_keys;
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
-/// As in latent.cu.
+/// As in mla_keys.cu.
 const VECTORIZED_OWN: u32 = 1;
 const VECTORIZED_SHARED: u32 = 2;
 const THREADS: u32 = 256;
@@ -33,7 +35,7 @@ kernel_args! {
 }
 
 impl CudaKernels {
-    /// A launch whose arguments `places` are own, shared and k.
+    /// Launches a kernel; `places` are the launch's arguments own, shared and k.
     fn keys(
         &self,
         l: &Launch,
@@ -57,7 +59,7 @@ impl CudaKernels {
             b: columns(op, shared.width)?,
             flags: 0,
         };
-        // All heads' channels are counted in 32 bits.
+        // Kernels count the channels of all heads in 32 bits.
         columns(op, k.inner * k.width)?;
         let second = args.k + (own.width * dtype.size()) as u64;
         for (flag, views) in [

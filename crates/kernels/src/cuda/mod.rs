@@ -1,5 +1,5 @@
-//! The kernels' second home: CUDA. Each family is a `.cu` source beside the `.rs` that launches it. Sources are
-//! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
+//! CUDA implementation of the kernels. Each family is a `.cu` source beside the `.rs` file that launches it. NVRTC
+//! compiles the sources for the GPU at the first start, and the cubins are cached on disk; GEMMs go through cuBLASLt.
 
 mod activation;
 mod args;
@@ -57,11 +57,11 @@ use ferrotron_tensor::{Device, Error, Launch, Result};
 use gemm_cache::GemmCache;
 use modules::Modules;
 
-/// The kernels of a card.
+/// The kernels of a GPU.
 pub struct CudaKernels {
     modules: Modules,
     gemm_cache: GemmCache,
-    /// Tables of tiles of packed sequences.
+    /// Tile tables of packed sequences.
     tables: attention::TileTables,
     multiprocessors: u32,
 }
@@ -78,7 +78,7 @@ pub(crate) struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel of a source as it is written.
+    /// A kernel of a source's base variant.
     pub(crate) const fn new(source: &'static str, name: &'static str) -> Kernel {
         Kernel { source, variant: Variant::Base, name }
     }
@@ -88,7 +88,8 @@ impl Kernel {
         Kernel { source, variant: Variant::F16, name }
     }
 
-    /// This attention kernel with probabilities rounded to E4M3. f16 variants have no such sibling, and stay as they are.
+    /// This attention kernel with probabilities rounded to E4M3. There is no f16 kernel of that kind: those stay as
+    /// they are.
     pub(crate) fn with_fp8_probs(self) -> Kernel {
         match self.variant {
             Variant::Base => Kernel { variant: Variant::Fp8Probs, ..self },
@@ -97,24 +98,24 @@ impl Kernel {
     }
 }
 
-/// How many threads run a kernel.
+/// Grid and block of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LaunchConfig {
     /// Blocks along x, y, z.
     pub(crate) blocks: [u32; 3],
     /// Threads of a block.
     pub(crate) threads: u32,
-    /// Dynamic shared memory of a block, bytes.
+    /// Dynamic shared memory of a block, in bytes.
     pub(crate) shared: u32,
 }
 
 impl CudaKernels {
-    /// Makes the kernels of a CUDA device ready: from the cache, or compiled now.
+    /// Loads the kernels for a CUDA device, from the cache or by compiling them.
     pub fn load(device: &Device) -> Result<CudaKernels> {
         let Some(card) = device.gpu() else {
             return Err(Error::NoCuda("the device is the CPU".into()));
         };
-        // A stream makes the card's context current on this thread.
+        // Creating a stream makes the context current on this thread.
         let _stream = device.stream("loading")?;
         Ok(CudaKernels {
             modules: Modules::load(card)?,
@@ -124,17 +125,17 @@ impl CudaKernels {
         })
     }
 
-    /// How many sources were compiled, how many were in the cache.
+    /// How many sources were compiled, and how many were cached.
     pub fn cache_stats(&self) -> KernelCacheStats {
         self.modules.cache_stats()
     }
 
-    /// Multiprocessors of the card.
+    /// Multiprocessors (SMs) of the GPU.
     pub(crate) fn multiprocessors(&self) -> u32 {
         self.multiprocessors
     }
 
-    /// Is there this source for the card?
+    /// Whether this source is compiled for the GPU.
     pub(crate) fn has(&self, source: &'static str) -> bool {
         self.modules.has(source)
     }
@@ -152,8 +153,8 @@ impl CudaKernels {
     }
 }
 
-/// The instance of a kernel for f32, bf16 or f16: `typed!(OP, dtype, "norm/forward", "norm_1")`. That for f16 is in the
-/// source's f16 variant.
+/// The kernel for f32, bf16 or f16: `typed!(OP, dtype, "norm/forward", "norm_1")`. The one for f16 is in the source's
+/// f16 variant.
 macro_rules! typed {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {

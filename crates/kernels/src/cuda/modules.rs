@@ -1,4 +1,4 @@
-//! Kernels made ready: compiled or taken from the cache, loaded onto the card, found by name.
+//! Compiled kernels: loads modules from the cache or from NVRTC, looks up functions, launches them.
 
 use super::args::DeviceType;
 use super::compile::Compiler;
@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::{Mutex, PoisonError, RwLock};
 
-/// How the kernels were made ready.
+/// Where the kernels came from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KernelCacheStats {
     /// Sources compiled now.
@@ -19,10 +19,10 @@ pub struct KernelCacheStats {
     pub cached: usize,
 }
 
-/// Dynamic shared memory that every kernel has without being asked: of 48 KiB, what its own variables leave.
+/// Dynamic shared memory that needs no opt-in: of 48 KiB, what is left beside static shared memory.
 const DEFAULT_SHARED: u32 = 32 << 10;
 
-/// Loaded modules and the functions found in them so far.
+/// Loaded modules, and the functions looked up so far.
 pub(super) struct Modules {
     modules: RwLock<HashMap<(&'static str, Variant), sys::CUmodule>>,
     arch: String,
@@ -33,7 +33,7 @@ pub(super) struct Modules {
 #[derive(Clone, Copy)]
 struct Function {
     raw: sys::CUfunction,
-    /// Dynamic shared memory it may ask for so far.
+    /// Dynamic shared memory that it may use so far.
     shared: u32,
 }
 
@@ -42,7 +42,7 @@ unsafe impl Send for Modules {}
 // SAFETY: as above.
 unsafe impl Sync for Modules {}
 
-/// The architecture a card's kernels are compiled for; `a` opens Hopper's own instructions.
+/// The architecture to compile for; `a` enables Hopper's architecture-specific instructions.
 pub fn architecture(card: &GpuInfo) -> String {
     let (major, minor) = card.capability;
     format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
@@ -56,7 +56,7 @@ fn check(op: &'static str, status: CUresult) -> Result<()> {
 }
 
 impl Modules {
-    /// Makes every source ready for a card whose context is current.
+    /// Loads every source for a GPU whose context is current.
     pub(super) fn load(card: &GpuInfo) -> Result<Modules> {
         let arch = architecture(card);
         let compiler = Compiler::open()?;
@@ -82,7 +82,8 @@ impl Modules {
         Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), cache_stats })
     }
 
-    /// A module; variants are made ready now. The context of the card is current wherever kernels are queued.
+    /// The module of a kernel; variants are compiled on first use. The GPU's context is current wherever kernels are
+    /// launched.
     fn module(&self, kernel: Kernel) -> Result<sys::CUmodule> {
         let key = (kernel.source, kernel.variant);
         let known = self.modules.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
@@ -103,7 +104,7 @@ impl Modules {
         Ok(module)
     }
 
-    /// Is there this source?
+    /// Whether the source's base variant is loaded.
     pub(super) fn has(&self, source: &'static str) -> bool {
         self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(&(source, Variant::Base))
     }
@@ -112,7 +113,7 @@ impl Modules {
         self.cache_stats
     }
 
-    /// Queues a kernel; see [`super::CudaKernels::launch_kernel`].
+    /// See [`super::CudaKernels::launch_kernel`].
     pub(super) fn launch_kernel<A: DeviceType>(
         &self,
         l: &Launch,
@@ -127,8 +128,8 @@ impl Modules {
         let stream = l.cuda_stream()?;
         let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
         let [x, y, z] = grid.blocks;
-        // SAFETY: one argument by value, which the driver copies now; its layout is the kernel's (repr(C) twins);
-        // the addresses in it come from `Launch::address`, which keeps them inside the launch's arguments.
+        // SAFETY: one argument by value, which the driver copies; `kernel_args!` gives both sides its layout. The
+        // addresses in it come from `Launch::address`, which keeps them inside the launch's arguments.
         let status = unsafe {
             let none = std::ptr::null_mut();
             sys::cuLaunchKernel(
@@ -178,10 +179,10 @@ impl Modules {
     }
 }
 
-/// A module of a whole cubin, compiled here or checked by the cache, in the current context.
+/// Loads a complete cubin, compiled here or checked by the cache, into the current context.
 fn loaded(code: &[u8]) -> Result<sys::CUmodule> {
     let mut module = std::ptr::null_mut();
-    // SAFETY: a whole cubin; the context is current.
+    // SAFETY: a complete cubin; the context is current.
     check("load kernels", unsafe { sys::cuModuleLoadData(&mut module, code.as_ptr().cast()) })?;
     Ok(module)
 }

@@ -1,10 +1,11 @@
-// Small steps of a mixture of experts: one thread an element (or a row), tables of a few thousand numbers by one block.
+// Small kernels of an MoE layer: one thread to an element or row.
 #include "args/moe_elementwise.cuh"
 #include "philox.cuh"
 
 __device__ __forceinline__ i64 element_index() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
-// a: segments [n], b: index [n, width], c: probs [n, width]; n·width threads.
+// Tokens with a negative segment route nowhere. a: segments [n], b: index [n, width], c: probs [n, width]; n·width
+// threads.
 extern "C" __global__ void mask_padding(const MoeArgs p) {
     const i64 at = element_index();
     if (at >= p.n * p.width || reinterpret_cast<const i32*>(p.a)[at / p.width] >= 0) return;
@@ -12,7 +13,7 @@ extern "C" __global__ void mask_padding(const MoeArgs p) {
     reinterpret_cast<float*>(p.c)[at] = 0.0f;
 }
 
-// a: index [n], b: slots [n, copies]; n·copies threads.
+// One slot for each of `copies` ranks that share an expert. a: index [n], b: slots [n, copies]; n·copies threads.
 extern "C" __global__ void expand_topk(const MoeArgs p) {
     const i64 at = element_index();
     if (at >= p.n * p.copies) return;
@@ -20,7 +21,7 @@ extern "C" __global__ void expand_topk(const MoeArgs p) {
     reinterpret_cast<i32*>(p.b)[at] = e < 0 ? -1 : (e / p.own * p.copies + copy) * p.own + e % p.own;
 }
 
-// a: rows [n / width], b: x [n], c: y [n].
+// y = x·u, u uniform in [1 − x, 1 + x]. a: row numbers [n / width], b: x [n], c: y [n].
 template <class T> __device__ __forceinline__ void jitter(const MoeArgs& p) {
     const i64 at = element_index();
     if (at >= p.n) return;
@@ -36,7 +37,7 @@ template <class T> __device__ __forceinline__ void jitter(const MoeArgs& p) {
 extern "C" __global__ void jitter_f32(const MoeArgs p) { jitter<float>(p); }
 extern "C" __global__ void jitter_bf16(const MoeArgs p) { jitter<bf16>(p); }
 
-// a: x f32 [n], b: bf16 [n / width, 2·width].
+// x as the sum of two bf16 numbers. a: x f32 [n], b: bf16 [n / width, 2·width].
 extern "C" __global__ void split_bf16x2(const MoeArgs p) {
     const i64 at = element_index();
     if (at >= p.n) return;
@@ -55,7 +56,7 @@ template <class T> __device__ __forceinline__ void add_router_bias(const MoeArgs
 extern "C" __global__ void add_router_bias_f32(const MoeArgs p) { add_router_bias<float>(p); }
 extern "C" __global__ void add_router_bias_bf16(const MoeArgs p) { add_router_bias<bf16>(p); }
 
-// a: counts i64 [n], b: total i64 [n], c: steps f32 [1].
+// a: counts i64 [n], b: total i64 [n], c: steps f32 [1], all added to.
 extern "C" __global__ void accumulate_counts(const MoeArgs p) {
     const i64 at = element_index();
     if (at < p.n) reinterpret_cast<i64*>(p.b)[at] += reinterpret_cast<const i64*>(p.a)[at];
@@ -68,7 +69,8 @@ extern "C" __global__ void accumulate_f64(const MoeArgs p) {
     if (at < p.n) reinterpret_cast<double*>(p.b)[at] += reinterpret_cast<const double*>(p.a)[at];
 }
 
-// a: found f32 [n], b: beta f32 [n]; one thread: there are as many numbers as experts, once a step, and the sum has one order.
+// beta = x·beta + (1 − x)·y·found, minus its mean. a: found f32 [n], b: beta f32 [n]. One thread, because there is one
+// value per expert once a step, and the sum has a fixed order.
 extern "C" __global__ void update_quantiles(const MoeArgs p) {
     const float* found = reinterpret_cast<const float*>(p.a);
     float* beta = reinterpret_cast<float*>(p.b);

@@ -1,3 +1,5 @@
+//! Small kernels of MoE layers.
+
 use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::philox::PhiloxStream;
@@ -35,7 +37,7 @@ fn moe_kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    /// One thread for each of `threads` elements; the arguments' addresses are filled in.
+    /// One thread to each of `threads` elements; fills in the tensors' addresses.
     fn launch_moe(
         &self,
         s: &Stream,

@@ -1,4 +1,4 @@
-// Moments and masters between how they are kept and plain f32. A warp has a block of packed moments.
+// Packs and unpacks optimizer moments, splits and joins master weights. A warp has one block of 32 packed elements.
 #include "args/moments.cuh"
 #include "moments.cuh"
 #include "optim.cuh"

@@ -1,5 +1,5 @@
-// Moments in 16 or 8 bits: moments.rs says how and why. Blocks of 32 elements share a scale 2^k, kept as k + 127.
-// SIGN_BELOW is how far the bit of the sign is below that of an f32.
+// Optimizer moments in 16 or 8 bits; moments.rs of the crate defines the formats. Blocks of 32 elements share a scale
+// 2^k, stored as k + 127. SIGN_BELOW: by how many bits the sign is below that of an f32.
 #pragma once
 #include "prelude.cuh"
 
@@ -28,7 +28,7 @@ constexpr int BLOCK = 32;
 
 __device__ __forceinline__ float power_of_two(u32 biased) { return __uint_as_float(biased << 23); }
 
-// k + 127 of the least scale that brings `largest` into range.
+// k + 127 of the smallest scale that brings `largest` into range.
 template <class F> __device__ __forceinline__ u32 scale_of(float packed_amax) {
     constexpr u32 top = F::LARGEST << (23 - F::MANTISSA), above = 0x7fffff - (top & 0x7fffff);
     i32 k = i32((__float_as_uint(packed_amax) + above) >> 23) - i32(top >> 23) - 127 + i32(F::BIAS);
@@ -42,7 +42,7 @@ template <class F> __device__ __forceinline__ float unpack(u32 code, u32 scale) 
     return __fmul_rn(__fmul_rn(__uint_as_float(bits), power_of_two(254 - F::BIAS)), power_of_two(scale));
 }
 
-// Bits of an f32 whose exponent is that of the code: linear in the value from code to code.
+// Bits of an f32 with the exponent of the code: linear in the value between neighbouring codes.
 template <class F> __device__ __forceinline__ u32 scaled(float x, float inverse) {
     float y = __fmul_rn(__fmul_rn(fabsf(x), inverse), power_of_two(F::BIAS));
     return __float_as_uint(y) & 0x7fffffffu;
@@ -52,7 +52,8 @@ template <class F> __device__ __forceinline__ u32 finish(float x, u32 bits) {
     if (F::ABOVE_ZERO) return max(magnitude, u32(x > 0.0f));
     return magnitude | ((__float_as_uint(x) >> F::SIGN_BELOW) & F::SIGN);
 }
-// Rounded up with the probability that makes the mean right, and to nearest even.
+// `pack` rounds stochastically (up with the probability that makes the expectation exact), `pack_nearest` to nearest
+// even.
 template <class F> __device__ __forceinline__ u32 pack(float x, float inverse, u32 dice) {
     return finish<F>(x, scaled<F>(x, inverse) + (dice >> (9 + F::MANTISSA)));
 }
@@ -69,7 +70,7 @@ __device__ __forceinline__ u32 dice_of(u32 seed, float master, float momentum) {
     return (h ^ (h >> 16)) * 0xc2b2ae35u;
 }
 
-// A master as the bf16 the model computes with, rounded half away from zero, and 16 more bits.
+// A split master weight: the bf16 that the model computes with, rounded half away from zero, and the low 16 bits.
 struct Halves {
     bf16 high;
     u16 low;

@@ -1,4 +1,4 @@
-//! Moments in the ways they are kept, and masters in halves, from f32 and back.
+//! Packs and unpacks optimizer moments, splits and joins master weights.
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
@@ -31,7 +31,7 @@ kernel_args! {
     }
 }
 
-/// The kernel between f32 and a moment.
+/// The kernel between f32 and a moment's format.
 macro_rules! moments {
     ($op:expr, $moment:expr, $order:expr, $name:literal) => {
         match ($moment.values.dtype(), $order) {
@@ -104,7 +104,7 @@ impl CudaKernels {
         self.launch_split(s, OP, &[write(master), read(high), read(low)], master.numel())
     }
 
-    /// One thread for each of `n` elements of values, codes and, where there are any, scales.
+    /// One thread to each of `n` elements of values, codes and, where there are any, scales.
     fn launch_moment(
         &self,
         s: &Stream,
@@ -120,7 +120,7 @@ impl CudaKernels {
         })
     }
 
-    /// One thread for each of `n` elements of master, high and low; the kernel is named as the operation.
+    /// One thread to each of `n` elements of master, high and low; the kernel has the operation's name.
     fn launch_split(&self, s: &Stream, op: &'static str, tensors: &[Arg], n: usize) -> Result<()> {
         s.launch(op, tensors, |l| {
             let (master, high, low) = (l.address(0)?, l.address(1)?, l.address(2)?);

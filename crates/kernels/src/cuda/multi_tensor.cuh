@@ -1,16 +1,16 @@
-// What a step over a list works on: masters and moments in each of the ways they are kept.
+// Storage formats of master weights and moments, for optimizer steps over a list of tensors.
 #pragma once
 #include "args/multi_tensor.cuh"
 #include "moments.cuh"
 #include "optim.cuh"
 #include "vec.cuh"
 
-// Elements of a tensor one block updates.
+// Elements of a tensor that one block updates.
 constexpr int UPDATES = 16 * THREADS;
 constexpr int LIST = 36;
 
 
-// Masters f32, with a element copy where there is one.
+// f32 master weights, with a 16-bit copy for the model where there is one.
 struct F32Master {
     static constexpr bool whole = true;
     float* master;
@@ -30,7 +30,7 @@ struct F32Master {
         for (int i = 0; i < N; i++) w.at[i] = from_f32<element>(p.at[i]);
         store_vec(weight, at, w);
     }
-    // The weight of a master, whether there is a copy of it or not.
+    // The 16-bit weight of a master, whether or not a copy is stored.
     static __device__ __forceinline__ float weight_of(float p) { return to_f32(from_f32<element>(p)); }
     __device__ __forceinline__ float get(i64 at) const { return master[at]; }
     __device__ __forceinline__ void set(i64 at, float p) const {
@@ -39,7 +39,7 @@ struct F32Master {
     }
 };
 
-// Masters in two halves, the high one the weight.
+// Master weights in two halves, of which the high one is the bf16 weight.
 struct SplitMaster {
     static constexpr bool whole = false;
     u16* low;
@@ -75,11 +75,11 @@ struct SplitMaster {
     }
 };
 
-// Moments as they are: `settle` and dice are for packed ones.
+// Unscaled moments. `settle` and random bits matter for packed ones only.
 template <class T> struct PlainMoment {
     typedef T Code;
     static constexpr bool packed = false;
-    // Elements of a thread: what fills an access.
+    // Elements of a thread: a 16-byte access.
     static constexpr int N = 16 / sizeof(T);
     T* at_all;
     struct Raw {
@@ -97,7 +97,8 @@ template <class T> struct PlainMoment {
     }
 };
 
-// Codes under the scales of their blocks. A block is four neighbouring threads, or a warp that goes one by one.
+// Moments as codes under block scales. A block of 32 belongs to four neighbouring threads, or, one element a thread,
+// to a warp.
 template <class F> struct BlockScaled {
     typedef typename F::Code Code;
     static constexpr bool packed = true;
@@ -114,7 +115,7 @@ template <class F> struct BlockScaled {
     static __device__ __forceinline__ float open(const Raw& raw, int i) {
         return unpack<F>(raw.codes.at[i], raw.scale);
     }
-    // Writes the block's new scale; its inverse.
+    // Stores the block's new scale and returns its inverse.
     __device__ __forceinline__ float settle(i64 at, const float (&x)[N]) const {
         float most = 0.0f;
 #pragma unroll

@@ -1,4 +1,4 @@
-//! Adam and SGD over lists of parameters, many tensors to a launch.
+//! Adam and SGD over lists of parameters, many tensors to a launch (multi-tensor apply).
 
 use super::args::kernel_args;
 use super::grid::{LaunchList, line};
@@ -8,7 +8,7 @@ use crate::optimizer::{check_scalars, check_update};
 use crate::{Adam, ParamUpdate, Sgd};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
-/// As in optim_list.cuh: tensors of a launch, elements of a block.
+/// As in multi_tensor.cuh: tensors of a launch, elements of a block.
 const LIST: usize = 36;
 const UPDATES: usize = 4096;
 const THREADS: u32 = 256;
@@ -75,8 +75,8 @@ kernel_args! {
     }
 }
 
-/// How parameters of a launch are kept: the type of their moments, whether masters are in halves, and whether there are f16
-/// copies of them.
+/// Storage of the parameters of a launch: dtype of the moments, whether master weights are split, and whether weights
+/// are f16.
 type StateDtypes = (DType, bool, bool);
 
 fn state_dtypes(u: &ParamUpdate) -> StateDtypes {
@@ -84,12 +84,12 @@ fn state_dtypes(u: &ParamUpdate) -> StateDtypes {
     (u.first.values.dtype(), u.master.dtype() == DType::I16, half)
 }
 
-/// The kernel of a source for parameters kept so.
+/// The kernel for parameters stored so.
 fn for_dtypes(kernel: Kernel, (_, _, half): StateDtypes) -> Kernel {
     if half { Kernel { variant: Variant::F16, ..kernel } } else { kernel }
 }
 
-/// The kernel of a rule for parameters kept so.
+/// The kernel of an update rule for parameters stored so.
 macro_rules! steps {
     ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
         match ($kept.0, $kept.1) {
@@ -106,29 +106,29 @@ macro_rules! steps {
     };
 }
 
-/// Checks a whole list before anything of it is done. `two`: whether there is a second moment.
+/// Checks a whole list before any of it is updated. `two`: whether there is a second moment.
 fn check_list(op: &'static str, scalars: &Tensor, list: &[ParamUpdate], two: bool) -> Result<()> {
     check_scalars(op, scalars)?;
     list.iter().try_for_each(|u| check_update(op, u, two))
 }
 
-/// Runs `step` over a checked list in portions that are kept alike.
-fn each_portion(
+/// Runs `step` over a checked list, in launches of parameters with the same storage.
+fn for_each_launch(
     s: &Stream,
     op: &'static str,
     scalars: &Tensor,
     list: &[ParamUpdate],
     step: impl Fn(&Launch, StateDtypes, &LaunchList<TensorEntry, LIST>) -> Result<()>,
 ) -> Result<()> {
-    let mut algorithms: Vec<StateDtypes> = Vec::new();
-    for algorithm in list.iter().map(state_dtypes) {
-        if !algorithms.contains(&algorithm) {
-            algorithms.push(algorithm);
+    let mut groups: Vec<StateDtypes> = Vec::new();
+    for dtypes in list.iter().map(state_dtypes) {
+        if !groups.contains(&dtypes) {
+            groups.push(dtypes);
         }
     }
-    for algorithm in algorithms {
+    for dtypes in groups {
         let alike: Vec<&ParamUpdate> =
-            list.iter().filter(|u| state_dtypes(u) == algorithm && u.grad.numel() > 0).collect();
+            list.iter().filter(|u| state_dtypes(u) == dtypes && u.grad.numel() > 0).collect();
         for portion in alike.chunks(LIST) {
             let mut args: Vec<Arg> = vec![read(scalars)];
             for u in portion {
@@ -173,7 +173,7 @@ fn each_portion(
                     };
                     p.push(op, entry, n, UPDATES)?;
                 }
-                step(l, algorithm, &p)
+                step(l, dtypes, &p)
             })?;
         }
     }
@@ -191,7 +191,7 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "adam";
         check_list(OP, scalars, list, true)?;
-        each_portion(s, OP, scalars, list, |l, dtypes, p| {
+        for_each_launch(s, OP, scalars, list, |l, dtypes, p| {
             let args = AdamArgs {
                 list: p.list,
                 scalars: l.address(0)?,
@@ -224,7 +224,7 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "sgd";
         check_list(OP, scalars, list, false)?;
-        each_portion(s, OP, scalars, list, |l, dtypes, p| {
+        for_each_launch(s, OP, scalars, list, |l, dtypes, p| {
             let args = SgdArgs {
                 list: p.list,
                 scalars: l.address(0)?,

@@ -1,4 +1,4 @@
-//! The optimizer's kernels: updates, norms, and the numbers of a step that stay on the card.
+//! Optimizer kernels: parameter updates, gradient norm, loss scale and the scalars of a step that stay on the GPU.
 
 use super::CudaKernels;
 use super::args::kernel_args;

@@ -1,10 +1,10 @@
-// Rows that move between tokens and experts. A thread has one or a few chunks of 16 bytes of a row; chunks are numbered through,
-// row by row.
+// Moves rows between token order and expert order. A thread has one or a few 16-byte chunks of a row; chunks are
+// numbered row by row.
 #include "args/permute.cuh"
 
 constexpr int THREADS = 256;
 
-// 16 bytes as they lie in memory, at element `at`.
+// A 16-byte chunk from element `at`.
 template <class E> __device__ __forceinline__ Packed<E> load_chunk(const E* from, i64 at) {
     return *reinterpret_cast<const Packed<E>*>(from + at);
 }
@@ -12,17 +12,17 @@ template <class E> __device__ __forceinline__ void store_chunk(E* to, i64 at, co
     *reinterpret_cast<Packed<E>*>(to + at) = p;
 }
 
-// Chunks of a thread that are on their way together.
+// Chunks of a thread whose loads are in flight together.
 constexpr int AHEAD = 4;
 
-// out[r] = x[source[r] / k], zeros for nobody.
+// out[r] = x[source[r] / k]; zeros for rows without a source.
 template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a) {
     constexpr int N = VecWidth<E>::count;
     const E* x = reinterpret_cast<const E*>(a.x);
     E* out = reinterpret_cast<E*>(a.out);
     const i32* source = reinterpret_cast<const i32*>(a.source);
     const u32 first = blockIdx.x * (THREADS * AHEAD) + threadIdx.x;
-    // The row of x, or ~0 for nobody and past the end.
+    // The row of x, or ~0 without a source and past the end.
     auto row_of = [&](u32 i) {
         const u32 choice = i < a.chunks ? u32(source[i / a.per_row]) : ~0u;
         return choice < a.choices ? choice / a.k : ~0u;
@@ -37,7 +37,7 @@ template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a
             p[u] = {};
             if (row[u] != ~0u) p[u] = load_chunk(x, i64(row[u]) * a.width + (first + u * THREADS) % a.per_row * N);
         }
-        // Rows of whole chunks lie as they are numbered.
+        // Rows are whole chunks, so a chunk's number is its position.
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
             if (first + u * THREADS < a.chunks) store_chunk(out, i64(first + u * THREADS) * N, p[u]);
@@ -58,10 +58,10 @@ GATHER(u32, 4)
 GATHER(u16, 2)
 GATHER(u8, 1)
 
-// Choices of a token looked at together.
+// Choices of a token that are handled together.
 constexpr int TOGETHER = 8;
 
-// Rows of nobody become zeros: a warp looks at 32 sources.
+// Zeroes rows without a source: a warp checks 32 of them.
 template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a) {
     constexpr int N = VecWidth<E>::count;
     const i32 lane = threadIdx.x & 31;
@@ -79,7 +79,7 @@ template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a)
     }
 }
 
-// out[rows[t, j]] = x[t]; rows whose source is nobody become zeros.
+// out[rows[t, j]] = x[t]; rows without a source become zeros.
 template <class E> __device__ __forceinline__ void moe_permute(const MoveArgs& a) {
     constexpr int N = VecWidth<E>::count;
     if (blockIdx.x >= a.movers) {
@@ -119,7 +119,7 @@ SPREAD(u32, 4)
 SPREAD(u16, 2)
 SPREAD(u8, 1)
 
-// N numbers of a row from `at` as f32, one or two chunks; 0 past the end.
+// N elements of a row from `at` as f32, one or two chunks; 0 past the end.
 template <class T, int N> __device__ __forceinline__ void numbers(const T* row, i32 at, i32 width, bool vectorized, float (&to)[N]) {
     constexpr int V = VecWidth<T>::count;
 #pragma unroll
@@ -141,7 +141,7 @@ template <class T, int N> __device__ __forceinline__ void put_numbers(T* row, i3
     }
 }
 
-// out[r] = weights[source[r]]·x[source[r] / k], zeros for nobody.
+// out[r] = weights[source[r]]·x[source[r] / k]; zeros for rows without a source.
 template <class X, class O> __device__ __forceinline__ void moe_unpermute_backward(const MoveArgs& a) {
     constexpr int N = VecWidth<O>::count;
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
@@ -165,7 +165,7 @@ WEIGHTED(float, float, f32)
 WEIGHTED(bf16, bf16, bf16)
 WEIGHTED(float, bf16, mixed)
 
-// One row more of a sum: weight·x, or x.
+// Adds weight·x, or x, to a sum.
 template <bool WEIGHED, class X, int N>
 __device__ __forceinline__ void add_router_bias(float (&sum)[N], const Packed<X>& p, float weight) {
     float v[N];
@@ -217,8 +217,8 @@ SUM(float, float, f32)
 SUM(bf16, bf16, bf16)
 SUM(bf16, float, mixed)
 
-// out[t, j] = <x[rows[t, j]], dy[t]>. A warp has TOGETHER choices of a token; its lanes have the chunks of their rows in turn.
-// dy lies at `source`; `chunks` counts warps.
+// out[t, j] = <x[rows[t, j]], dy[t]>, the gradient of the routing probabilities. A warp has TOGETHER choices of a
+// token; its lanes stride over the chunks of their rows. dy is at `source`; `chunks` counts warps.
 template <class X, class D> __device__ __forceinline__ void moe_unpermute_dprobs(const MoveArgs& a) {
     constexpr int N = VecWidth<X>::count;
     const i32 lane = threadIdx.x & 31;
@@ -262,7 +262,7 @@ template <class X, class D> __device__ __forceinline__ void moe_unpermute_dprobs
 #pragma unroll
     for (int u = 0; u < TOGETHER; u++) {
         const float total = warp_sum(sum[u]);
-        // What dy holds is nothing to those without a row.
+        // A choice without a row gets 0, whatever dy holds.
         if (lane == u && first + u < a.k) out[first + u] = row[u] < a.from ? total : 0.0f;
     }
 }
@@ -274,7 +274,7 @@ PRODUCTS(float, float, f32)
 PRODUCTS(bf16, bf16, bf16)
 PRODUCTS(bf16, float, mixed)
 
-// out[i] = x[source[i]], words of 32 bits.
+// out[i] = x[source[i]], 32-bit words.
 extern "C" __global__ void __launch_bounds__(THREADS) gather_values(const MoveArgs a) {
     const i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (i >= a.n) return;

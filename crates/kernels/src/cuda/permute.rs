@@ -1,4 +1,4 @@
-//! Rows that move between tokens and experts.
+//! Permutation of rows between token order and expert order.
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
@@ -14,8 +14,8 @@ use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, 
 
 /// As in permute.cu.
 const THREADS: u32 = 256;
-const AHEAD: usize = 4;
-const TOGETHER: usize = 8;
+const IN_FLIGHT: usize = 4;
+const CHOICES_AT_ONCE: usize = 8;
 
 kernel_args! {
     header "args/permute.cuh", includes [];
@@ -72,14 +72,14 @@ kernel_args! {
     }
 }
 
-/// Rows and columns of a block of moe_permute_transposed.
+/// Rows and columns of a block of `transpose_rows`.
 const TILE: usize = 128;
 
 impl MoveArgs {
-    /// For rows of out or of tokens, `rows` of them, in chunks of 16 bytes of `dtype`.
+    /// For `rows` rows, of out or of tokens, in 16-byte chunks of `dtype`.
     fn new(op: &'static str, z: Sizes, dtype: DType, rows: usize) -> Result<MoveArgs> {
         let per_row = z.width.div_ceil(vec_width(dtype));
-        // A block counts on past the last chunk.
+        // i32, because a block's chunk numbers run past the last one.
         let chunks = match i32::try_from(rows.saturating_mul(per_row)) {
             Ok(chunks) => chunks as u32,
             Err(_) => {
@@ -100,7 +100,7 @@ impl MoveArgs {
         })
     }
 
-    /// 16-byte accesses, where rows are whole chunks and addresses allow them.
+    /// 16-byte accesses where rows are a multiple of them and addresses are aligned.
     fn align(mut self, dtype: DType, addresses: &[u64]) -> MoveArgs {
         let whole = (self.width as usize).is_multiple_of(vec_width(dtype));
         self.vectorized = u32::from(whole && aligned16(addresses));
@@ -112,7 +112,7 @@ impl MoveArgs {
     }
 }
 
-/// The instance of a pure move: by the size of its elements.
+/// The kernel of a copy without arithmetic, by element size.
 macro_rules! sized {
     ($op:expr, $dtype:expr, $name:literal) => {
         match $dtype {
@@ -125,7 +125,7 @@ macro_rules! sized {
     };
 }
 
-/// The instance for a type and a partner's, which is the same or f32.
+/// The kernel for a dtype and that of its partner, which is the same or f32.
 macro_rules! mixed {
     ($op:expr, $dtype:expr, $partner:expr, $name:literal) => {
         match ($dtype, $partner) {
@@ -159,7 +159,7 @@ impl PermutationKernels for CudaKernels {
             let (x, source, out) = (l.address(0)?, l.address(1)?, l.address(2)?);
             let a = MoveArgs { x, source, out, ..MoveArgs::new(OP, z, dtype, z.rows)? };
             let a = a.align(dtype, &[x, out]);
-            self.launch_kernel(l, kernel, line(a.blocks(OP, AHEAD * THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(a.blocks(OP, IN_FLIGHT * THREADS as usize)?, THREADS), &a)
         })
     }
 
@@ -262,7 +262,7 @@ impl PermutationKernels for CudaKernels {
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             let (x, rows, dy, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             let a = MoveArgs { x, rows, source: dy, out, ..MoveArgs::new(OP, z, dtype, 0)? };
-            let chunks = (z.tokens * z.k.div_ceil(TOGETHER)) as u32;
+            let chunks = (z.tokens * z.k.div_ceil(CHOICES_AT_ONCE)) as u32;
             let a = MoveArgs { from: z.rows as u32, chunks, ..a.align(dtype, &[x, dy]) };
             self.launch_kernel(l, kernel, line(a.blocks(OP, THREADS as usize / 32)?, THREADS), &a)
         })

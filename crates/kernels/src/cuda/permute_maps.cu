@@ -1,24 +1,25 @@
-// Maps between tokens and rows: choices sorted by expert, chunks in another order, dense maps filled up.
+// Row maps between token order and expert order: choices sorted by expert, chunks reordered, dense routing maps
+// padded.
 #include "args/permute_maps.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-// The sort counts: each block counts the experts of a tile of TILE choices, prefixes over tiles say where a tile's choices of an
-// expert start among all of them, and a block places its tile. Warps have ITEMS·32 neighbouring choices each, so that places
-// within a tile, a warp and a step follow the order of choices.
+// Counting sort: each block counts the experts of a tile of TILE choices, prefix sums over tiles give where a tile's
+// choices of an expert start, and a block places its tile. A warp has ITEMS·32 neighbouring choices, so that the sort
+// is stable.
 constexpr int ITEMS = 4;
 constexpr int TILE = ITEMS * THREADS;
 
 
-// The expert of choice i, counted from `first`; `experts` for none.
+// Expert of choice i, counted from `first`; `experts` for none.
 __device__ __forceinline__ u32 expert_of(const ExpertSortArgs& a, i64 i) {
     if (i >= a.choices) return a.experts;
     i64 e = i64(reinterpret_cast<const i32*>(a.index)[i]) - a.first;
     return e >= 0 && e < i64(a.experts) ? u32(e) : a.experts;
 }
 
-// The sum over the threads before this one, and over all in `total`. Synchronises.
+// Sum over the threads before this one; `total` gets the sum over the block. Synchronizes.
 template <class T> __device__ __forceinline__ T sum_before(T x, T* shared, T& total) {
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     T sum = x;
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const ExpertSor
     for (u32 i = threadIdx.x; i < a.experts; i += THREADS) out[i] = bins[i];
 }
 
-// A block has 32 experts, one to a lane; its 32 warps have neighbouring tiles.
+// A block has 32 experts, one to a lane; its 32 warps have consecutive tiles.
 extern "C" __global__ void __launch_bounds__(1024) sort_scan(const ExpertSortArgs a) {
     __shared__ u32 sums[32][32];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = blockIdx.x * 32 + lane;
@@ -78,9 +79,10 @@ extern "C" __global__ void __launch_bounds__(1024) sort_scan(const ExpertSortArg
     }
 }
 
-// Blocks past the tiles, where there are more rows than choices, mark rows of nobody only.
+// Blocks past the tiles, where there are more rows than choices, only mark rows without a source.
 extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSortArgs a) {
-    // u32 [WARPS, experts]: choices of a warp, then the row of the warp's next. Behind them [experts]: first rows.
+    // u32 [WARPS, experts]: choices of a warp, then the row of the warp's next choice. Behind them [experts]: first
+    // rows.
     extern __shared__ u32 bins[];
     __shared__ u32 scratch[WARPS];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, experts = a.experts;
@@ -89,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
     for (u32 i = threadIdx.x; i < WARPS * experts; i += THREADS) bins[i] = 0;
     __syncthreads();
 
-    // The place of each choice among those of its expert in this warp.
+    // Rank of each choice among those of its expert in this warp.
     u32 e[ITEMS], place[ITEMS];
     const i64 start = i64(blockIdx.x) * TILE + warp * (ITEMS * 32) + lane;
 #pragma unroll
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
         __syncwarp();
     }
 
-    // First rows of experts, of which a thread has `each`.
+    // First rows of experts; a thread has `each` experts.
     const u32* counts = reinterpret_cast<const u32*>(a.counts);
     const u32 each = (experts + THREADS - 1) / THREADS;
     const u32 from = min(threadIdx.x * each, experts), to = min(from + each, experts);
@@ -143,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
         }
         rows[i] = r;
     }
-    // Rows of nobody: behind each expert, and behind all.
+    // Rows without a source: padding behind each expert, and behind all.
     for (u32 i = blockIdx.x * WARPS + warp; i < experts; i += gridDim.x * WARPS) {
         const u32 count = counts[i], last = starts[i] + aligned(count);
         for (u32 r = starts[i] + count + lane; r < last; r += 32) source[r] = -1;
@@ -152,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
 }
 
 
-// One block: both prefixes.
+// One block: prefix sums of both orders.
 extern "C" __global__ void __launch_bounds__(1024) chunk_starts(const ChunkMapArgs a) {
     __shared__ i64 scratch[32];
     const i32* sizes = reinterpret_cast<const i32*>(a.sizes);
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) chunk_rows(const ChunkMapA
         source[r] = back[r] = i32(r);
         return;
     }
-    // The last chunk that starts at or before the row: empty ones before it start there too.
+    // The last chunk that starts at or before the row; empty chunks before it start there too.
     u32 low = 0, high = a.count;
     while (high - low > 1) {
         u32 middle = (low + high) / 2;
@@ -196,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) chunk_rows(const ChunkMapA
     if (from < a.n) back[from] = i32(r);
 }
 
-// Dense maps: tiles of PAD_ROWS rows, 32 columns to a block.
+// Dense routing maps: tiles of PAD_ROWS rows, 32 columns to a block.
 constexpr int PAD_ROWS = 128;
 
 

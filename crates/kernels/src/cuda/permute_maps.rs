@@ -1,4 +1,4 @@
-//! Maps of rows on a card: the sort of choices, chunks in another order, dense maps.
+//! Row maps: choices sorted by expert, chunks reordered, dense routing maps padded.
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
@@ -13,7 +13,7 @@ const WARPS: usize = THREADS as usize / 32;
 const TILE: usize = 1024;
 const PAD_ROWS: usize = 128;
 
-/// Experts whose counts, one for each warp, fit in a block's shared memory on every card.
+/// Experts whose counts, one for each warp, fit into a block's shared memory on every supported GPU.
 const MAX_EXPERTS: usize = 4096;
 
 kernel_args! {
@@ -76,7 +76,8 @@ fn kernel(name: &'static str) -> Kernel {
     Kernel::new("permute_maps", name)
 }
 
-/// An alignment as kernels count it. Beyond what i32 counts, any gives the same: the first row, or none.
+/// An alignment in 32 bits. Beyond i32 any value gives the same map: every expert starts at the first row, or has no
+/// row.
 fn multiple(align: usize) -> u32 {
     align.min(1 << 31) as u32
 }
@@ -96,7 +97,7 @@ impl CudaKernels {
             return shape_error(
                 OP,
                 format!(
-                    "{experts} experts on one card are more than the {MAX_EXPERTS} it sorts by; spread them"
+                    "{experts} experts on one GPU exceed the {MAX_EXPERTS} it can sort by; use expert parallelism"
                 ),
             );
         }
@@ -130,7 +131,7 @@ impl CudaKernels {
                 self.launch_kernel(l, kernel("sort_count"), grid(tiles, THREADS, experts), &a)?;
                 self.launch_kernel(l, kernel("sort_scan"), grid(experts.div_ceil(32), 1024, 0), &a)?;
             }
-            // Few choices of many experts leave many rows to mark.
+            // With few choices of many experts, many rows have no source and need to be marked.
             let markers = n.div_ceil(4096).min(64);
             let words = (WARPS + 1) * experts;
             self.launch_kernel(l, kernel("sort_place"), grid(tiles.max(markers), THREADS, words), &a)
@@ -172,7 +173,7 @@ impl CudaKernels {
         let tiles = tokens.div_ceil(PAD_ROWS);
         let across = experts.div_ceil(32);
         if across > 65535 {
-            return shape_error(OP, format!("{experts} experts are more than a card takes"));
+            return shape_error(OP, format!("{experts} experts exceed a CUDA grid"));
         }
         let ones = Tensor::empty(s, &[tiles, experts], DType::I32, Category::Workspace)?;
         s.launch(OP, &[write(map), write(&ones)], |l| {

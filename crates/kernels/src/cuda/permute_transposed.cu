@@ -1,4 +1,4 @@
-// Rows of bytes sorted by expert, the other way round. One block: 128 rows, 128 bytes of each.
+// Permutes FP8 rows into expert order and transposes them, for wgrad. One block: 128 rows, 128 bytes of each.
 #include "args/permute.cuh"
 #include "quant/transpose.cuh"
 

@@ -1,8 +1,8 @@
-// A sequence of random words, as philox.rs defines it.
+// Random words of a Philox stream, as philox.rs of the crate defines it.
 #pragma once
 #include "args/philox.cuh"
 
-// Ten rounds of Philox4x32: words 4·block..4·block+4 of the stream.
+// Philox4x32-10: words 4·block .. 4·block + 3 of the stream.
 __device__ __forceinline__ void philox(const PhiloxStream& s, u64 block, u32 (&words)[4]) {
     u32 a = u32(block), b = u32(block >> 32), c = s.lane[0], d = s.lane[1], k = s.key[0], l = s.key[1];
 #pragma unroll

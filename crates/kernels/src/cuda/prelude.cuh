@@ -1,7 +1,7 @@
-// What every kernel source starts with. No header is needed on the host: NVRTC compiles this text alone.
+// What every kernel source includes: integer types, 16-bit floating point, 16-byte accesses, reductions. NVRTC
+// compiles it without any header of the CUDA toolkit.
 //
-// Every kernel takes one struct by value, mirrored field for field by a #[repr(C)] struct in the .rs file beside
-// its source: 64-bit fields first, then 32-bit ones, so that neither side has padding to disagree about.
+// Every kernel takes one struct by value, which `kernel_args!` (args.rs) declares for the host and for the device.
 #pragma once
 
 typedef unsigned char u8;
@@ -84,12 +84,12 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) { return pack_pa
 __device__ __forceinline__ float low_bf16(u32 pair) { return low_of<bf16>(pair); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return high_of<bf16>(pair); }
 
-// Elements of T in one 16-byte access.
+// Elements of T in a 16-byte access.
 template <class T> struct VecWidth {
     static constexpr int count = 16 / sizeof(T);
 };
 
-// One 16-byte access as f32 values. The address must be a multiple of 16.
+// A 16-byte access converted to or from f32. The address must be a multiple of 16.
 template <class T> struct alignas(16) AlignedVec {
     T at[VecWidth<T>::count];
 };
@@ -105,7 +105,7 @@ template <class T> __device__ __forceinline__ void store(T* to, const float (&fr
     *reinterpret_cast<AlignedVec<T>*>(to) = v;
 }
 
-// 16 bytes as they lie in memory: what waits in registers takes no more of them than it must.
+// 16 bytes as in memory: values that wait in registers stay packed.
 template <class T> struct alignas(16) Packed {
     u32 word[4];
 };
@@ -130,13 +130,13 @@ __device__ __forceinline__ Packed<element> pack(const float (&from)[8]) {
     return p;
 }
 
-// Makes the compiler forget what it knows of these registers, or it keeps the unpacked values beside them.
+// Hides from the compiler how these registers were computed, so that it does not keep the unpacked values as well.
 template <class T> __device__ __forceinline__ void opaque(Packed<T>& p) {
     asm volatile("" : "+r"(p.word[0]), "+r"(p.word[1]), "+r"(p.word[2]), "+r"(p.word[3]));
 }
 
-// Columns at, at + 1, ... of a row of `width`, as many as 16 bytes hold; 0 beyond the end. In one access where
-// `wide` says that the row and `at` are aligned, else one by one: the values, and so all sums of them, are alike.
+// Columns at .. at + V − 1 of a row of `width`; 0 beyond the end. One access where `vectorized` says that row and `at`
+// are aligned, otherwise element by element: the values are the same, and so are all sums of them.
 __device__ __forceinline__ void shift_in(Packed<float>& p, float x) {
     p.word[0] = p.word[1], p.word[1] = p.word[2], p.word[2] = p.word[3], p.word[3] = __float_as_uint(x);
 }
@@ -155,7 +155,7 @@ template <class T> __device__ __forceinline__ Packed<T> load_guarded(const T* ro
     for (int i = 0; i < V; i++) shift_in(p, at + i < width ? row[at + i] : T{0});
     return p;
 }
-// The same for writing; nothing is written beyond the end.
+// Stores them; nothing is written beyond the end.
 template <class T> __device__ __forceinline__ void store_guarded(T* row, i32 at, i32 width, bool vectorized, Packed<T> p) {
     constexpr int V = VecWidth<T>::count;
     if (vectorized && at + V <= width) {
@@ -171,7 +171,7 @@ template <class T> __device__ __forceinline__ void store_guarded(T* row, i32 at,
 
 __device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<u64>(p) & 15) == 0; }
 
-// The sum over a warp, in a fixed order, in every lane.
+// Sum over a warp, in a fixed order, in every lane.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
     for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
@@ -183,8 +183,8 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// The sum over a block of up to 1024 threads (a multiple of 32), in a fixed order, in every thread.
-// `shared`: 32 floats. Synchronises on entry and exit.
+// Sum over a block of up to 1024 threads (a multiple of 32), in a fixed order, in every thread. `shared`: 32 floats.
+// Synchronizes before and after use.
 __device__ __forceinline__ float block_sum(float x, float* shared) {
     x = warp_sum(x);
     __syncthreads();
@@ -204,9 +204,8 @@ __device__ __forceinline__ float block_max(float x, float* shared) {
     return warp_max(x);
 }
 
-// What a kernel can find wrong only once it runs: written to the device's fault word, which the host reads
-// when it next waits.
+// Invalid input that a kernel finds at run time is reported in the device's fault word, which the host reads at its
+// next synchronization.
 enum Fault : u32 { FAULT_ID = 1, FAULT_LABEL = 2 };
 __device__ __forceinline__ void fault(u64 word, u32 code) { *reinterpret_cast<volatile u32*>(word) = code; }
 
-// Rows (the last axis) of a strided tensor: row r starts at (r / inner)·outer_stride + (r % inner)·inner_stride.

@@ -1,5 +1,5 @@
-// Normal values of a random stream. The arithmetic is that of normal.rs, line by line: f64, every operation rounded by
-// itself (the _rn forms are never joined into one), so that both give the same bits. The reasons are there.
+// Normal values of a random stream by Box-Muller. The arithmetic follows normal.rs of the crate line by line: f64,
+// every operation rounded by itself (the _rn intrinsics are never fused), so that CPU and GPU give the same bits.
 #include "args/random_normal.cuh"
 #include "philox.cuh"
 
@@ -53,12 +53,12 @@ __device__ __forceinline__ void sincos_2pi(u32 b, double& cosine, double& sine) 
     sine = flip(quarter & 1 ? cos : sin, quarter);
 }
 
-// One block of four words of a row whose first value is number `start` of the stream, `group` counted from the block that one is
-// in; those of its four values that are inside the row are written.
+// The four values of Philox block `group` of a row whose first value is number `start` of the stream; those inside the
+// row are written.
 __device__ __forceinline__ void
 draw(const PhiloxStream& stream, u64 start, u64 group, double std, i64 width, float* row) {
     u64 block = start / 4 + group;
-    // The column of the block's first value: before the row where the row begins inside the block.
+    // Column of the block's first value; negative where the row begins inside the block.
     i64 column = i64(4 * block - start);
     if (column >= width) return;
     u32 words[4];
@@ -82,7 +82,7 @@ draw(const PhiloxStream& stream, u64 start, u64 group, double std, i64 width, fl
 }
 
 
-// out[r, c] = std·z, z being value first + r·stride + c of the stream. A thread has one block of four words of a row.
+// out[r, c] = std·z, z being value first + r·stride + c of the stream. A thread has one Philox block of a row.
 extern "C" __global__ void __launch_bounds__(THREADS) normal_f32(const NormalArgs p) {
     u64 at = u64(blockIdx.x) * THREADS + threadIdx.x;
     u64 row = p.rows == 1 ? 0 : at / u64(p.groups);

@@ -1,4 +1,4 @@
-//! Normal values on a card.
+//! Normal random values.
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
@@ -10,7 +10,7 @@ use crate::router::check;
 use crate::{NormalFill, RngKey};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
-/// As in normal.cu.
+/// As in random_normal.cu.
 const THREADS: usize = 256;
 
 kernel_args! {

@@ -1,5 +1,5 @@
-// Sums of columns and dot products, in two steps: over parts, then over what the parts gave. Both orders follow from
-// the shape alone.
+// Column sums and dot products in two passes: partial sums, then their total. The order of both follows from the shape
+// alone.
 #include "args/reduce.cuh"
 #include "vec.cuh"
 
@@ -7,10 +7,10 @@ constexpr int THREADS = 256;
 
 
 constexpr int WARPS = THREADS / 32;
-// Rows of a warp that are on their way together.
+// Rows of a warp whose loads are in flight together.
 constexpr int AHEAD = 8;
 
-// sum += rows r, r + WARPS, ... below `last`, from columns at `x`; `get` reads one row's.
+// sum += rows r, r + WARPS, ... below `last`; `get` loads the columns of one row.
 template <class T, int N, class Get>
 __device__ __forceinline__ void add_rows(float (&sum)[N], i64 r, i64 last, Get get) {
     auto add = [&](const Vec<T, N>& row) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_rows(float (&sum)[N], i64 r, i64 last, Get g
     for (; r < last; r += WARPS) add(get(r));
 }
 
-// One block: 32 lanes of N columns each, the rows of one part dealt out to the warps. out [parts, n].
+// One block: a lane has N columns, the rows of one part are dealt to the warps. out [parts, n].
 template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs& p) {
     constexpr int N = VecWidth<T>::count;
     __shared__ float sums[WARPS][32 * N];
@@ -38,12 +38,12 @@ template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs
     i64 last = first + p.part_rows < p.rows ? first + p.part_rows : p.rows;
     const T* x = reinterpret_cast<const T*>(p.x);
     float sum[N] = {};
-    // Two loops, lest a choice at every access keep accesses from going out together.
+    // Two loops: a branch at every access would keep loads from overlapping.
     if (p.vectorized && column + N <= p.n)
         add_rows<T>(sum, first + warp, last, [&](i64 r) { return load_vec<N>(x + r * p.stride, column); });
     else if (column < p.n)
         add_rows<T>(sum, first + warp, last, [&](i64 r) { return load_guarded<N>(x + r * p.stride, column, p.n, false); });
-    // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
+    // Column i of lane l lies at i·32 + l, so that the lanes of a warp use different banks.
 #pragma unroll
     for (int i = 0; i < N; i++) sums[warp][i * 32 + lane] = sum[i];
     __syncthreads();
@@ -62,7 +62,7 @@ template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs
     extern "C" __global__ void __launch_bounds__(THREADS) column_parts_##NAME(const ColumnArgs p) { column_parts<T>(p); }
 FOR_EACH_TYPE(COLUMN_PARTS)
 
-// out (+)= Σ over the rows of x f32 [rows, n]: 32 columns in a block, each warp a share of the rows.
+// out (+)= Σ over the rows of x f32 [rows, n]: a block has 32 columns, each warp a share of the rows.
 extern "C" __global__ void __launch_bounds__(1024) column_total(const ColumnArgs p) {
     __shared__ float sums[32][33];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(1024) column_total(const ColumnArgs
 }
 
 
-// Elements whose products one block adds up.
+// Elements of one partial dot product.
 constexpr int DOT_PART = 16 * THREADS;
 
 // a·b in f64 over parts of DOT_PART elements; out f64 [parts].

@@ -1,4 +1,4 @@
-//! Sums of columns and dot products.
+//! Column sums and dot products.
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
@@ -7,14 +7,14 @@ use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::{check_columns, check_one};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
-/// As in columns.cu.
+/// As in reduce.cu.
 const THREADS: u32 = 256;
-/// Elements whose products one block of a dot product adds up.
+/// Elements of one partial dot product.
 const DOT_PART: usize = 16 * THREADS as usize;
-/// Rows of a part of a column sum at least, and parts at most: partial rows stay small beside the input.
+/// Partial column sums: at least so many rows each, at most so many of them, so that they are small beside the input.
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 128;
-/// Up to so many rows of f32 are few: parts of an earlier sum, mostly. They need no parts of their own.
+/// Up to so many rows of f32, mostly partial sums themselves, are summed in one pass.
 const FEW: usize = 1024;
 
 fn kernel(name: &'static str) -> Kernel {

@@ -1,5 +1,5 @@
-// Rotary position embedding, in place on heads: (u, v) → (u·cos a − v·sin a, v·cos a + u·sin a).
-// A token whose position is outside the tables is reported and left as it is.
+// Rotary position embedding, in place: (u, v) → (u·cos a − v·sin a, v·cos a + u·sin a). A token whose position is
+// outside the tables is reported and left unchanged.
 #include "args/rope.cuh"
 
 enum Flag : u32 { INVERSE = 1, VECTORIZED = 2, VECTORIZED_TABLES = 4 };
@@ -11,7 +11,7 @@ __device__ __forceinline__ void rotate(float& u, float& v, float c, float s) {
     u = a;
 }
 
-// The row of the tables for a token, or −1, reported.
+// Row of the tables for a token, or −1, which is reported.
 __device__ __forceinline__ i32 position(const RopeArgs& a, i64 token) {
     i32 p = reinterpret_cast<const i32*>(a.positions)[token];
     if (p >= 0 && p < a.places) return p;
@@ -19,7 +19,7 @@ __device__ __forceinline__ i32 position(const RopeArgs& a, i64 token) {
     return -1;
 }
 
-// Quotient and remainder; in 32 bits where they suffice, as 64-bit division is slow.
+// Quotient and remainder, in 32 bits where they suffice, because 64-bit division is slow.
 __device__ __forceinline__ i64 divide(i64 n, i32 by, i32& rest) {
     if ((n >> 32) == 0) {
         rest = u32(n) % u32(by);
@@ -29,7 +29,7 @@ __device__ __forceinline__ i64 divide(i64 n, i32 by, i32& rest) {
     return n / by;
 }
 
-// Four numbers of a row of `width`: 8 or 16 bytes.
+// Four elements of a row of `width`: 8 or 16 bytes.
 template <class E>
 __device__ __forceinline__ void read4(const E* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
     if (vectorized && at + 4 <= width) {
@@ -61,8 +61,8 @@ __device__ __forceinline__ void write4(float* row, i32 at, i32 width, bool vecto
 
 #define HEADS 4
 
-// A thread has V pairs of up to HEADS heads of a token: cos and sin are read once for them, and all loads are on
-// their way together. PAIRS: channels 2i and 2i + 1 turn together, else i and i + half.
+// A thread has V pairs of up to HEADS heads of a token: cos and sin are read once for all of them, and all loads are
+// in flight together. PAIRS: channels 2i and 2i + 1 form a pair, otherwise i and i + half.
 template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeArgs& a) {
     constexpr int V = VecWidth<T>::count;
     i32 chunk, group;
@@ -124,8 +124,8 @@ template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeAr
     }
 }
 
-// Pairs to halves (inverse: halves to pairs) moves channels over the whole head, so a head is read before any of it
-// is written: `lanes` threads of one warp have a head, four pairs each.
+// From interleaved pairs to halves (inverse: back) channels move across the whole head, so that a head is read before
+// any of it is written: `lanes` threads of one warp have a head, four pairs each.
 template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a) {
     const u32 lane = threadIdx.x & (a.lanes - 1);
     i32 head;
@@ -135,7 +135,7 @@ template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a
     const i32 at = lane * 4;
     const bool live = p >= 0 && at < a.half, vectorized = a.flags & VECTORIZED, inverse = a.flags & INVERSE;
     T* x = reinterpret_cast<T*>(a.x) + token * a.token_stride + head * a.head_stride;
-    // Between memory and arithmetic, pairs are (u₀, v₀, u₁, v₁), (u₂, ...), halves are (u₀ ... u₃), (v₀ ...).
+    // In memory, pairs are (u₀, v₀, u₁, v₁), (u₂, ...); halves are (u₀ ... u₃), (v₀ ...).
     float one[4], two[4], u[4], v[4];
     if (live) {
         float c[4], s[4];
@@ -168,7 +168,7 @@ template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a
     }
 }
 
-// The same for heads beyond a warp: a block to a head, which waits in shared memory, f32 [2·half].
+// The same for heads wider than a warp handles: one block to a head, through shared memory, f32 [2·half].
 template <class T> __device__ __forceinline__ void rope_across_long(const RopeArgs& a) {
     extern __shared__ float turned[];
     i32 head;

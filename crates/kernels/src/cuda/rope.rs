@@ -1,3 +1,5 @@
+//! Rotary position embedding.
+
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, rows_aligned16, vec_width};
 use super::{CudaKernels, LaunchConfig, typed};
@@ -8,11 +10,11 @@ const INVERSE: u32 = 1;
 const VECTORIZED: u32 = 2;
 const VECTORIZED_TABLES: u32 = 4;
 
-/// Heads a thread turns by the cosines and sines it has read; as in rope.cu.
+/// Heads that a thread rotates with the cosines and sines it has read; as in rope.cu.
 const HEADS: usize = 4;
-/// Most pairs of a head that one warp moves from pairs to halves.
+/// Pairs of a head at most that one warp moves from interleaved to halves.
 const ACROSS: usize = 128;
-/// Most pairs of a head that a block moves through its shared memory, 8 bytes each.
+/// Pairs of a head at most that a block moves through shared memory, 8 bytes each.
 const ACROSS_LONG: usize = 12 << 10;
 
 kernel_args! {
@@ -51,7 +53,7 @@ impl RopeKernels for CudaKernels {
         const OP: &str = "rope";
         let (heads, half) = r.check(OP)?;
         let dtype = r.x.dtype();
-        // Chunks of pairs in a head, lanes to a head, and how halves must be divisible for wide accesses.
+        // Chunks of pairs of a head, threads of a head, and what halves must be divisible by for vectorized accesses.
         let across = r.style == RopeStyle::PairsToHalves;
         let chunk = if across { 4 } else { vec_width(dtype) };
         let chunks = half.div_ceil(chunk);

@@ -1,4 +1,4 @@
-// A weighted bias of rows by segment. Segment e is counts[e] rows from offsets[e]; offsets ascend.
+// Weighted bias of each expert's rows, and its gradient. Segment e is counts[e] rows from offsets[e]; offsets ascend.
 #include "args/row_bias.cuh"
 
 constexpr int THREADS = 256;
@@ -19,7 +19,7 @@ __device__ __forceinline__ i64 segment_end(const GroupedBiasArgs& a, i32 e) {
     return min(i64(reinterpret_cast<const i32*>(a.offsets)[e]) + reinterpret_cast<const i32*>(a.counts)[e], a.rows);
 }
 
-// The row of this warp and whose it is; -1 for nobody's and past the end.
+// The row of this warp and its segment; -1 in gaps and past the end.
 __device__ __forceinline__ i32 own_row(const GroupedBiasArgs& a, i64& row) {
     row = i64(blockIdx.x) * WARPS + (threadIdx.x >> 5);
     if (row >= a.rows) return -1;
@@ -74,11 +74,11 @@ template <class T> __device__ __forceinline__ void weight_gradient(const Grouped
     if ((threadIdx.x & 31) == 0) reinterpret_cast<float*>(a.dweights)[row] += sum;
 }
 
-// Rows of a warp that are on their way together.
+// Rows of a warp whose loads are in flight together.
 constexpr int AHEAD = 4;
 
-// Block (b, c): the sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e that has rows there,
-// to row b + e of `parts`. Parts and segments both ascend, so that no two pairs of them have one sum.
+// Block (b, c): sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e with rows
+// there, to row b + e of `parts`. Parts and segments both ascend, so that no two (b, e) share a row.
 template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
     constexpr int V = VecWidth<T>::count;
     const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -117,7 +117,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasA
 #pragma unroll 1
             for (; r < last; r += WARPS) add(load_guarded(dy + r * a.width, at, a.width, a.vectorized), weights[r]);
         }
-        // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
+        // Column i of lane l lies at i·32 + l, so that the lanes of a warp use different banks.
 #pragma unroll
         for (int c = 0; c < V; c++) sums[warp][c * 32 + lane] = sum[c];
         __syncthreads();
@@ -132,7 +132,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasA
     }
 }
 
-// Block (e, c): dbias[e] (+)= the parts of its rows, in order, one column to a thread.
+// Block (e, c): dbias[e] (+)= the partial sums of its rows, in order, one column to a thread.
 extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const GroupedBiasArgs a) {
     const i32 e = blockIdx.x, column = i32(blockIdx.y) * THREADS + threadIdx.x;
     if (column >= a.width) return;

@@ -1,4 +1,4 @@
-//! A weighted bias of rows by segment.
+//! Weighted bias of each expert's rows (grouped bias), and its gradient.
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
@@ -11,7 +11,7 @@ use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, sh
 const THREADS: u32 = 256;
 const WARPS: usize = THREADS as usize / 32;
 
-/// Rows of a part of the bias's gradient at least, and parts at most.
+/// Partial sums of the bias gradient: at least so many rows each, at most so many of them.
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 512;
 
@@ -47,7 +47,7 @@ kernel_args! {
 }
 
 impl GroupedBiasArgs {
-    /// Of a launch whose first arguments are the segments, the bias, the weights and the rows.
+    /// For a launch whose first arguments are the segments, the bias, the weights and the rows.
     fn new(
         op: &'static str,
         l: &Launch,
@@ -76,10 +76,10 @@ impl GroupedBiasArgs {
     }
 }
 
-/// A grid of two axes, of which the second is short.
+/// A two-dimensional grid; CUDA limits the second axis to 65535.
 fn plane(op: &'static str, x: usize, y: usize) -> Result<LaunchConfig> {
     if y > 65535 {
-        return shape_error(op, format!("{y} blocks across are more than a card takes; rows are too long"));
+        return shape_error(op, format!("{y} blocks along y exceed a CUDA grid; rows are too long"));
     }
     Ok(LaunchConfig { blocks: [blocks(op, x, 1)?, y as u32, 1], threads: THREADS, shared: 0 })
 }

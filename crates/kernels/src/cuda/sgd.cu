@@ -1,4 +1,4 @@
-// One step of gradient descent with momentum.
+// SGD with momentum over a list of tensors.
 #include "multi_tensor.cuh"
 
 template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a) {
@@ -16,7 +16,7 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
     const float* grad = reinterpret_cast<const float*>(e.grad);
     auto update = [&](float& x, float g, float held) {
         float d = __fadd_rn(__fmul_rn(g, clip), __fmul_rn(wd, x));
-        // On the first step the buffer may hold anything, NaN too.
+        // In the first step the buffer is uninitialized and may hold NaN.
         float old = momentum == 0.0f ? 0.0f : __fmul_rn(momentum, held);
         float now = __fadd_rn(old, __fmul_rn(fresh, d));
         x = __fsub_rn(x, __fmul_rn(lr, __fadd_rn(__fmul_rn(lead, d), __fmul_rn(share, now))));

@@ -1,8 +1,8 @@
-// Shared memory by its own addresses.
+// Accesses to shared memory by its 32-bit addresses.
 #pragma once
 #include "prelude.cuh"
 
-// This thread's number, read anew each time: what is worked out from it need not be kept in registers all along.
+// threadIdx.x, read again at every call, so that what is derived from it need not stay in registers.
 __device__ __forceinline__ int tid() {
     u32 x;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));

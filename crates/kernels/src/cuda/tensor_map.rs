@@ -1,4 +1,4 @@
-//! Tensor maps: what Hopper's copy engine must know of a tensor to bring boxes of it to shared memory.
+//! TMA tensor maps: descriptions of tensors from which Hopper's TMA copies boxes to shared memory.
 
 use super::args::kernel_args;
 use cudarc::driver::sys::{self, CUresult};
@@ -21,14 +21,14 @@ const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 /// Bytes of a row of a box: the width of the swizzle.
 const WIDTH: u32 = 128;
 
-/// A view of bf16 with `sizes` `[channels, tokens, heads, batch]`, contiguous channels and the other axes' steps in
-/// elements, all of whose rows lie on 16-byte boundaries. A box has 64 channels of `rows` tokens of one head; what
-/// lies outside the tensor is read as 0.
+/// Map of a bf16 view with `sizes` `[channels, tokens, heads, batch]`, contiguous channels, the other axes' strides in
+/// elements, and rows on 16-byte boundaries. A box has 64 channels of `rows` tokens of one head; elements outside the
+/// tensor are read as 0.
 pub(super) fn tensor_map(address: u64, sizes: [usize; 4], steps: [usize; 3], rows: u32) -> Result<TensorMap> {
     encode(sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address, sizes, steps, rows)
 }
 
-/// The same of bytes; a box has 128 of `rows` rows.
+/// Map of an FP8 view; a box has 128 bytes of `rows` rows.
 pub(super) fn fp8_tensor_map(
     address: u64,
     sizes: [usize; 4],
@@ -48,7 +48,7 @@ fn encode(
 ) -> Result<TensorMap> {
     const OP: &str = "tensor map";
     let dims = sizes.map(|n| n as u64);
-    // The step of an axis with one element is never taken, but must be a legal one.
+    // The stride of an axis of size 1 is not used, but must be valid.
     let mut strides = [16u64; 3];
     for (i, stride) in strides.iter_mut().enumerate() {
         if sizes[i + 1] > 1 {
@@ -57,8 +57,8 @@ fn encode(
     }
     let (boxes, each) = ([WIDTH / bytes, rows, 1, 1], [1u32; 4]);
     let mut map = TensorMap::default();
-    // SAFETY: arrays of as many numbers as the rank says, and an aligned place for the map; the driver only writes
-    // the map and checks the numbers. The address is used by kernels whose launch holds the tensor.
+    // SAFETY: arrays of as many elements as the rank, and an aligned output; the driver checks the values and only
+    // writes the map. Kernels that use the address hold the tensor in their launch.
     let status = unsafe {
         sys::cuTensorMapEncodeTiled(
             std::ptr::from_mut(&mut map).cast(),

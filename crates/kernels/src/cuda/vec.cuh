@@ -1,4 +1,5 @@
-// Groups of elements: several in one access where addresses allow it (`wide`), one by one otherwise and at the end.
+// Vectors of N elements: one access where addresses are aligned (`vectorized`), element by element otherwise and at
+// the end.
 #pragma once
 #include "prelude.cuh"
 
@@ -6,14 +7,14 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
     T at[N];
 };
 
-// Elements at..at+N in one access.
+// Elements at .. at + N − 1 in one access.
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_vec(const T* from, i64 at) {
     return *reinterpret_cast<const Vec<T, N>*>(from + at);
 }
 template <int N, class T> __device__ __forceinline__ void store_vec(T* to, i64 at, const Vec<T, N>& g) {
     *reinterpret_cast<Vec<T, N>*>(to + at) = g;
 }
-// The same of n elements, by any access; what is past the end is zero.
+// The same of n elements; elements past the end are zero and are not stored.
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_guarded(const T* from, i64 at, i64 n, bool vectorized) {
     if (vectorized && at + N <= n) return load_vec<N>(from, at);
     Vec<T, N> g = {};

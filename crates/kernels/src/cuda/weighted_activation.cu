@@ -1,12 +1,12 @@
-// Non-linearities whose rows have a weight. Gated input is [rows, 2f]: the first half goes through the activation, the second is
-// the linear gate.
+// Activation functions of expert MLPs whose rows are weighted by routing probabilities. Gated input is [rows,
+// 2·width]: the first half goes through the activation, the second is the linear gate.
 #include "activation.cuh"
 #include "amax.cuh"
 #include "args/weighted_activation.cuh"
 
 constexpr int THREADS = 256;
 
-// y = p·act(x₁)·gate(x₂), one chunk to a thread; a weight of 0 does not look at x.
+// y = p·act(x₁)·gate(x₂), one chunk to a thread. A row with weight 0 is zeros whatever x holds.
 template <class T, class Curve, bool GATED, bool WITH_AMAX> __device__ __forceinline__ void forward(const WeightedArgs& a) {
     constexpr int V = VecWidth<T>::count;
     const u32 per_row = u32(a.width + V - 1) / V, i = blockIdx.x * THREADS + threadIdx.x;
@@ -29,11 +29,11 @@ template <class T, class Curve, bool GATED, bool WITH_AMAX> __device__ __forcein
         y = pack(v);
     }
     if (mine) store_guarded(reinterpret_cast<T*>(a.out) + row * a.width, at, a.width, a.vectorized, y);
-    // Past the end of a row are zeros: x is 0 there, and with it the value of every curve.
+    // Past the end of a row x is 0, and act(0) = 0 for every activation.
     if (WITH_AMAX) block_atomic_amax(a.amax, packed_amax(0.0f, y));
 }
 
-// With q = p·dy: dx₁ = act'(x₁)·gate(x₂)·q, dx₂ = act(x₁)·gate'(x₂)·q, dp = Σ act(x₁)·gate(x₂)·dy. A warp to a row.
+// With q = p·dy: dx₁ = act'(x₁)·gate(x₂)·q, dx₂ = act(x₁)·gate'(x₂)·q, dp = Σ act(x₁)·gate(x₂)·dy. One warp to a row.
 template <class T, class Curve, bool GATED, bool WITH_AMAX> __device__ __forceinline__ void backward(const WeightedArgs& a) {
     constexpr int V = VecWidth<T>::count;
     const u32 lane = threadIdx.x & 31;
@@ -67,7 +67,7 @@ template <class T, class Curve, bool GATED, bool WITH_AMAX> __device__ __forcein
             for (int c = 0; c < V; c++) {
                 const float q = p * d[c];
                 float value, slope = curve.slope(v[c], value);
-                // Past the end dy is 0, and so is what is added; act(0)·gate(0) is finite.
+                // Past the end dy is 0, and act(0)·gate(0) is finite.
                 if (GATED) {
                     const float gate = curve.gate(u[c]);
                     sum = fmaf(value * gate, d[c], sum);

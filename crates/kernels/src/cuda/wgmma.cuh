@@ -1,12 +1,12 @@
-// HOPPER ONLY: products of a warpgroup, one instruction of 16 channels or rows at a time.
+// sm_90a only: warpgroup matrix multiply-accumulate (wgmma.mma_async) in bf16, m64nNk16.
 //
-// acc[64, N] (+)= a[64, 16]·b[16, N]; TA, TB: operand is turned. Thread (warp w, g = lane / 4, t = 2·(lane % 4)) holds
-// rows 16·w + g and 8 on, columns 8·n + t and the next: acc[4·n + 2·r + e]. Left operands `both` from shared memory,
-// `left` from registers.
+// acc[64, N] (+)= a[64, 16]·b[16, N]. TA, TB: the operand is MN-major. Thread (warp w, g = lane / 4, t = 2·(lane % 4))
+// holds rows 16·w + g and 16·w + g + 8, columns 8·n + t and the next: acc[4·n + 2·r + e]. `ss` takes A from shared
+// memory, `rs` from registers.
 #pragma once
 #include "hopper.cuh"
 
-// Accumulators of an instruction: as its text names them, and as the compiler does. Eight a line.
+// The accumulator registers: as the instruction's text names them, and as constraints. Eight to a line.
 #define REGS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define REGS_16 REGS_8 "," "%8,%9,%10,%11,%12,%13,%14,%15"
 #define REGS_24 REGS_16 "," "%16,%17,%18,%19,%20,%21,%22,%23"
@@ -43,7 +43,7 @@
 #define ACC_120(c) ACC_112(c), ACC8(c, 112)
 #define ACC_128(c) ACC_120(c), ACC8(c, 120)
 
-// R: numbers of N columns that a thread holds; A..G: the seven that follow.
+// R: accumulator registers of a thread, N / 2; A..G: the operand numbers that follow them.
 #define WGMMA(N, R, A, B, C, D, E, F, G)                                                                           \
     template <> struct Wgmma<N> {                                                                                  \
         template <int TA, int TB> static __device__ __forceinline__ void ss(float (&c)[R], u64 a, u64 b, int add) { \
@@ -71,10 +71,11 @@ WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA(192, 96, 96, 97, 98, 99, 100, 101, 102)
 WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
-// `N` of the numbers from `at` on, as an accumulator of its own.
+// `N` registers of an accumulator, as an accumulator of its own.
 template <int N> __device__ __forceinline__ float (&part(float& at))[N] { return reinterpret_cast<float(&)[N]>(at); }
 
-// acc[64, N] = x·yᵀ over D channels; both tiles are columns of 64 channels, `x_column` and `y_column` bytes each.
+// acc[64, N] = x·yᵀ over D channels; both tiles are K-major columns of 64 channels, `x_column` and `y_column` bytes
+// each.
 template <int N, int D>
 __device__ __forceinline__ void wgmma_abt(float (&c)[N / 2], u32 x, u32 x_column, u32 y, u32 y_column) {
     const u64 l = desc_k_major(x), r = desc_k_major(y);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void wgmma_ab(float (&c)[D / 2], const u32 (&p)[ROWS 
                                                p[4 * i + 3], at + ((2 * ROWS * 128) >> 4), more);
     }
 }
-// acc[64, N] = xᵀ·y over ROWS rows; x is one column of 64, y of columns.
+// acc[64, N] = xᵀ·y over ROWS rows; x is one column of 64 channels.
 template <int N, int ROWS> __device__ __forceinline__ void wgmma_atb(float (&c)[N / 2], u32 x, u32 y) {
     const u64 l = desc_mn_major(x, ROWS * 128), r = desc_mn_major(y, ROWS * 128);
 #pragma unroll

@@ -1,12 +1,13 @@
-// HOPPER ONLY: products of bytes by a warpgroup, 32 of them along the sum at a time.
+// sm_90a only: warpgroup matrix multiply-accumulate in FP8, m64nNk32.
 //
-// acc[64, N] (+)= a[64, 32]·b[N, 32]ᵀ, b from shared memory in E4M3, a in E4M3 or E5M2: `both` from shared memory too, `left`
-// from registers, of which each holds four neighbours of a row: of row g from 4·t on, of row g + 8, and of both from 16 + 4·t on
-// (g = lane / 4, t = lane % 4). Accumulators as in hopper_product.cuh. The matrix unit keeps about 14 bits of a sum.
+// acc[64, N] (+)= a[64, 32]·b[N, 32]ᵀ; b is E4M3 in shared memory, a is E4M3 or E5M2, in shared memory (`ss`) or in
+// registers (`rs`), each of which holds four neighbours of a row: of row g from 4·t on, of row g + 8, and of both from
+// 16 + 4·t on (g = lane / 4, t = lane % 4). Accumulators as in wgmma.cuh. The tensor core keeps about 14 bits of a sum
+// of FP8 products.
 #pragma once
 #include "wgmma.cuh"
 
-// R: numbers of N columns that a thread holds; A..F: the six that follow.
+// R: accumulator registers of a thread, N / 2; A..F: the operand numbers that follow them.
 #define WGMMA_FP8(N, R, A, B, C, D, E, F, E5, TYPE)                                                                   \
     template <> struct WgmmaFp8<N, E5> {                                                                             \
         static __device__ __forceinline__ void ss(float (&c)[R], u64 a, u64 b, int add) {                          \

@@ -1,9 +1,9 @@
-// Gradients of keys and values in bf16: a block of threads has 16·MT keys a warp of one key head, and meets every
-// query of the group's heads that sees them, BM at a time, in a fixed order.
+// Backward pass for dk and dv with mma.sync: a warp has 16·MT keys of one key head, and a block streams every query of
+// the group's heads that sees them, BM at a time, in a fixed order.
 //
-// Scores are formed transposed, sᵀ = k·qᵀ and dpᵀ = v·doutᵀ, so that their accumulators are already the left
-// operands of dv += pᵀ·dout and dk += dsᵀ·q, with p = exp(s - lse) and ds = p·(dp - delta). Wide heads are cut into
-// PARTS of the channels of dk and dv, which different blocks sum up.
+// Scores are computed transposed, sᵀ = k·qᵀ and dpᵀ = v·doutᵀ, so that their accumulators are already the A fragments
+// of dv += pᵀ·dout and dk += dsᵀ·q, with p = exp(s - lse) and ds = p·(dp - delta). For wide heads the channels of dk
+// and dv are split into PARTS, which different blocks accumulate.
 #include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
@@ -33,7 +33,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 for (int e = 0; e < 4; e++) dv[m][n][e] = 0.0f;
         }
 
-        // Tiles are counted through all heads of the group, and take turns in two places.
+        // Tiles are numbered through all heads of the group, and double-buffered.
         auto place_of = [&](i32 turn) { return base + K_BYTES + V_BYTES + u32(turn & 1) * STAGE; };
         auto load_guarded = [&](i32 turn) {
             const u32 at = place_of(turn);
@@ -71,11 +71,11 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             }
             const u32 at = place_of(turn);
             const i32 q0 = (p.from + turn % (p.to - p.from)) * BM;
-            // Queries that see some of this warp's keys, `near..=far`.
+            // Queries near..=far see some of this warp's keys.
             const int self = tid(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
             const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.k_len) - 1;
             const i32 near = w0 - p.off - a.right, far = w1 < w0 ? -1 : w1 - p.off + a.left;
-            if (q0 > far || q0 + BM <= near) continue;  // nobody here sees this warp's keys
+            if (q0 > far || q0 + BM <= near) continue;  // no query of the tile sees this warp's keys
 
             float s[MT][BM / 8][4], dp[MT][BM / 8][4];
 #pragma unroll
@@ -159,7 +159,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int r = 0; r < 2; r++) {
-                        // Queries that see this key, relative to this thread's first of the tile.
+                        // Queries that see this key, relative to this thread's first query of the tile.
                         const i32 j = w0 + m * 16 + r * 8 + g - p.off;
                         const i32 lo = j - a.right - q0 - t, hi = min(j + a.left, p.q_len - 1) - q0 - t;
 #pragma unroll

@@ -1,9 +1,9 @@
-// What is done once per row: Σ dout·out and the saved log-sum-exps for the backward pass, the gradient of the sink,
-// and zeros for tokens that are in no sequence.
+// Per-row preprocessing of the backward pass (delta = Σ dout·out, lse in base 2), the gradient of the attention sink,
+// and zeros for tokens that belong to no sequence.
 #include "attention/common.cuh"
 
-// Eight lanes a row. `weights` is lse·log2 e; a query whose scores were all -inf gave every key nothing, so its
-// -inf becomes +inf.
+// Eight lanes to a row. lse_log2 is lse·log2 e; for a query whose logits were all -inf it becomes +inf, so that every
+// exp2(s - lse_log2) is 0.
 template <class T> __device__ __forceinline__ void attention_delta(const AttentionArgs& a) {
     const i64 r = (i64(blockIdx.x) * blockDim.x + threadIdx.x) >> 3, inside = a.q_to - a.q_from;
     const i32 lane = threadIdx.x & 7, head = i32(r % a.heads);
@@ -41,7 +41,7 @@ template <class T> __device__ __forceinline__ void attention_delta(const Attenti
     extern "C" __global__ void attention_delta_##NAME(const __grid_constant__ AttentionArgs a) { attention_delta<T>(a); }
 FOR_EACH_TYPE(ATTENTION_DELTA)
 
-// dsink[head] -= Σ exp(sink - lse)·delta: a block a head, in f64 and always in the same order.
+// dsink[head] -= Σ exp(sink - lse)·delta. One block to a head, in f64 and in a fixed order.
 extern "C" __global__ void attention_dsink_f32(const __grid_constant__ AttentionArgs a) {
     __shared__ double parts[32];
     const i32 head = blockIdx.x;
@@ -65,7 +65,7 @@ extern "C" __global__ void attention_dsink_f32(const __grid_constant__ Attention
     }
 }
 
-// Rows of tokens outside from..to become 0.
+// Zeroes the rows of tokens outside from..to.
 template <class T> __device__ __forceinline__ void attention_zero_gaps(const ZeroGapsArgs& a) {
     const i64 n = (a.tokens - (a.to - a.from)) * a.heads * a.channels;
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += i64(gridDim.x) * blockDim.x) {

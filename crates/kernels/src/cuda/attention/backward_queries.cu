@@ -1,5 +1,5 @@
-// Gradient of queries in bf16: a block of threads has 16·MT queries a warp of one head, and meets the keys they see
-// BN at a time: s = q·kᵀ, dp = dout·vᵀ, ds = exp(s - lse)·(dp - delta), dq += ds·k.
+// Backward pass for dq with mma.sync: a warp has 16·MT queries of one head, and a block streams the keys they see, BN
+// at a time: s = q·kᵀ, dp = dout·vᵀ, ds = exp(s - lse)·(dp - delta), dq += ds·k.
 #include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
@@ -12,7 +12,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
         const Place& p = query_tile(a, BM, BN);
         const u32 base = shared_address(attention_shared) + PLACE;
 
-        // Tiles take turns in two places.
+        // Tiles are double-buffered.
         auto place_of = [&](i32 tile) { return base + Q_BYTES + D_BYTES + u32((tile ^ p.from) & 1) * STAGE; };
         auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
@@ -38,7 +38,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
         for (int m = 0; m < MT; m++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // Rows past the end take the last one's: they are not written.
+                // Rows past the end read the last row's values; they are not stored.
                 const i64 at = (i64(p.batch) * a.heads + p.head) * a.tokens + p.q_start +
                                min(row0 + m * 16 + r * 8, p.q_len - 1);
                 weights[m][r] = reinterpret_cast<const float*>(a.lse_log2)[at];
@@ -59,7 +59,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 cp_async_commit();
             }
             const i32 k0 = tile * BN;
-            // Keys that some of this warp's queries see, `near..=far`, and keys that all of them see.
+            // Some of this warp's queries see keys near..=far.
             const int self = tid(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
             const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
             const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);

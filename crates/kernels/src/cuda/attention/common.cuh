@@ -1,7 +1,7 @@
-// What the attention kernels share: their arguments, who sees whom, and the tensor-core building blocks.
+// What the attention kernels share: the mask, cp.async tile loads, and mma.sync fragments.
 //
-// For a query i and the keys j it sees, s = scale·q·k (soft cap c: s = c·tanh(s/c)), p = exp(s - lse),
-// out = Σ p·v. Scores are held times log2 e, so that every exponential is a power of two.
+// For a query i and the keys j it sees: s = scale·q·k (with a soft cap c: s = c·tanh(s/c)), p = exp(s - lse), out = Σ
+// p·v. Logits are held times log2 e, so that every exponential is one ex2.
 #pragma once
 #include "args/attention.cuh"
 #include "args/tile_table.cuh"
@@ -11,24 +11,21 @@
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 
-// A [batch, tokens, heads, channels] view with contiguous channels: element strides of the first three axes.
 
 // Row (b, t, h) of a view: its channels.
 template <class T> __device__ __forceinline__ T* row_at(const View& x, i64 b, i64 t, i64 h) {
     return reinterpret_cast<T*>(x.data) + (b * x.batch + t * x.token + h * x.head);
 }
 
-// One tile of a packed sequence: `first` counts from the sequence's own first query or key.
 
-// Rows of which views lie on 16-byte boundaries.
+// Bits of `vectorized`: views whose rows lie on 16-byte boundaries.
 enum Aligned : u32 { W_Q = 1, W_K = 2, W_V = 4, W_OUT = 8, W_DOUT = 16, W_DQ = 32, W_DK = 64, W_DV = 128 };
 
-// Arguments of every attention kernel; views and addresses a kernel has no use for are 0.
 
-// Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
+// The tile that a block works on. Heads vary fastest over blocks, so that heads that share keys run at the same time.
 struct Place {
     i32 batch, head, kv_head, q_start, q_len, k_start, k_len, first, off;
-    i32 from, to;  // tiles of the other side to meet
+    i32 from, to;  // tiles of the other operand to visit
     // First and last key that query i sees; none when the first is greater.
     __device__ __forceinline__ i32 lo(const AttentionArgs& a, i32 i) const { return max(i + off - a.left, 0); }
     __device__ __forceinline__ i32 hi(const AttentionArgs& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
@@ -61,10 +58,9 @@ __device__ __forceinline__ Place place(const AttentionArgs& a, i32 block, i32 he
     return p;
 }
 
-// ---- PTX ----
 
-// Four 8x8 matrices; lane l names row l % 8 of matrix l / 8. Register m: row lane / 4, columns 2·(lane % 4) and
-// the next, of matrix m; transposed: the two rows of that column pair.
+// Loads four 8×8 matrices; lane l gives the address of row l % 8 of matrix l / 8. Register m then holds row lane / 4,
+// columns 2·(lane % 4) and the next, of matrix m; with .trans the two rows of that column pair.
 __device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -77,15 +73,15 @@ __device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 at) {
                  : "r"(at)
                  : "memory");
 }
-// c[16, 8] += a[16, 16]·b[16, 8]. With g = lane / 4, t = 2·(lane % 4): a holds (g, t), (g+8, t), (g, t+8),
-// (g+8, t+8) and their right neighbours, b holds (t, g), (t+8, g) and their lower ones, c as a's first two.
+// mma.m16n8k16: c[16, 8] += a[16, 16]·b[16, 8]. With g = lane / 4, t = 2·(lane % 4): a holds (g, t), (g+8, t), (g,
+// t+8), (g+8, t+8) and their right neighbours, b holds (t, g), (t+8, g) and the elements below, c as a's first two.
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_PTX "." ELEMENT_PTX ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// 16 bytes to shared memory, of which the first `bytes` are read and the others are 0.
+// Copies 16 bytes to shared memory, of which the first `bytes` are read and the others are zero-filled.
 __device__ __forceinline__ void cp_async_16(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -99,16 +95,16 @@ __device__ __forceinline__ float fast_exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// ---- end of PTX ----
 
-// Good to about 1e-7 absolutely, which is what a logit needs; ±1 at ±inf, NaN stays NaN.
+// tanh with an absolute error of about 1e-7, enough for a logit; ±1 at ±inf, NaN stays NaN.
 __device__ __forceinline__ float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, fast_exp2(x * (2.0f * LOG2_E)) + 1.0f);
 }
 
-// A weight of a value, which is at most 1. Where NARROW is defined it is the nearest number of E4M3 of scale 256: adding
-// 1.5·2^20 times its power of two leaves it three digits behind the first; the smallest number that has all of them is
-// 2^-14, below which steps stay. NaN stays NaN. Then maxima may not lag, or weights would be above 1.
+// An attention probability, at most 1, as it multiplies v. With FP8_PROBS it is rounded to E4M3 under the scale 256:
+// adding and subtracting 1.5·2^20 times its power of two leaves three bits after the leading one, down to 2^-14, the
+// smallest normal number, below which the step stays. NaN stays NaN. Then the running maximum may not lag behind
+// (RESCALE_THRESHOLD), or probabilities would exceed 1.
 #ifdef FP8_PROBS
 #define RESCALE_THRESHOLD(x) 0.0f
 __device__ __forceinline__ float round_prob(float x) {
@@ -121,9 +117,9 @@ __device__ __forceinline__ float round_prob(float x) { return x; }
 #endif
 __device__ __forceinline__ u32 pack_probs(float low, float high) { return pack_pair<element>(round_prob(low), round_prob(high)); }
 
-// A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
-// 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.
-// Rows from `rows` on and channels from `channels` on become 0.
+// Loads a tile [ROWS, D] into shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, in which
+// 16-byte chunk c of a row lies at c ^ (row % 8), so that eight rows of one chunk use different banks. Rows from
+// `rows` on and channels from `channels` on are zero.
 template <int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_tile(u32 to, const element* from, i64 step, i32 rows, i32 channels, bool vectorized) {
     constexpr int CHUNKS = D / 8;
@@ -151,23 +147,23 @@ __device__ __forceinline__ void load_tile(u32 to, const element* from, i64 step,
     }
 }
 
-// Lane's address of the matrices of a tile's left operand (rows = m, channels = k): row 0, chunk 0.
-// Chunk 2·k of the same row is at `step_to(address, k)`.
+// This lane's ldmatrix address for an A operand (rows m, channels k): row 0, chunk 0. Chunk 2·k of the same row is at
+// `k_step(address, k)`.
 template <int D> __device__ __forceinline__ u32 a_fragment(u32 tile, int lane, int row) {
     return tile + (row + (lane & 15)) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
 }
-// The same for a right operand stored [n, k]: two blocks of 8 n, 16 k.
+// The same for a B operand stored [n, k]: two blocks of 8 n, 16 k.
 template <int D> __device__ __forceinline__ u32 b_fragment(u32 tile, int lane) {
     return tile + ((lane & 7) + (lane >> 4) * 8) * (D * 2) + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
 }
-// The same for a right operand stored [k, n], loaded turned: 16 k, two blocks of 8 n.
+// The same for a B operand stored [k, n], loaded with .trans: 16 k, two blocks of 8 n.
 template <int D> __device__ __forceinline__ u32 b_fragment_trans(u32 tile, int lane) {
     return tile + (lane & 15) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
 }
-// 32·k bytes along the row, through the swizzle: bits 5 and 6 of the address are its own, tiles being aligned to 128.
+// 32·k bytes along the row through the swizzle, which XORs bits 5 and 6 of the address: tiles are aligned to 128.
 __device__ __forceinline__ u32 k_step(u32 at, int k) { return (at ^ ((k & 3) << 5)) + (k >> 2) * 128; }
 
-// Two neighbouring channels of a row.
+// Stores two neighbouring channels of a row.
 __device__ __forceinline__ void store_pair(element* row, i32 c, i32 channels, bool vectorized, float x, float y) {
     if (vectorized && c + 1 < channels) {
         *reinterpret_cast<u32*>(row + c) = pack_pair<element>(x, y);
@@ -177,11 +173,11 @@ __device__ __forceinline__ void store_pair(element* row, i32 c, i32 channels, bo
     }
 }
 
-// After the last key: the log-sum-exp of a query, and the factor that turns its weighted sum of values into its output,
-// from the largest score and the sum of powers (and the sink) times log2 e.
+// Log-sum-exp of a query, and the factor that normalizes its sum of p·v, from the largest logit, the sum of
+// exponentials and the sink, all times log2 e.
 __device__ __forceinline__ void finalize_softmax(float most, float sum, float sink, float& lse, float& share) {
     const float top = sink > most ? sink : most;
-    // No key, or only scores of -inf, and no sink: nothing to see, unless it is NaN.
+    // No visible key, or only logits of -inf, and no sink: lse is -inf and the output 0, unless there was a NaN.
     const bool nothing = top == NEG_INF;
     const float origin = nothing ? 0.0f : top, shift = exp2f(most - origin);
     const float total = fmaf(sum, shift, exp2f(sink - origin));
@@ -192,22 +188,22 @@ __device__ __forceinline__ void finalize_softmax(float most, float sum, float si
 
 extern __shared__ __align__(128) u8 attention_shared[];
 
-// The block's place at the start of shared memory, where it costs no registers: those are for sums. Tiles start
-// after PLACE bytes.
+// The block's tile at the start of shared memory, to save registers for accumulators. Operand tiles start after
+// TILE_INFO bytes.
 constexpr int PLACE = 128;
-// `rows` queries and the tiles of `size` keys they see.
+// `rows` queries, and the tiles of `size` keys that they see.
 __device__ __forceinline__ const Place& query_tile(const AttentionArgs& a, i32 rows, i32 size) {
     if (threadIdx.x == 0) {
         Place p = place(a, blockIdx.x, a.heads, rows, true);
         p.from = p.lo(a, p.first) / size;
-        // The last key may be -1 or less.
+        // The last visible key may be -1 or less.
         p.to = (p.hi(a, min(p.first + rows, p.q_len) - 1) + size) / size;
         *reinterpret_cast<Place*>(attention_shared) = p;
     }
     __syncthreads();
     return *reinterpret_cast<const Place*>(attention_shared);
 }
-// `rows` keys and the tiles of `size` queries that see them.
+// `rows` keys, and the tiles of `size` queries that see them.
 __device__ __forceinline__ const Place& key_tile(const AttentionArgs& a, i32 block, i32 rows, i32 size) {
     if (threadIdx.x == 0) {
         Place p = place(a, block, a.heads / a.group, rows, false);

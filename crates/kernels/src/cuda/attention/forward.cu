@@ -1,6 +1,6 @@
-// Forward pass in bf16: a block of threads has 16·MT queries a warp of one head, which meet the keys they see BN at a
-// time with an online softmax. Keys and values come two tiles deep by asynchronous copies. Scores and sums stay in
-// registers: the accumulator of q·kᵀ has the layout that p·v wants its left operand in.
+// Forward pass with mma.sync (FlashAttention): a warp has 16·MT queries of one head, and a block streams the keys they
+// see, BN at a time, with an online softmax. Keys and values are double-buffered by cp.async. Scores and outputs stay
+// in registers: the accumulator of q·kᵀ has the layout of the A fragments of p·v.
 #include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
@@ -24,7 +24,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
             sum[m][0] = sum[m][1] = 0.0f;
         }
 
-        // Tiles take turns in two places.
+        // Tiles are double-buffered.
         auto place_of = [&](i32 tile) { return base + Q_BYTES + u32((tile ^ p.from) & 1) * STAGE; };
         auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
@@ -50,11 +50,11 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                 cp_async_commit();
             }
             const i32 k0 = tile * BN;
-            // Keys that some of this warp's queries see, `near..=far`, and keys that all of them see.
+            // Some of this warp's queries see keys near..=far.
             const int self = tid(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
             const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
             const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
-            if (k0 > far || k0 + BN <= near) continue;  // nothing here for this warp
+            if (k0 > far || k0 + BN <= near) continue;  // no query of this warp sees a key of the tile
 
             const u32 at = place_of(tile);
             float s[MT][BN / 8][4];
@@ -83,7 +83,8 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     }
                 }
             }
-            // A scale that is not positive turns the order of the products around, so it is applied first.
+            // The maximum is taken over unscaled products; a scale that is not positive would reverse their order, so
+            // it is applied first.
             if (a.outer > 0.0f || !(a.scale > 0.0f)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
@@ -110,7 +111,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                                 if (n * 8 + e < lo || n * 8 + e > hi) s[m][n][r * 2 + e] = NEG_INF;
                     }
             }
-            // Larger maxima first, then powers, with what was summed before brought to the new maximum.
+            // New maxima, then exponentials; earlier sums are rescaled to the new maximum.
             float shrink[MT][2];
             bool moved = false;
 #pragma unroll
@@ -122,7 +123,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     for (int n = 0; n < BN / 8; n++) x = fmaxf(x, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                    // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
+                    // Until a query has seen a key its maximum is -inf, and -inf - -inf would be NaN.
                     const float origin = x == NEG_INF ? 0.0f : x * a.factor;
                     shrink[m][r] = fast_exp2(top[m][r] * a.factor - origin);
                     moved |= top[m][r] != x;
@@ -173,7 +174,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
 
         const int self = tid(), g = (self & 31) >> 2, t = (self & 3) * 2;
         const i32 w0 = p.first + (self >> 5) * (MT * 16);
-        // The sink is one more score that no value belongs to.
+        // The sink is one more logit, without a value.
         const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
 #pragma unroll
         for (int m = 0; m < MT; m++)

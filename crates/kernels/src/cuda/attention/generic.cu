@@ -1,11 +1,11 @@
-// Attention in true f32, forward and backward, on the ordinary units: tiles of TILE rows by TILE columns in shared
-// memory, 128 threads, thread (y, x) of 8 by 16 has rows y·R.. of a tile of scores at columns x, x+16, ..; and of a
-// tile of sums the same rows at channels 4·x.. of every 64. The same masks and softmax as the bf16 kernels.
+// Attention in f32 with FMA instructions, forward and backward: TILE × TILE tiles in shared memory, 128 threads.
+// Thread (y, x) of 8 × 16 has rows y·R.. of a tile of scores at columns x, x+16, ..; and of a tile of outputs the same
+// rows at channels 4·x.. of every 64. Masks and softmax are those of the 16-bit kernels.
 #include "attention/common.cuh"
 
 template <int D, int TILE> struct GenericAttention {
     static constexpr int R = TILE / 8, C = TILE / 16, N = D / 64;
-    // Rows a multiple of 16 bytes apart that spreads eight of them over all banks.
+    // Row pitches, in elements, that spread eight rows over all banks.
     static constexpr int LD = D + 4, LS = TILE + 1;
     static constexpr int ROWS = TILE * LD, BLOCK = TILE * LS;
 
@@ -79,7 +79,7 @@ template <int D, int TILE> struct GenericAttention {
                 if (c < channels) row[c] = none ? 0.0f : sums[n][e] * factor;
             }
     }
-    // A product as a score times log2 e, and the slope of the soft cap there.
+    // A product as a logit times log2 e, and the derivative of the soft cap there.
     static __device__ __forceinline__ float score(const AttentionArgs& a, float s, float& slope) {
         slope = 1.0f;
         if (a.outer > 0.0f) {
@@ -89,7 +89,7 @@ template <int D, int TILE> struct GenericAttention {
         }
         return s * a.inner;
     }
-    // Over the 16 threads of a row.
+    // Reductions over the 16 threads of a row.
     static __device__ __forceinline__ float row_max(float x) {
 #pragma unroll
         for (int d = 8; d > 0; d >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
@@ -165,7 +165,7 @@ template <int D, int TILE> struct GenericAttention {
         }
     }
 
-    // p and ds of one pair, 0 where the query does not see the key.
+    // p and ds of one (query, key) pair, 0 where the query does not see the key.
     static __device__ __forceinline__ void slope_of(const AttentionArgs& a, const Place& p, i32 i, i32 j, float weight,
                                                     float delta, float& s, float& dp) {
         float slope;

@@ -1,7 +1,7 @@
-//! Attention on Hopper cards: what the kernels built on its own instructions can do, and how they are launched.
+//! Attention on Hopper: which problems the TMA and WGMMA kernels take, and their launches.
 //!
-//! Backward: bounds of keys and values, then numbers of each query, then one kernel for dk, dv and the sums of dq in
-//! fixed point, then dq. Where there are enough heads, a block has all keys of one and needs neither bounds nor sums.
+//! The backward pass is four kernels: bounds of k and v; preprocessing of each query; dk, dv and dq in fixed point; dq
+//! converted to bf16. With enough heads, a block has all keys of one head and needs neither bounds nor fixed point.
 
 use super::hopper_scheduler::{BLOCKS, CACHE, section, shared_section};
 use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
@@ -12,9 +12,9 @@ use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use ferrotron_tensor::{DType, Launch, Result};
 
-/// Rows of what is done for each query, and of what scratch space is made of.
+/// Rows of a block of the per-query kernels, and granularity of scratch space.
 const ROWS: usize = 128;
-/// Views that a forward or a backward pass reads or writes in 16-byte pieces: bits of `wide`.
+/// Views that the forward and the backward pass access in 16 bytes: bits of `vectorized`.
 const FORWARD_VIEWS: u32 = 0x0f;
 const BACKWARD_VIEWS: u32 = 0xff;
 
@@ -79,33 +79,33 @@ impl HopperArgs {
         Ok((m, tiles * pairs))
     }
 
-    /// Has heads take their turns in sections whose keys and values, of so many bytes each, stay in the cache.
+    /// Schedules heads in sections whose keys and values, of so many bytes each, fit into the L2 cache.
     pub(super) fn tile_in_sections(&mut self, problem: &AttentionProblem, bytes: usize) -> Result<()> {
         let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.a.tiles as usize);
         let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
         if part < pairs {
-            // Every section starts with a round of the blocks.
-            let whole = (part * tiles).next_multiple_of(BLOCKS);
-            (self.section, self.section_tiles) = (part as i32, whole as i32);
-            self.total = blocks(pairs.div_ceil(part) * whole)? as i32;
+            // Every section starts with a full wave of blocks.
+            let waves = (part * tiles).next_multiple_of(BLOCKS);
+            (self.section, self.section_tiles) = (part as i32, waves as i32);
+            self.total = blocks(pairs.div_ceil(part) * waves)? as i32;
         }
         Ok(())
     }
 }
 
-/// The kernels for a job.
+/// The kernels for a problem.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     variant: &'static KernelVariant,
     forward: Forward,
     /// A block has all keys of a head.
-    own: bool,
-    /// Rows of a head in the scratch space.
+    per_head: bool,
+    /// Rows of a head in scratch space.
     padded: usize,
     chunks: usize,
 }
 
-/// Where the parts of the scratch space start, and how many 4-byte numbers it has.
+/// Offsets of the parts of scratch space, and its size, in 4-byte words.
 struct Space {
     rows: usize,
     bounds: usize,
@@ -113,7 +113,7 @@ struct Space {
     all: usize,
 }
 
-/// The kernels for a job, if they can do it once its views turn out to be aligned.
+/// The kernels for a problem, if they support it, provided that its views turn out to be aligned.
 pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: DType) -> Option<Hopper> {
     let (shape, a) = (&problem.shape, &problem.args);
     let variant = variant(shape.d_qk, shape.d_v, shape.softcap.is_some())?;
@@ -130,37 +130,37 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
     }
     let tokens = problem.tokens[0];
     let (pairs, group) = (problem.pairs(shape.kv_heads), shape.heads / shape.kv_heads);
-    // Packed sequences each start on a tile of their own.
+    // Every packed sequence starts on a tile of its own.
     let padded =
         if problem.packed { tokens / ROWS + problem.spans.len() + 1 } else { tokens.div_ceil(ROWS) } * ROWS;
-    let own = !problem.packed
+    let per_head = !problem.packed
         && variant.width == 64
-        // The blocks are all busy to the end, nearly; what they keep stays in the cache.
+        // Blocks are nearly all busy to the end, and their scratch fits into the L2 cache.
         && pairs.div_ceil(BLOCKS) * BLOCKS * 10 <= pairs * 11
         && BLOCKS.min(pairs) * group * padded * variant.width * 4 <= CACHE
-        // All queries see some key.
+        // Every query sees some key.
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
     let chunks = (problem.inside[1][1] - problem.inside[1][0]).div_ceil(ROWS);
     let forward = match variant.short {
-        Some((below, short)) if problem.reach() < below => short,
+        Some((below, short)) if problem.mean_visible_keys() < below => short,
         _ => variant.forward,
     };
-    Some(Hopper { variant, forward, own, padded, chunks })
+    Some(Hopper { variant, forward, per_head, padded, chunks })
 }
 
 impl Hopper {
-    /// Can these kernels read and write the views?
+    /// Whether the forward kernel can access the views.
     pub(super) fn forward_fits(&self, problem: &AttentionProblem) -> bool {
         problem.args.vectorized & FORWARD_VIEWS == FORWARD_VIEWS
     }
 
-    /// The same for the backward pass.
+    /// Whether the backward kernels can.
     pub(super) fn backward_fits(&self, problem: &AttentionProblem) -> bool {
         problem.args.vectorized & BACKWARD_VIEWS == BACKWARD_VIEWS
     }
 
-    /// A map of view `at` for tiles of `rows` tokens.
+    /// TMA map of view `at` for tiles of `rows` tokens.
     fn map(&self, problem: &AttentionProblem, at: usize, rows: usize) -> Result<TensorMap> {
         let shape = &problem.shape;
         let keys = at == 1 || at == 2;
@@ -171,17 +171,17 @@ impl Hopper {
         tensor_map(address, sizes, [token, head, batch], rows as u32)
     }
 
-    /// Queries of a forward pass's tiles.
+    /// Queries of a forward tile.
     pub(super) fn forward_rows(&self) -> usize {
         self.forward.rows()
     }
 
-    /// Keys of a backward pass's tiles, and queries of what is done for each.
+    /// Keys of a backward tile, and queries of a block of the per-query kernels.
     pub(super) fn backward_rows(&self) -> [usize; 2] {
         [self.variant.backward.keys, ROWS]
     }
 
-    /// Queues the forward kernel; `items` is the argument with the table of query tiles.
+    /// Launches the forward kernel; `items` is the argument with the table of query tiles.
     pub(super) fn forward(
         &self,
         kernels: &CudaKernels,
@@ -205,7 +205,7 @@ impl Hopper {
 
     fn space(&self, problem: &AttentionProblem) -> Space {
         let (pairs, heads) = (problem.pairs(problem.shape.kv_heads), problem.pairs(problem.shape.heads));
-        let sums = if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads }
+        let sums = if self.per_head { BLOCKS.min(pairs) * heads / pairs } else { heads }
             * self.padded
             * self.variant.width;
         let bounds = sums + heads * self.padded * 3;
@@ -213,13 +213,13 @@ impl Hopper {
         Space { rows: sums, bounds, next, all: next + 4 }
     }
 
-    /// How many f32 of scratch space the backward pass needs.
+    /// Scratch space of the backward pass, in f32.
     pub(super) fn scratch(&self, problem: &AttentionProblem) -> usize {
         self.space(problem).all
     }
 
-    /// Queues the backward kernels; `scratch` is the argument with the scratch space, `keys` and `queries` those with
-    /// the tables of tiles.
+    /// Launches the backward kernels; `scratch` is the argument with the scratch space, `keys` and `queries` those
+    /// with the tile tables.
     pub(super) fn backward(
         &self,
         kernels: &CudaKernels,
@@ -254,22 +254,22 @@ impl Hopper {
 
         let rows = |name| Kernel::new("attention/hopper_backward_preprocess", name);
         let each = |n: usize| Ok(LaunchConfig { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
-        let ([bounds, mut prepare, finish], mut kernel) = (self.variant.rows, variant.kernel);
-        if self.own {
-            [prepare, kernel.name] = PER_HEAD_KERNELS;
+        let ([bounds, mut preprocess, convert_dq], mut kernel) = (self.variant.rows, variant.kernel);
+        if self.per_head {
+            [preprocess, kernel.name] = PER_HEAD_KERNELS;
         }
-        if !self.own {
+        if !self.per_head {
             kernels.launch_kernel(l, rows(bounds), each(pairs * self.chunks)?, &by_key)?;
         }
-        kernels.launch_kernel(l, rows(prepare), each(row_tiles)?, &by_row)?;
+        kernels.launch_kernel(l, rows(preprocess), each(row_tiles)?, &by_row)?;
         let grid = LaunchConfig {
-            blocks: [BLOCKS.min(if self.own { pairs } else { key_tiles }) as u32, 1, 1],
+            blocks: [BLOCKS.min(if self.per_head { pairs } else { key_tiles }) as u32, 1, 1],
             threads: 384,
             shared: variant.shared(),
         };
         kernels.launch_kernel(l, kernel, grid, &by_key)?;
-        if !self.own {
-            kernels.launch_kernel(l, rows(finish), each(row_tiles)?, &by_row)?;
+        if !self.per_head {
+            kernels.launch_kernel(l, rows(convert_dq), each(row_tiles)?, &by_row)?;
         }
         Ok(())
     }

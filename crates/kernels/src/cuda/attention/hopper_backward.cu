@@ -1,18 +1,18 @@
 // Backward pass for Hopper: a persistent block has 128 keys of one key head, 64 for each of two consumer warpgroups,
-// and meets the queries that see them BM at a time. Scores are held turned, keys × queries, so that the powers and
-// the gradients of scores are left operands of dv += pᵀ·dout and dk += dsᵀ·q as they lie in registers; for dq = ds·k
-// the gradients of scores go through shared memory.
+// and streams the queries that see them, BM at a time. Scores are computed transposed, keys × queries, so that p and
+// ds are A operands of dv += pᵀ·dout and dk += dsᵀ·q as they lie in registers; for dq = ds·k, ds goes through shared
+// memory.
 //
-// dq of a tile is the sum of what many blocks find. They add it in fixed point: integers give the same sum in any
-// order, so the result does not depend on who comes first. |dq| ≤ 2·|dout|·max|v|·max|k| (times the scale, which is
-// applied at the end) gives every query a step that cannot overflow.
+// Many blocks contribute to dq of one query tile. They add in 32-bit fixed point with atomics: integer sums do not
+// depend on the order, so the result is deterministic. |dq| ≤ 2·|dout|·max|v|·max|k| (before the scale, which is
+// applied at the end) gives every query a step that keeps sums below 2^29, two bits below overflow.
 //
-// The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
-// wait for each other.
+// The dq GEMM of one query tile is issued with those of the next tile, so that the warpgroups do not wait for each
+// other.
 #include "attention/hopper_backward_load.cuh"
 #include "wgmma.cuh"
 
-// SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
+// SHORT: ds is computed from p as rounded for dv, which saves registers.
 template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : HopperBackwardLoad<D, D, BM, 128, 3, PER_HEAD, 0> {
     using Load = HopperBackwardLoad<D, D, BM, 128, 3, PER_HEAD, 0>;
     using Bars = typename Load::Bars;
@@ -20,7 +20,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
     static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
     static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT, DS_AT = Load::DS_AT;
 
-    // Channels of a head in shared memory and in the sums.
+    // Channels of a head in shared memory and in dq_accum.
     static constexpr int W = COLUMNS * 64;
     static_assert(BM * W == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
 
@@ -31,7 +31,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
     // acc[64, 64] = ds[BN, 64]ᵀ·k[BN, 64]
     static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) { wgmma_atb<64, BN>(c, ds, k); }
 
-    // Adds this warpgroup's part of dq to the sums of all blocks.
+    // Adds this warpgroup's part of dq to dq_accum.
     static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, int wg) {
         atomic_add_fixed_point(part<16>(dq[0]), step0, step1, to);
         // Of 96 channels the second warpgroup has 32.
@@ -39,8 +39,8 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
         atomic_add_fixed_point(part<16>(dq[16]), step0, step1, to + 16 * 128);
     }
 
-    // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
-    // thread finds what it left there, and writes dq when the last of the keys have been seen.
+    // PER_HEAD: this block has all keys of the head. It keeps partial dq in scratch of its own, where every thread
+    // reads back what it wrote, and stores dq after the last tile of keys.
     struct DqAccumulator {
         float4* scratch;
         i32 q0, head;
@@ -155,7 +155,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         w0 + 63 >= p.k_len) {
 #pragma unroll
                         for (int r = 0; r < 2; r++) {
-                            // Queries that see this key, relative to this thread's first of the tile.
+                            // Queries that see this key, relative to this thread's first query of the tile.
                             const i32 key = w0 + warp * 16 + r * 8 + (lane >> 2), j = key - p.off;
                             const i32 lo = j - a.right - q0 - t;
                             const i32 hi = key < p.k_len ? min(j + a.left, p.q_len - 1) - q0 - t : -1;
@@ -205,7 +205,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     }
                     if (add) mbarrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
                     wgmma_fence();
-                    // On the first turn this multiplies what nobody will look at: a branch here costs more.
+                    // In the first iteration the result is discarded: a branch here would cost more.
                     queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
                     wgmma_commit();
                     wgmma_ab<D, BM>(dk, y, q_at, add);

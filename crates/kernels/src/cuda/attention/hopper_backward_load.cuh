@@ -1,12 +1,11 @@
-// The producer of the Hopper backward kernel: what lies where in shared memory, which tiles of keys a block takes, and
-// in which order it meets the queries.
+// Producer of the Hopper backward kernels: shared-memory layout, tile scheduling, and the order in which queries are
+// streamed.
 #pragma once
 #include "attention/hopper_common.cuh"
 #include "hopper_tiles.cuh"
 
-// Heads of up to DQ channels of queries and keys and DV of values, BM queries and BN keys of a tile, STAGES tiles of
-// queries. OWN: a block has all keys of a head. Besides gradients of scores there are two places of PASSED bytes for what
-// warpgroups hand to each other.
+// Heads of up to DQ channels of q and k and DV of v, BM queries and BN keys of a tile, STAGES query tiles. PER_HEAD: a
+// block has all keys of a head. Besides ds there are two buffers of PASSED bytes that warpgroups hand to each other.
 template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSED> struct HopperBackwardLoad {
     static constexpr int BN = BN_, STAGES = STAGES_, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
     static constexpr u32 K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
@@ -39,13 +38,13 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
         __device__ __forceinline__ u32 o_free(u32 s) const { return base + 80 + (3 * STAGES + s) * 8; }
     };
-    // Numbers of 64 rows lie together: weights, deltas, steps.
+    // For 64 rows at a time: lse_log2, deltas, steps.
     static __device__ __forceinline__ const float* rows_of(u32 stage, int part) {
         return reinterpret_cast<const float*>(attention_shared + ROWS_AT + stage * 3 * ROW_BYTES) + part * 64;
     }
 
-    // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
-    // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
+    // Coordinates of a tile. With PER_HEAD a block takes all tiles of a key head in turn, and `index` counts them;
+    // otherwise blocks take the next tile from a counter, and the assignment does not affect the results.
     static __device__ __forceinline__ HopperTile place(const HopperArgs& m, i32 index) {
         const i32 heads = m.a.heads / m.a.group;
         HopperTile p;
@@ -64,16 +63,16 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         bounds(m.a, p);
         return p;
     }
-    // Blocks that start together go through the queries from the last to the first, those that take their places as
-    // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
-    // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
+    // Blocks that start together visit queries from last to first, those that replace them from first to last: under a
+    // causal mask, blocks of the same head then read the same queries at the same time, and hit the L2 cache. 128 is
+    // about the number of blocks; it is fixed, so that no result depends on the GPU.
     static __device__ __forceinline__ bool downwards(i32 index) { return !PER_HEAD && (index / 128) % 2 == 0; }
     static __device__ __forceinline__ i32 total(const HopperArgs& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
         return PER_HEAD ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
     }
 
-    // All barriers; as many warps as said let go of what they have read: keys, tiles of queries, gradients of scores.
+    // Initializes the mbarriers with their arrival counts: warps that release keys, query tiles and ds.
     static __device__ __forceinline__ void init(Bars bars) {
         mbarrier_init(bars.kv_full(), 1);
         mbarrier_init(bars.kv_free(), 8);
@@ -94,7 +93,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         mbarrier_init_fence();
     }
 
-    // What the producer must know of a tile: it has no registers to work it out.
+    // What the producer warp needs of a tile; it has too few registers to compute it.
     struct Load {
         i32 index, batch, head, key, query, row, from, to;
     };
@@ -103,14 +102,14 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         const HopperTile p = place(m, index);
         return {index, p.batch, p.head, p.k_start + p.first, p.q_start, p.row, p.from, p.to};
     }
-    // A tile is taken when the producer is done with the one before, no earlier, or long tiles would wait behind long
-    // ones; with OWN it is known whose they are.
+    // A tile is claimed only when the producer has finished the one before: claimed earlier, long tiles could queue up
+    // behind long ones. With PER_HEAD the assignment is static, and one tile ahead is safe.
     using Slots = Ring<PER_HEAD ? 2 : 1>;
     static __device__ __forceinline__ volatile Load* slot_at(u32 slot) {
         return reinterpret_cast<volatile Load*>(attention_shared + TILES_AT) + slot;
     }
 
-    // Another warp beside the producer takes tiles: from the counter, or with OWN one after another.
+    // A second warp beside the producer claims tiles: from the counter, or with PER_HEAD in turn.
     static __device__ __forceinline__ void choose(const HopperArgs& m, Bars bars) {
         const bool one = (threadIdx.x & 31) == 0;
         const i32 n = total(m);
@@ -135,7 +134,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         } while (index < n);
     }
 
-    // One warp: all its lanes count, one of them copies.
+    // One warp runs the loop; one lane issues the copies.
     static __device__ __forceinline__ void produce(const HopperArgs& m, u32 base, Bars bars) {
         const AttentionArgs& a = m.a;
         const bool one = (threadIdx.x & 31) == 0;

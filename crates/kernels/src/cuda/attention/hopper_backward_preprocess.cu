@@ -1,10 +1,10 @@
-// What surrounds the Hopper backward kernel: bounds of keys and values, what is needed once per query, and the
-// fixed-point gradients of queries turned into bf16.
+// Kernels around the Hopper backward kernel: bounds of k and v, per-query preprocessing, and the conversion of
+// fixed-point dq to bf16.
 #include "attention/hopper_common.cuh"
 #include "hopper_tiles.cuh"
 
-// bounds[batch·kv heads][chunk of 128 tokens] = largest |k|, largest |v|². NaNs are passed over: they come back
-// through the log-sum-exps and outputs.
+// bounds[batch·kv heads][chunk of 128 tokens] = largest |k|, largest |v|². NaN is ignored here: it propagates through
+// lse and out.
 template <int D> __device__ __forceinline__ void hopper_bounds(const HopperArgs& m) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionArgs& a = m.a;
@@ -53,10 +53,10 @@ ROWS_KERNEL(attention_hopper_bounds_64_bf16, hopper_bounds<64>)
 ROWS_KERNEL(attention_hopper_bounds_128_bf16, hopper_bounds<128>)
 ROWS_KERNEL(attention_hopper_bounds_256_bf16, hopper_bounds<256>)
 
-// 128 rows of a head a block: weights = lse·log2 e (-inf, and rows past the end, become +inf) and delta = Σ dout·out;
-// where sums are kept in fixed point (OWN is false) their steps, and zeros in them. Of 16 rows, those that a thread of
-// the backward kernel needs lie together: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps lie in order. 64 weights, 64
-// deltas and 64 steps follow each other. Values have up to D channels, sums W.
+// 128 rows of a head to a block: lse_log2 = lse·log2 e (+inf for -inf and past the end) and delta = Σ dout·out; with
+// fixed-point dq (PER_HEAD is false) also the steps, and zeros in dq_accum. Of 16 rows, those that a thread of the
+// backward kernel needs are adjacent: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps are in order. Stored as 64
+// lse_log2, 64 deltas, 64 steps. v has up to D channels, dq_accum W.
 template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_prepare(const HopperArgs& m) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionArgs& a = m.a;
@@ -67,7 +67,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
         const float* bounds = reinterpret_cast<const float*>(m.bounds) +
                               i64(p.batch * (a.heads / a.group) + p.kv_head) * m.chunks * 2;
         float x = 0.0f;
-        // Even threads look at keys, odd ones at values.
+        // Even threads reduce bounds of keys, odd ones of values.
         for (i32 i = threadIdx.x; i < m.chunks * 2; i += 256) x = fmaxf(x, bounds[i]);
 #pragma unroll
         for (int d = 16; d > 1; d >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
@@ -83,7 +83,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
 #pragma unroll
         for (int i = 0; i < 128 * W / 1024; i++) zeros[i * 256] = make_int4(0, 0, 0, 0);
     }
-    // Some rows at a time are on their way together.
+    // Rows whose loads are in flight together.
     constexpr int BATCH = 128 / ROWS < 4 ? 128 / ROWS : 4;
     Packed<bf16> out[BATCH], dout[BATCH];
 #pragma unroll
@@ -128,7 +128,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
                 // bound < 2^(e + 1), so that sums stay below 2^29.
                 const i32 e = i32(__float_as_uint(bound) >> 23) - 127;
                 float step = bound > 0.0f ? __uint_as_float(u32(min(max(28 - e, -100), 100) + 127) << 23) : 1.0f;
-                // What is not finite shows in all channels.
+                // Non-finite inputs make the whole row NaN.
                 if (there && (!isfinite(bound) || !isfinite(sum) || isnan(lse) || lse == -NEG_INF))
                     step = __uint_as_float(0x7fffffff);
                 rows[128 + (r & 63)] = step;
@@ -142,8 +142,8 @@ ROWS_KERNEL(attention_hopper_preprocess_128_bf16, hopper_prepare<128, 128, false
 ROWS_KERNEL(attention_hopper_preprocess_192_bf16, hopper_prepare<128, 192, false>)
 ROWS_KERNEL(attention_hopper_preprocess_256_bf16, hopper_prepare<256, 256, false>)
 
-// 128 rows of `sums` of W channels a block, as the backward kernel left them, to dq: 64 rows after another, 64 channels
-// after another, 64 x 64 a warpgroup.
+// Converts 128 rows of dq_accum to dq: 64 rows after another, 64 channels after another, 64 × 64 to a warpgroup, in
+// the order in which the backward kernel stored its accumulators.
 template <int W> __device__ __forceinline__ void hopper_finish(const HopperArgs& m) {
     const AttentionArgs& a = m.a;
     const HopperTile p = hopper_tile(m, blockIdx.x, a.heads, 128, false);

@@ -1,14 +1,16 @@
-// Backward pass for Hopper where heads are wide or scores have a soft cap: a persistent block has 64 keys of one key
-// head and meets the queries that see them 64 at a time. Sums of 64 keys are as much as a warpgroup holds, so the two
-// consumers do not split the keys but the gradients:
-//   the first one:  s = k·qᵀ, p = exp(s - lse), dv += p·dout
-//   the second one: dp = v·doutᵀ, ds = p·(dp - delta), dk += ds·q
-// Scores are held turned, keys × queries, so that p and ds are left operands as they lie in registers. The first hands p
-// (times the slope of the soft cap) to the second through shared memory, thread to thread, as both hold the same scores;
-// ds goes to shared memory for dq = dsᵀ·k, of whose channels each has a part. Neither waits for the other within a tile:
-// the first takes its part of dq one tile later.
+// Backward pass for Hopper where heads are wide or logits have a soft cap: a persistent block has 64 keys of one key
+// head and streams the queries that see them, 64 at a time. Accumulators of 64 keys are as much as a warpgroup holds,
+// so the two consumers do not split the keys but the gradients:
 //
-// dq of a tile is summed in fixed point over the blocks, as in hopper_backward.cu.
+//   first:  s = k·qᵀ, p = exp(s - lse), dv += p·dout
+//   second: dp = v·doutᵀ, ds = p·(dp - delta), dk += ds·q
+//
+// Scores are computed transposed, keys × queries, so that p and ds are A operands as they lie in registers. The first
+// passes p (times the derivative of the soft cap) to the second through shared memory, thread to thread, because both
+// hold the same elements; ds goes to shared memory for dq = dsᵀ·k, of whose channels each computes a part. Neither
+// waits for the other within a tile: the first computes its part of dq one tile later.
+//
+// dq is accumulated in fixed point over blocks, as in hopper_backward.cu.
 #include "attention/hopper_backward_wide.cuh"
 #include "wgmma.cuh"
 
@@ -23,7 +25,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : Hopp
     static constexpr int FIRST = Parts::FIRST, SECOND = Parts::SECOND;
     static constexpr u32 COLUMN = Parts::COLUMN, K_AT = Load::K_AT, V_AT = Load::V_AT;
 
-    // The first warpgroup. Products of the next scores are issued before those of this tile are waited for.
+    // The first warpgroup. The GEMM of the next scores is issued before that of this tile is waited for.
     static __device__ __forceinline__ void values_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
         for (i32 index; (index = at.tile()) < m.total;) {
@@ -72,7 +74,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : Hopp
                     }
                     if (add) mbarrier_wait(at.bars.ds_full(last), ((at.count - 1) >> 1) & 1);
                     wgmma_fence();
-                    // On the first turn this multiplies what nobody will look at.
+                    // In the first iteration the result is discarded.
                     wgmma_atb<FIRST, 64>(dq, at.ds(last), at.base + K_AT);
                     wgmma_commit();
                     wgmma_ab<DV, 64>(dv, x, o_at, add);
@@ -116,7 +118,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : Hopp
         }
     }
 
-    // The second.
+    // The second warpgroup.
     static __device__ __forceinline__ void keys_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
         for (i32 index; (index = at.tile()) < m.total;) {
@@ -239,7 +241,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : Hopp
         HopperBackwardWide<__VA_ARGS__>::run(m);                                                              \
     }
 
-// Channels of keys and of values, tiles of queries, soft cap.
+// Channels of keys and of values, query stages, soft cap.
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_192_bf16, 192, 128, 3, false)
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_256_bf16, 256, 256, 2, false)
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_capped_128_bf16, 128, 128, 3, true)

@@ -1,4 +1,4 @@
-// What the consumers of the wide Hopper backward kernel share: where they stand, and powers of scores.
+// What both consumers of the wide Hopper backward kernel share: their pipeline state, and probabilities from scores.
 #pragma once
 #include "attention/hopper_backward_load.cuh"
 
@@ -11,7 +11,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
     static constexpr int FIRST = DQ > 128 ? 128 : 64, SECOND = DQ - FIRST;
     static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT;
 
-    // Where a consumer stands.
+    // Pipeline state of a consumer.
     struct At {
         u32 base;
         Bars bars;
@@ -21,11 +21,11 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
         __device__ __forceinline__ u32 q() const { return base + Load::Q_AT + ring.stage * Load::Q_BYTES; }
         __device__ __forceinline__ u32 o() const { return base + Load::O_AT + ring.stage * Load::O_BYTES; }
         __device__ __forceinline__ u32 ds(u32 side) const { return base + Load::DS_AT + side * Load::DS_BYTES; }
-        // This thread's part of what is passed, 128 threads apart.
+        // This thread's 16-byte slots of the hand-off buffer.
         __device__ __forceinline__ u32 passed(u32 side) const {
             return base + Load::PASSED_AT + side * 8192 + (tid() & 127) * 16;
         }
-        // The number of the next tile of keys.
+        // Index of the next tile of keys.
         __device__ __forceinline__ i32 tile() {
             mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const i32 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
@@ -33,7 +33,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
             slot.next();
             return index;
         }
-        // Keys or values that belong to others become 0.
+        // Waits for keys and values, and zeroes rows past the end of a packed sequence.
         __device__ __forceinline__ void keys(const AttentionArgs& a, const HopperTile& p, bool values, int wg) {
             mbarrier_wait(bars.kv_full(), kv_phase);
             kv_phase ^= 1;
@@ -47,7 +47,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
     static __device__ __forceinline__ void free(u32 bar) {
         if ((tid() & 31) == 0) mbarrier_arrive(bar);
     }
-    // Where this thread's sums of a tile of queries lie.
+    // This thread's elements of dq_accum for a query tile.
     static __device__ __forceinline__ i32* sums_at(const HopperArgs& m, const HopperTile& p, i32 head, i32 q0) {
         return reinterpret_cast<i32*>(m.dq_accum) +
                (((i64(p.batch) * m.a.heads + head) * m.padded + p.row + q0) * (COLUMNS * 64) + (tid() & 127));
@@ -58,14 +58,15 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
         step0 = steps[0];
         step1 = steps[8];
     }
-    // The rows of a gradient that this thread stores, or null.
+    // The row of a gradient that this thread stores, or null.
     static __device__ __forceinline__ bf16* key_row(const View& to, const HopperTile& p, int r) {
         const int self = tid() & 127;
         const i32 j = p.first + (self >> 5) * 16 + r * 8 + ((self & 31) >> 2);
         return j < p.k_len ? row_at<bf16>(to, p.batch, p.k_start + j, p.head) : nullptr;
     }
 
-    // Powers of the scores, 0 where a query does not see a key; `x` packs them, `y` too, times the slope.
+    // Probabilities from scores, 0 where a query does not see a key; `x` packs them, `y` too, times the derivative of
+    // the soft cap.
     static __device__ __forceinline__ void powers(const AttentionArgs& a, const HopperTile& p, i32 q0, u32 stage, float (&s)[32],
                                                   u32 (&x)[16], u32 (&y)[16]) {
         const int self = tid() & 127, lane = self & 31, t = (lane & 3) * 2;
@@ -91,7 +92,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
             p.first + 63 >= p.k_len) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // Queries that see this key, relative to this thread's first of the tile.
+                // Queries that see this key, relative to this thread's first query of the tile.
                 const i32 key = p.first + (self >> 5) * 16 + r * 8 + (lane >> 2), j = key - p.off;
                 const i32 lo = j - a.right - q0 - t;
                 const i32 hi = key < p.k_len ? min(j + a.left, p.q_len - 1) - q0 - t : -1;
@@ -112,7 +113,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
         }
     }
 
-    // Where the queries of a tile of keys are: heads of a group run fastest.
+    // Iterates over the query tiles of a key tile; heads of a group vary fastest.
     struct Turns {
         i32 left, step, first, head, q0;
         __device__ __forceinline__ Turns(const HopperArgs& m, const HopperTile& p, bool down)

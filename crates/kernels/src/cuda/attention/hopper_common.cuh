@@ -1,25 +1,25 @@
-// Arguments of the Hopper attention kernels and the order in which persistent blocks take their tiles.
+// Tile scheduling of the persistent Hopper attention kernels.
 #pragma once
 #include "args/attention_hopper.cuh"
 #include "attention/common.cuh"
 #include "hopper.cuh"
 
-// Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
-// blocks' shares of the work come out alike. Where a section does not end with a round there is no tile: -1.
+// Tile of this block in wave `round`, or -1 where a section does not fill its last wave. Tiles are sorted from long to
+// short, and every other wave runs backwards, so that blocks get equal shares of the work.
 __device__ __forceinline__ i32 tile_of(const HopperArgs& m, i32 round) {
     const i32 blocks = gridDim.x, self = blockIdx.x;
     const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
     const i32 part = x / m.section_tiles, here = min(m.section, m.pairs - part * m.section);
     return x - part * m.section_tiles < here * m.a.tiles ? x : -1;
 }
-// The last rounds of a block may hold no tile in one direction but in the next.
+// Waves, rounded up: the last may have a tile for a block in one direction only.
 __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
 
-// A place, and the row of `sums` and its like where the sequence's queries start.
+// A tile, and the row of dq_accum and lse_log2 where its sequence starts.
 struct HopperTile : Place {
     i32 row;
 };
-// `a.tiles` of every pair: of packed sequences, which are one batch entry, those of the table.
+// Coordinates of tile `index`; `a.tiles` tiles of every (batch, head) pair, those of the table for packed sequences.
 __device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index, i32 heads, i32 size, bool reversed) {
     const AttentionArgs& a = m.a;
     HopperTile p;
@@ -50,7 +50,7 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index
     return p;
 }
 
-// Adds rows of dq, which came from an accumulator, to the sums of all blocks, in fixed point.
+// Adds dq from an accumulator to dq_accum in fixed point.
 template <int N> __device__ __forceinline__ void atomic_add_fixed_point(const float (&dq)[N], float step0, float step1, i32* to) {
 #pragma unroll
     for (int i = 0; i < N; i++)

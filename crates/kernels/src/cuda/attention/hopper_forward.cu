@@ -1,4 +1,4 @@
-// Instances of the Hopper forward kernel for heads of up to 128 channels; `short` ones where queries see few keys.
+// Hopper forward kernels for heads of up to 128 channels; `short` ones for few visible keys per query.
 #include "attention/hopper_forward.cuh"
 
 HOPPER_FORWARD(attention_hopper_forward_64_bf16, 64, 64, 3, 128, 3, 2, false)

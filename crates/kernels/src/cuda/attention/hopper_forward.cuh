@@ -1,10 +1,10 @@
-// Forward pass for Hopper: persistent blocks of one producer warpgroup, which copies tiles with the copy engine, and
-// WGS consumer warpgroups of 64 queries each. A consumer issues the products q·kᵀ of the next tile and p·v of the
-// last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
-// turns, so that one's softmax meets another's products. For short sequences, whose tiles begin and end often, there are
-// four consumers and tiles of 64 keys.
+// Forward pass for Hopper (as FlashAttention-3): persistent blocks of one producer warpgroup, which loads tiles by
+// TMA, and WGS consumer warpgroups of 64 queries each. A consumer issues the GEMMs q·kᵀ of the next tile and p·v of
+// the last one together, and computes the softmax of the next while p·v runs. Named barriers order the consumers, so
+// that one's softmax overlaps with another's GEMMs. Short sequences, whose tiles begin and end often, have four
+// consumers and tiles of 64 keys.
 //
-// Where scores have no soft cap the scale is positive.
+// Without a soft cap the scale must be positive.
 #pragma once
 #include "attention/hopper_forward_load.cuh"
 #include "attention/hopper_softmax.cuh"
@@ -49,7 +49,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
                 const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
                 float shrink[2];
-                // Values past the end of a packed sequence are another's.
+                // Values past the end of a packed sequence belong to the next one.
                 auto blank = [&](i32 tile) {
                     if (a.items && p.k_len - tile * BN < BN) {
                         zero_rows<BN, V_COLUMNS>(base + V_AT + v.stage * V_BYTES, p.k_len - tile * BN, tid() & 127);
@@ -57,7 +57,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                     }
                 };
                 mbarrier_wait(bars.q_full(q.stage), q.phase);
-                // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
+                // Tiles that none of this warpgroup's queries see: it only releases them, and passes its turn on.
 #pragma unroll 1
                 for (i32 tile = p.to - 1; tile > mine; tile--) {
                     mbarrier_wait(bars.k_full(k.stage), k.phase);
@@ -130,7 +130,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                 v.next();
             }
             if constexpr (DV > 128) {
-                // Worked out again, or it would take registers all along.
+                // Recomputed here, rather than kept in registers throughout.
                 asm volatile("" : "+r"(round));
                 p = hopper_tile(m, tile_of(m, round), a.heads, BM, true);
             }
@@ -141,7 +141,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     static __device__ __forceinline__ void run(const HopperArgs& m) { forward_block<HopperForward, WGS, STAGES, Q, DV>(m); }
 };
 
-// Channels of keys and of values, warpgroups, keys of a tile, tiles of keys, tiles of queries, soft cap.
+// Channels of keys and of values, consumer warpgroups, keys of a tile, key stages, query stages, soft cap.
 #define HOPPER_FORWARD(NAME, ...)                                                                              \
     extern "C" __global__ void __launch_bounds__(HopperForward<__VA_ARGS__>::THREADS, 1)                        \
         NAME(const __grid_constant__ HopperArgs m) {                                                               \

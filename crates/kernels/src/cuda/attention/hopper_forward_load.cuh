@@ -1,15 +1,14 @@
-// The producer of the Hopper forward kernels: what lies where in shared memory, and which tiles are copied there when.
+// Producer of the Hopper forward kernels: shared-memory layout, and the order of TMA loads.
 #pragma once
 #include "attention/hopper_common.cuh"
 #include "hopper_tiles.cuh"
 
-// Q: tiles of queries in shared memory. WIDTH: channels of a column of 128 bytes, 64 of bf16; or 128 of bytes, and then
-// values lie turned, [channel, token].
+// Q: query stages. WIDTH: channels of a 128-byte column, 64 of bf16; or 128 of FP8, and then v is transposed,
+// [channel, token].
 template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> struct HopperForwardLoad {
     static constexpr bool TURNED = WIDTH == 128;
     static constexpr int BM = WGS * 64, COLUMNS = (DQ + WIDTH - 1) / WIDTH, V_COLUMNS = (DV + WIDTH - 1) / WIDTH;
-    // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
-    // warp behind the others.
+    // The producer is a warpgroup that gives its registers to the consumers (setmaxnreg).
     static constexpr int THREADS = (WGS + 1) * 128;
     static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128, V_BYTES = TURNED ? DV * 128 : BN * V_COLUMNS * 128;
     static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
@@ -83,7 +82,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
     }
 };
 
-// A block of a forward kernel K: its barriers, and who does what.
+// Body of a forward kernel K: initializes mbarriers and splits the block into producer and consumers.
 template <class K, int WGS, int STAGES, int Q, int DV> __device__ __forceinline__ void forward_block(const HopperArgs& m) {
     const u32 base = shared_address(attention_shared);
     const typename K::Bars bars = {base};

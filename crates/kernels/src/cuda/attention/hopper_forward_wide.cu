@@ -1,5 +1,5 @@
-// Instances of the Hopper forward kernel for wide heads, and for scores with a soft cap. Tiles of 64 keys are as much
-// as fits beside 256 channels of a query's sums.
+// Hopper forward kernels for wide heads, and for logits with a soft cap. With 256 channels of output in registers,
+// tiles of 64 keys are as much as fits.
 #include "attention/hopper_forward.cuh"
 
 HOPPER_FORWARD(attention_hopper_forward_192_bf16, 192, 128, 2, 128, 2, 1, false)

@@ -1,8 +1,9 @@
-// q, k and v of attention to bytes, for the kernels of hopper_bytes.cuh.
+// FP8 attention for Hopper: quantizes q, k and v to E4M3, and instances of the forward kernel of hopper_fp8.cuh.
+// Probabilities are E4M3, too, so running maxima must not lag (FP8_PROBS).
 #define FP8_PROBS
 #include "attention/hopper_fp8.cuh"
 
-// Sixteen numbers of a row.
+// Quantizes 16 channels of a row.
 __device__ __forceinline__ uint4 sixteen(const bf16* from, bool vectorized, float scale) {
     float x[16];
     if (vectorized) {
@@ -23,7 +24,7 @@ __device__ __forceinline__ uint4 sixteen(const bf16* from, bool vectorized, floa
                       encode_fp8(0, x[8], x[9], x[10], x[11]), encode_fp8(0, x[12], x[13], x[14], x[15]));
 }
 
-// q (blockIdx.y = 0) and k (1), as they lie.
+// q (blockIdx.y = 0) and k (1), in their own layout.
 extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_qk(const __grid_constant__ QuantizeQkvArgs a) {
     const int which = blockIdx.y;
     const float scale = __fdiv_rn(1.0f, unit_of(a.amax, which));
@@ -39,10 +40,11 @@ extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_qk(cons
     }
 }
 
-// Where key j of 32 lies among them: four neighbours are two keys of one eight and two of the next, as a thread holds scores.
+// Position of key j among 32 keys of a row of v: four neighbours are two keys of one group of eight and two of the
+// next, the order in which a thread holds its scores.
 __device__ __forceinline__ int slot_of(int j) { return (j & 16) + (j & 6) * 2 + (j >> 2 & 2) + (j & 1); }
 
-// v, turned: 128 keys of a head. Keys past the end become 0.
+// v transposed: 128 keys of a head. Keys past the end become 0.
 extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const __grid_constant__ QuantizeQkvArgs a) {
     constexpr int KEYS = 128, WORDS = KEYS / 4 + 1;
     __shared__ u32 turned[128 * WORDS];
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const
     }
 }
 
-// Instances of the Hopper forward kernel for bytes: channels, warpgroups, tiles of keys and of queries.
+// Channels, consumer warpgroups, key stages, query stages.
 #define HOPPER_FP8(NAME, ...)                                                                               \
     extern "C" __global__ void __launch_bounds__(HopperFp8<__VA_ARGS__>::THREADS, 1)                        \
         NAME(const __grid_constant__ HopperArgs m) {                                                              \

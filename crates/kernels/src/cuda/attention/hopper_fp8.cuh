@@ -1,6 +1,6 @@
-// Forward pass of bytes for Hopper: q, k and v in E4M3 under one scale each, from which hopper_bytes.cu makes them, weights of values
-// in E4M3 of scale 256. Blocks and turns as in hopper_forward.cuh. The matrix unit keeps about 14 bits of a sum of bytes, so the
-// products of every tile of keys are sums of their own, which are added up in f32.
+// FP8 forward pass for Hopper: q, k and v in E4M3 with one scale each, probabilities in E4M3 with the scale 256.
+// Scheduling as in hopper_forward.cuh. The tensor core keeps about 14 bits of a sum of FP8 products, so p·v of every
+// key tile is a sum of its own, accumulated in f32.
 #pragma once
 #include "args/attention_fp8.cuh"
 #include "attention/hopper_forward_load.cuh"
@@ -8,7 +8,7 @@
 #include "quant/common.cuh"
 #include "wgmma_fp8.cuh"
 
-// What one of tensor i's bytes is worth: scales are powers of two that its largest magnitude, number i at `most`, gives.
+// Inverse scale of tensor i: scales are powers of two and follow from its amax.
 __device__ __forceinline__ float unit_of(u64 most, int i) {
     return __fdiv_rn(1.0f, scale_of(reinterpret_cast<const float*>(most)[i], 448.0f, 1, __uint_as_float(MaxFinite<bf16>::bits)));
 }
@@ -26,8 +26,8 @@ template <int D, int WGS, int STAGES, int Q> struct HopperFp8 : HopperForwardLoa
 #pragma unroll
         for (int i = 0; i < D / 32; i++) WgmmaFp8<BN, false>::ss(s, l + i * 2, r + i * 2, i > 0);
     }
-    // Thread t of four has keys 8·n + 2·t and the next of a query: as left operands those are four neighbours, so values lie in
-    // the order that makes them so (`slot_of` in hopper_bytes.cu).
+    // Thread t of four holds scores of keys 8·n + 2·t and the next; as A operands of FP8 those are four neighbours, so
+    // v is stored in the key order that matches (`slot_of` in hopper_fp8.cu).
     static __device__ __forceinline__ void pack(u32 (&p)[BN / 8], const float (&s)[BN / 2]) {
 #pragma unroll
         for (int i = 0; i < BN / 8; i++) {
@@ -65,7 +65,7 @@ template <int D, int WGS, int STAGES, int Q> struct HopperFp8 : HopperForwardLoa
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
                 const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
                 mbarrier_wait(bars.q_full(q.stage), q.phase);
-                // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
+                // Tiles that none of this warpgroup's queries see: it only releases them, and passes its turn on.
 #pragma unroll 1
                 for (i32 tile = p.to - 1; tile > mine; tile--) {
                     mbarrier_wait(bars.k_full(k.stage), k.phase);

@@ -1,4 +1,4 @@
-//! Attention of bytes on Hopper cards: q, k and v are rounded to E4M3, values turned, and matrix units multiply that.
+//! FP8 attention on Hopper: quantizes q, k and v to E4M3 (v transposed), then computes both GEMMs in FP8.
 
 use super::hopper::HopperArgs;
 use super::hopper_scheduler::BLOCKS;
@@ -14,11 +14,11 @@ use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_erro
 const OP: &str = "attention_fp8";
 /// Keys of a tile.
 const KEYS: usize = 128;
-/// Tiles of keys, of values and of queries in shared memory.
+/// Stages of keys and values, and of queries.
 const STAGES: usize = 4;
 const QUERIES: usize = 2;
 
-/// `HOPPER_BYTES(name, channels, warpgroups, ..)`.
+/// `HOPPER_FP8(name, channels, warpgroups, ..)` of hopper_fp8.cu.
 struct Instance {
     name: &'static str,
     channels: usize,
@@ -66,13 +66,13 @@ kernel_args! {
     }
 }
 
-/// Do rows of a `[batch, tokens, heads, channels]` view lie on 16-byte boundaries?
+/// Whether rows of a `[batch, tokens, heads, channels]` view lie on 16-byte boundaries.
 fn aligned(t: &Tensor) -> bool {
     let steps = t.shape().iter().zip(t.strides()).take(3);
     t.alignment() >= 16 && steps.into_iter().all(|(n, step)| *n <= 1 || step.is_multiple_of(8))
 }
 
-/// The kernel for a job, if there is one.
+/// The kernel for a problem, if there is one.
 fn instance(
     kernels: &CudaKernels,
     problem: &AttentionProblem,
@@ -90,7 +90,7 @@ fn instance(
         && shape.heads > 0
         && a.batches > 0
         && problem.tokens.iter().all(|n| *n > 0)
-        // Pieces of 16 channels are counted in 32 bits.
+        // Kernels count units of 16 channels in 32 bits.
         && [f.q, f.k].iter().all(|t| t.numel() / 16 < 1 << 31)
         && aligned(f.out)
         && kernels.has("attention/hopper_fp8");
@@ -105,15 +105,12 @@ impl CudaKernels {
         scores: &AttentionParams,
         sequences: Sequences,
         f: &AttentionForward,
-        magnitudes: &Tensor,
+        amax: &Tensor,
     ) -> Result<bool> {
         let mut problem = problem(OP, scores, sequences, f)?;
-        dtypes(OP, DType::F32, &[magnitudes])?;
-        if magnitudes.shape() != [3] || !magnitudes.is_contiguous() {
-            return shape_error(
-                OP,
-                format!("magnitudes {magnitudes:?} of q, k and v must be contiguous [3]"),
-            );
+        dtypes(OP, DType::F32, &[amax])?;
+        if amax.shape() != [3] || !amax.is_contiguous() {
+            return shape_error(OP, format!("amax {amax:?} of q, k and v must be contiguous [3]"));
         }
         let Some(instance) = instance(self, &problem, f) else { return Ok(false) };
         let (shape, batches) = (problem.shape, problem.args.batches as usize);
@@ -122,7 +119,7 @@ impl CudaKernels {
         let new = |n: usize| Tensor::empty(s, &[n], DType::E4M3, Category::Workspace);
         let (q8, k8) = (new(f.q.numel())?, new(f.k.numel())?);
         let v8 = new(batches * heads[1] * shape.d_v * pitch)?;
-        let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse), read(magnitudes)];
+        let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse), read(amax)];
         args.extend([write(&q8), write(&k8), write(&v8)]);
         args.extend(f.sink.map(read));
         s.launch(OP, &args, |l| {
@@ -168,11 +165,11 @@ impl CudaKernels {
                 let (sizes, d) = ([shape.d_qk, tokens, heads, batches], shape.d_qk);
                 fp8_tensor_map(at, sizes, [heads * d, d, tokens * heads * d], rows as u32)
             };
-            let turned = [pitch, shape.d_v, heads[1], batches];
+            let transposed = [pitch, shape.d_v, heads[1], batches];
             let steps = [pitch, shape.d_v * pitch, heads[1] * shape.d_v * pitch];
             m.q = rows(cast.fp8[0], q_tokens, heads[0], instance.rows())?;
             m.k = rows(cast.fp8[1], k_tokens, heads[1], KEYS)?;
-            m.v = fp8_tensor_map(cast.fp8[2], turned, steps, instance.channels as u32)?;
+            m.v = fp8_tensor_map(cast.fp8[2], transposed, steps, instance.channels as u32)?;
             let grid = LaunchConfig {
                 blocks: [total.min(BLOCKS) as u32, 1, 1],
                 threads: (instance.groups * 128 + 128) as u32,

@@ -1,25 +1,24 @@
-//! In which order the Hopper kernels' blocks take their tiles: which heads take their turns together.
+//! Tile scheduling of the Hopper attention kernels: which heads are processed together.
 
-/// Multiprocessors of the cards these kernels are for. Blocks stay and take one tile after another; the number is the
-/// same on every card, so that nothing depends on it.
+/// Persistent blocks: the SMs of an H100 or H200. Fixed, so that results do not depend on the GPU.
 pub(super) const BLOCKS: usize = 132;
-/// Bytes that the L2 cache keeps for sure.
+/// Bytes that the L2 cache holds reliably.
 pub(super) const CACHE: usize = 48 << 20;
-/// Bytes of keys and values that it keeps while queries and outputs pass by: with 44 MiB of them a forward pass was 15 %
-/// slower than with 32.
-const KEPT: usize = 34 << 20;
+/// Bytes of keys and values that stay in L2 while queries and outputs stream through: with 44 MiB a forward pass was
+/// 15 % slower than with 32.
+const KV_CACHE: usize = 34 << 20;
 
-/// How many (batch, head) pairs of `tiles` tiles take their turns together, where `group` of them share `bytes` of keys
-/// and values: all if these fit into the cache, or else as many as do and fill the last round of the blocks best.
+/// How many (batch, head) pairs of `tiles` tiles are scheduled together, where `group` of them share `bytes` of keys
+/// and values: all if these fit into L2, otherwise as many as do and fill the last wave of blocks best.
 pub(super) fn section(pairs: usize, group: usize, tiles: usize, bytes: usize) -> usize {
-    let most = (KEPT / bytes.max(1)).max(1) * group;
+    let most = (KV_CACHE / bytes.max(1)).max(1) * group;
     if most >= pairs {
         return pairs;
     }
     if most >= BLOCKS {
         return most / BLOCKS * BLOCKS;
     }
-    // Idle places of the sections' last rounds, in thousandths of all tiles.
+    // Idle slots of the sections' last waves, in thousandths of all tiles.
     let idle = |n: usize| {
         let of = |n: usize| (n * tiles).next_multiple_of(BLOCKS) - n * tiles;
         (of(n) * (pairs / n) + of(pairs % n)) * 1000 / (pairs * tiles).max(1)
@@ -33,8 +32,8 @@ pub(super) fn section(pairs: usize, group: usize, tiles: usize, bytes: usize) ->
     best
 }
 
-/// The same for keys, whose blocks share queries: at least two rounds of the blocks, and all as much of a size as can be,
-/// so that no long tiles are left for the end.
+/// The same for tiles of keys, whose blocks share queries: at least two waves, in sections of equal size, so that no
+/// long tiles are left for the end.
 pub(super) fn shared_section(pairs: usize, tiles: usize) -> usize {
     let least = BLOCKS.div_ceil(tiles.max(1)).min(pairs).max(1);
     let most = (pairs / (2 * least)).max(1);
@@ -42,7 +41,7 @@ pub(super) fn shared_section(pairs: usize, tiles: usize) -> usize {
     let lacks = |part: usize| (pairs.next_multiple_of(part) - pairs) * 1000 / part;
     let mut parts = (most.div_ceil(2)..=most).rev().map(|n| pairs.div_ceil(n).max(1));
     let best = parts.clone().min_by_key(|part| lacks(*part)).unwrap_or(1);
-    // The smallest that will do: what they share stays in the cache.
+    // The smallest that is good enough: what they share stays in L2.
     parts.find(|part| lacks(*part) <= 250).unwrap_or(best)
 }
 
@@ -51,18 +50,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sections_fit_the_cache_and_fill_the_blocks() {
+    fn sections_fit_l2_and_fill_waves() {
         // All keys fit; the blocks set the size; 2 of 8 key heads at a time; one where none fits.
         assert_eq!(section(128, 4, 32, 4096 * 64 * 4), 128);
         assert_eq!(section(768, 1, 4, 1024 * 64 * 4), 132);
         assert_eq!(section(32, 4, 256, 32768 * 128 * 4), 8);
         assert_eq!(section(3, 1, 7, 1 << 30), 1);
-        // 66 pairs of 6 tiles are three rounds.
+        // 66 pairs of 6 tiles are three waves.
         assert_eq!(section(512, 1, 6, 1024 * 128 * 4), 66);
     }
 
     #[test]
-    fn sections_of_keys_are_alike_and_end_together() {
+    fn sections_of_keys_have_equal_size() {
         for pairs in 1..200 {
             for tiles in [1, 7, 12, 64, 300] {
                 let part = shared_section(pairs, tiles);

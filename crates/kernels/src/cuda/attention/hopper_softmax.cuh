@@ -1,15 +1,15 @@
-// What consumers of the Hopper forward kernels do with scores: masks, powers with running maxima and sums, and what is
-// left of a query in the end. A warpgroup has 64 queries and BN keys at a time.
+// Online softmax of the Hopper forward kernels: mask, exponentials with running maxima and sums, and the final
+// normalization. A warpgroup has 64 queries and BN keys at a time.
 #pragma once
 #include "attention/hopper_common.cuh"
 #include "hopper_tiles.cuh"
 
-// LIFT: powers are held times 2^LIFT.
+// LIFT: probabilities are held times 2^LIFT.
 template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
-    // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
+    // By how much (in log2) a running maximum may lag behind: sums are rescaled only when it grows by more.
     static constexpr float LAG = RESCALE_THRESHOLD(8.0f);
 
-    // A thread's first query.
+    // First query of this thread.
     static __device__ __forceinline__ i32 row_of(i32 w0, int self) {
         return w0 + ((self >> 5) & 3) * 16 + ((self & 31) >> 2);
     }
@@ -17,8 +17,8 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
     struct Rows {
         float top[2], sum[2];
     };
-    // Scores, of which `factor` makes those times log2 e, to powers, with the queries' maxima and sums;
-    // `shrink` is what earlier sums are to be multiplied with, if the result says so. w0: first query of the warpgroup.
+    // Turns scores into exponentials, where `factor` maps a score to a logit times log2 e, and updates the queries'
+    // maxima and sums. Returns whether earlier sums must be multiplied by `shrink`. w0: first query of the warpgroup.
     static __device__ __forceinline__ bool online_softmax(const AttentionArgs& a, const Place& p, i32 tile, i32 w0,
                                                   float (&s)[BN / 2], Rows& rows, float (&shrink)[2], float factor) {
         if constexpr (CAP) {
@@ -54,7 +54,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
             const bool up = (x - old) * factor > LAG;
             x = up ? x : old;
             moved |= up;
-            // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
+            // Until a query has seen a key its maximum is -inf, and -inf - -inf would be NaN.
             const float origin = x == NEG_INF ? 0.0f : x * factor;
             shrink[r] = up ? fast_exp2(old * factor - origin) : 1.0f;
             const float from = origin - float(LIFT);
@@ -72,10 +72,10 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
         return __any_sync(~0u, moved);
     }
 
-    // lse and output of this thread's queries, from sums `o` in units of `unit`.
+    // Stores lse and outputs of this thread's queries, from accumulators `o` in units of `unit`.
     static __device__ __forceinline__ void finish(const AttentionArgs& a, const HopperTile& p, i32 w0, const float (&o)[DV / 2],
                                                   const Rows& rows, float factor, float unit) {
-        // The sink is one more score that no value belongs to.
+        // The sink is one more logit, without a value.
         const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
         const i32 self = tid(), i0 = row_of(w0, self);
         bf16* row[2];
@@ -97,7 +97,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
                                                     (p.q_start + i) * a.lse_token] = lse;
                 row[r] = row_at<bf16>(a.out, p.batch, p.q_start + i, p.head);
             }
-            // A query that sees no key: whatever came from masked ones, or nowhere, is not its own.
+            // A query that sees no key gets zeros, whatever masked keys left in the accumulator.
             keep[r] = p.lo(a, i) > p.hi(a, i) ? 0u : ~0u;
         }
         store_rows<DV>(o, row[0], row[1], share[0], share[1], a.d_v, keep[0], keep[1]);

@@ -1,24 +1,24 @@
-//! The instances of the Hopper kernels: the mirror of the lists at the end of their sources.
+//! Instances of the Hopper attention kernels, as listed in their sources.
 
 use crate::cuda::Kernel;
 
-/// `HOPPER_FORWARD(name, channels.., warpgroups, keys, key tiles, query tiles, ..)`.
+/// `HOPPER_FORWARD(name, channels.., warpgroups, keys, key stages, query stages, ..)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Forward {
     pub(super) kernel: Kernel,
     /// Channels of queries and keys, and of values.
     channels: [usize; 2],
-    /// Warpgroups of 64 queries.
+    /// Consumer warpgroups, of 64 queries each.
     groups: usize,
     /// Keys of a tile.
     pub(super) keys: usize,
-    /// Tiles of keys, and of values, in shared memory.
+    /// Stages of keys, and of values.
     stages: usize,
-    /// Tiles of queries.
+    /// Stages of queries.
     tiles: usize,
 }
 
-/// `HOPPER_BACKWARD(name, channels, queries, ..)`, or `HOPPER_WIDE(name, channels.., query tiles, ..)`.
+/// `HOPPER_BACKWARD(name, channels, queries, ..)`, or `HOPPER_BACKWARD_WIDE(name, channels.., query stages, ..)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Backward {
     pub(super) kernel: Kernel,
@@ -26,30 +26,30 @@ pub(super) struct Backward {
     /// Queries and keys of a tile.
     pub(super) queries: usize,
     pub(super) keys: usize,
-    /// Tiles of queries in shared memory.
+    /// Stages of queries.
     stages: usize,
-    /// Bytes that warpgroups hand to each other.
+    /// Bytes of a hand-off buffer between warpgroups.
     passed: usize,
 }
 
-/// The kernels for heads of up to some channels.
+/// The kernels for heads of up to so many channels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KernelVariant {
     /// Channels of queries and keys, and of values.
     channels: [usize; 2],
     capped: bool,
-    /// Channels of a query's gradient in scratch space.
+    /// Channels of dq in scratch space.
     pub(super) width: usize,
     pub(super) forward: Forward,
     /// Faster where a query sees fewer keys than this on average.
     pub(super) short: Option<(usize, Forward)>,
     pub(super) backward: Backward,
-    /// The rows' kernels: bounds, prepare, finish.
+    /// Per-query kernels: bounds, preprocess, convert_dq.
     pub(super) rows: [&'static str; 3],
 }
 
-/// Channels as they lie in shared memory: columns of 64, two bytes each.
-const fn bytes(channels: [usize; 2]) -> usize {
+/// Bytes of a row in shared memory: columns of 64 channels, two bytes each.
+const fn row_bytes(channels: [usize; 2]) -> usize {
     (channels[0].div_ceil(64) + channels[1].div_ceil(64)) * 128
 }
 
@@ -66,7 +66,7 @@ impl Forward {
     /// `BYTES` of hopper_forward_load.cuh.
     pub(super) const fn shared(&self) -> u32 {
         let queries = self.tiles * self.rows() * self.channels[0].div_ceil(64) * 128;
-        (1024 + queries + self.stages * self.keys * bytes(self.channels)) as u32
+        (1024 + queries + self.stages * self.keys * row_bytes(self.channels)) as u32
     }
 }
 
@@ -74,18 +74,18 @@ impl Backward {
     /// `BYTES` of hopper_backward_load.cuh.
     pub(super) const fn shared(&self) -> u32 {
         let head = (288 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
-        let tiles = (self.keys + self.stages * self.queries) * bytes(self.channels);
+        let tiles = (self.keys + self.stages * self.queries) * row_bytes(self.channels);
         (head + tiles + 2 * self.keys * self.queries * 2 + 2 * self.passed) as u32
     }
 }
 
 const fn forward(
-    wide: bool,
+    wide_heads: bool,
     name: &'static str,
     channels: [usize; 2],
     [groups, keys, stages, tiles]: [usize; 4],
 ) -> Forward {
-    let source = if wide { "attention/hopper_forward_wide" } else { "attention/hopper_forward" };
+    let source = if wide_heads { "attention/hopper_forward_wide" } else { "attention/hopper_forward" };
     Forward { kernel: Kernel::new(source, name), channels, groups, keys, stages, tiles }
 }
 
@@ -94,7 +94,7 @@ const fn backward(name: &'static str, channels: usize, queries: usize) -> Backwa
     Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0 }
 }
 
-const fn wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
+const fn backward_wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward_wide", name);
     Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192 }
 }
@@ -109,7 +109,7 @@ macro_rules! rows {
     };
 }
 
-/// Narrowest first.
+/// Narrowest heads first.
 const VARIANTS: [KernelVariant; 7] = [
     KernelVariant {
         channels: [64; 2],
@@ -147,7 +147,7 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 192,
         forward: forward(true, "attention_hopper_forward_192_bf16", [192, 128], [2, 128, 2, 1]),
         short: None,
-        backward: wide("attention_hopper_backward_192_bf16", [192, 128], 3),
+        backward: backward_wide("attention_hopper_backward_192_bf16", [192, 128], 3),
         rows: rows!(256, 192),
     },
     KernelVariant {
@@ -156,7 +156,7 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 256,
         forward: forward(true, "attention_hopper_forward_256_bf16", [256; 2], [2, 64, 2, 1]),
         short: None,
-        backward: wide("attention_hopper_backward_256_bf16", [256; 2], 2),
+        backward: backward_wide("attention_hopper_backward_256_bf16", [256; 2], 2),
         rows: rows!(256, 256),
     },
     KernelVariant {
@@ -165,7 +165,7 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 128,
         forward: forward(true, "attention_hopper_forward_capped_128_bf16", [128; 2], [2, 128, 2, 2]),
         short: None,
-        backward: wide("attention_hopper_backward_capped_128_bf16", [128; 2], 3),
+        backward: backward_wide("attention_hopper_backward_capped_128_bf16", [128; 2], 3),
         rows: rows!(128, 128),
     },
     KernelVariant {
@@ -174,16 +174,16 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 256,
         forward: forward(true, "attention_hopper_forward_capped_256_bf16", [256; 2], [2, 64, 2, 1]),
         short: None,
-        backward: wide("attention_hopper_backward_capped_256_bf16", [256; 2], 2),
+        backward: backward_wide("attention_hopper_backward_capped_256_bf16", [256; 2], 2),
         rows: rows!(256, 256),
     },
 ];
 
-/// Where a block has all keys of a head: prepare, and backward, which is the first variant's in all else.
+/// Where a block has all keys of a head: preprocess, and backward, otherwise as the first variant.
 pub(super) const PER_HEAD_KERNELS: [&str; 2] =
     ["attention_hopper_preprocess_per_head_64_bf16", "attention_hopper_backward_per_head_64_bf16"];
 
-/// The narrowest variant that holds the heads.
+/// The variant with the fewest channels that holds the heads.
 pub(super) fn variant(d_qk: usize, d_v: usize, capped: bool) -> Option<&'static KernelVariant> {
     VARIANTS.iter().find(|k| k.capped == capped && d_qk <= k.channels[0] && d_v <= k.channels[1])
 }
@@ -192,7 +192,7 @@ pub(super) fn variant(d_qk: usize, d_v: usize, capped: bool) -> Option<&'static 
 mod tests {
     use super::*;
 
-    /// What stands in the brackets after a name.
+    /// The parameters of an instance in a source.
     fn listed<'a>(source: &'a str, macro_name: &str, kernel: &Kernel) -> Vec<&'a str> {
         let start = format!("{macro_name}({}, ", kernel.name);
         let line = source.lines().find_map(|l| l.strip_prefix(&start)).unwrap();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kinds_say_what_the_sources_say() {
+    fn the_variants_match_their_sources() {
         for variant in &VARIANTS {
             for f in [Some(variant.forward), variant.short.map(|s| s.1)].into_iter().flatten() {
                 let source = match f.kernel.source {
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn the_narrowest_kind_that_holds_the_heads_is_taken() {
+    fn the_variant_with_the_fewest_channels_is_chosen() {
         let width = |d_qk, d_v, capped| variant(d_qk, d_v, capped).map(|k| (k.channels, k.capped));
         assert_eq!(width(64, 64, false), Some(([64; 2], false)));
         assert_eq!(width(96, 72, false), Some(([96; 2], false)));

@@ -1,10 +1,9 @@
-//! Which instance of the attention kernels runs, and what it needs: the mirror of the instances at the end of each
-//! source.
+//! Instances of the mma.sync and generic attention kernels, as listed in their sources, and their launch parameters.
 
 use crate::cuda::Kernel;
 use ferrotron_tensor::{DType, Error, Result, shape_error};
 
-/// One kernel instance.
+/// Launch parameters of one kernel.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Step {
     pub(super) kernel: Kernel,
@@ -13,11 +12,11 @@ pub(super) struct Step {
     /// Blocks that share the channels of the same rows.
     pub(super) parts: usize,
     pub(super) threads: u32,
-    /// Bytes of shared memory.
+    /// Dynamic shared memory in bytes.
     pub(super) shared: u32,
 }
 
-/// The instances for one pair of head sizes.
+/// The kernels for one pair of head sizes.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Instance {
     pub(super) forward: Step,
@@ -25,10 +24,10 @@ pub(super) struct Instance {
     pub(super) queries: Step,
 }
 
-/// The widest head there is an instance for.
-const WIDEST: usize = 256;
-/// Bytes before the tiles of the tensor-core instances, as in common.cuh.
-const PLACE: usize = 128;
+/// Channels of a head at most.
+const MAX_CHANNELS: usize = 256;
+/// Bytes before the tiles in shared memory, as in common.cuh.
+const TILE_INFO: usize = 128;
 
 /// What a tensor-core instance keeps in shared memory.
 struct Tiles {
@@ -48,7 +47,7 @@ impl Tiles {
     const fn step(&self, kernel: Kernel) -> Step {
         let rows = self.warps * self.tiles * 16;
         let buffers = 2 * (self.streamed * self.channels * 2 + self.extra);
-        let shared = (PLACE + rows * self.resident * 2 + buffers) as u32;
+        let shared = (TILE_INFO + rows * self.resident * 2 + buffers) as u32;
         Step { kernel, rows, parts: self.parts, threads: self.warps as u32 * 32, shared }
     }
 }
@@ -71,8 +70,8 @@ const fn queries(kernel: Kernel, d: [usize; 2], [tiles, streamed, warps]: [usize
     Tiles { warps, tiles, parts: 1, resident: both, channels: both, streamed, extra: 0 }.step(kernel)
 }
 
-/// `PLAIN(d, tile)` of plain.cu.
-const fn plain(names: [&'static str; 3], d: usize, tile: usize) -> Instance {
+/// `GENERIC_ATTENTION(d, tile)` of generic.cu.
+const fn generic(names: [&'static str; 3], d: usize, tile: usize) -> Instance {
     let (rows, block) = (tile * (d + 4) * 4, tile * (tile + 1) * 4);
     let [forward, keys, queries] = names;
     Instance {
@@ -87,7 +86,7 @@ const fn simple(name: &'static str, rows: usize, shared: usize) -> Step {
     Step { kernel, rows, parts: 1, threads: 128, shared: shared as u32 }
 }
 
-/// Instances of a 16-bit type, narrowest first: `(d_qk, d_v, instance)`.
+/// Kernels of a 16-bit dtype, narrowest heads first: `(d_qk, d_v, instance)`.
 macro_rules! element_instances {
     ($kernel:path, $suffix:literal) => {
         [
@@ -171,7 +170,7 @@ type Instances<const N: usize> = [(usize, usize, Instance); N];
 const BF16: Instances<4> = element_instances!(Kernel::new, "bf16");
 const F16: Instances<4> = element_instances!(Kernel::f16, "f16");
 
-macro_rules! plain_names {
+macro_rules! generic_names {
     ($d:literal) => {
         [
             concat!("attention_forward_", $d, "_f32"),
@@ -181,14 +180,14 @@ macro_rules! plain_names {
     };
 }
 
-/// f32, narrowest first.
+/// f32, narrowest heads first.
 const F32: Instances<3> = [
-    (64, 64, plain(plain_names!("64"), 64, 32)),
-    (128, 128, plain(plain_names!("128"), 128, 32)),
-    (256, 256, plain(plain_names!("256"), 256, 16)),
+    (64, 64, generic(generic_names!("64"), 64, 32)),
+    (128, 128, generic(generic_names!("128"), 128, 32)),
+    (256, 256, generic(generic_names!("256"), 256, 16)),
 ];
 
-/// The narrowest instance that holds the heads.
+/// The instance with the fewest channels that holds the heads.
 pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) -> Result<Instance> {
     let all: &[(usize, usize, Instance)] = match dtype {
         DType::F32 => &F32,
@@ -200,7 +199,9 @@ pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) 
         Some((.., instance)) => Ok(*instance),
         None => shape_error(
             op,
-            format!("heads of {d_qk} (q, k) and {d_v} (v) channels: on CUDA they have at most {WIDEST}"),
+            format!(
+                "heads of {d_qk} (q, k) and {d_v} (v) channels: on CUDA they have at most {MAX_CHANNELS}"
+            ),
         ),
     }
 }
@@ -209,7 +210,7 @@ pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) 
 mod tests {
     use super::*;
 
-    /// The numbers in the brackets after a name.
+    /// The parameters of an instance in a source.
     fn numbers(source: &str, macro_name: &str, kernel: &str) -> Vec<usize> {
         let name = kernel.trim_end_matches("_bf16").trim_end_matches("_f16");
         let start = format!("{macro_name}({name}, ");
@@ -218,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_says_what_the_sources_say() {
+    fn the_instances_match_their_sources() {
         for (d_qk, d_v, i) in BF16.into_iter().chain(F16) {
             let [dq, dv, tiles, streamed, warps, _] =
                 numbers(include_str!("forward.cu"), "FORWARD", i.forward.kernel.name)[..]
@@ -227,7 +228,7 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16), (d_qk, d_v, i.forward.rows));
             assert_eq!(i.forward.threads as usize, warps * 32);
-            let bytes = PLACE + 2 * (i.forward.rows * dq + 2 * streamed * (dq + dv));
+            let bytes = TILE_INFO + 2 * (i.forward.rows * dq + 2 * streamed * (dq + dv));
             assert_eq!(i.forward.shared as usize, bytes);
 
             let [dq, dv, tiles, streamed, warps, parts, _] =
@@ -237,7 +238,7 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16, parts), (d_qk, d_v, i.keys.rows, i.keys.parts));
             assert_eq!(i.keys.threads as usize, warps * 32);
-            let bytes = PLACE + 2 * (i.keys.rows + 2 * streamed) * (dq + dv) + 2 * streamed * 8;
+            let bytes = TILE_INFO + 2 * (i.keys.rows + 2 * streamed) * (dq + dv) + 2 * streamed * 8;
             assert_eq!(i.keys.shared as usize, bytes);
 
             let [dq, dv, tiles, streamed, warps, _] =
@@ -247,7 +248,10 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16), (d_qk, d_v, i.queries.rows));
             assert_eq!(i.queries.threads as usize, warps * 32);
-            assert_eq!(i.queries.shared as usize, PLACE + 2 * (i.queries.rows + 2 * streamed) * (dq + dv));
+            assert_eq!(
+                i.queries.shared as usize,
+                TILE_INFO + 2 * (i.queries.rows + 2 * streamed) * (dq + dv)
+            );
         }
         for (d, _, i) in F32 {
             assert!(

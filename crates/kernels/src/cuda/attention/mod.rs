@@ -1,8 +1,8 @@
-//! Launches of the attention kernels.
+//! Attention launches.
 //!
-//! Forward is one kernel over tiles of queries. Hopper cards have kernels of their own for what those can do: see
-//! `hopper.rs`. Elsewhere backward is deterministic without atomics: a row kernel for
-//! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
+//! The forward pass is one kernel over tiles of queries. Hopper has kernels of its own: see `hopper.rs`. Elsewhere the
+//! backward pass is deterministic without atomics: a per-row kernel for `Σ dout·out`, one over tiles of keys for dk
+//! and dv, one over tiles of queries for dq.
 
 pub(super) mod hopper;
 pub(super) mod hopper_fp8;
@@ -38,7 +38,7 @@ impl AttentionKernels for CudaKernels {
         if scores.fp8 {
             step.kernel = step.kernel.with_fp8_probs();
         }
-        let blank = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
+        let zero_gaps = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
         let hopper = hopper(self, &problem, f.q.dtype());
         let items =
             problem.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
@@ -52,7 +52,7 @@ impl AttentionKernels for CudaKernels {
             }
             problem.args.lse = l.address(4)?;
             problem.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
-            problem.blank(self, l, blank, 3, f.out, Side::Query)?;
+            problem.zero_gaps(self, l, zero_gaps, (3, f.out, Side::Query))?;
             match hopper {
                 Some(h) if h.forward_fits(&problem) => h.forward(self, &problem, l, table),
                 _ => problem.launch_kernel(self, l, &step, Side::Query, table),
@@ -66,9 +66,9 @@ impl AttentionKernels for CudaKernels {
         scores: &AttentionParams,
         sequences: Sequences,
         f: &AttentionForward,
-        magnitudes: &Tensor,
+        amax: &Tensor,
     ) -> Result<bool> {
-        self.launch_attention_fp8(s, scores, sequences, f, magnitudes)
+        self.launch_attention_fp8(s, scores, sequences, f, amax)
     }
 
     fn attention_backward(
@@ -90,7 +90,7 @@ impl AttentionKernels for CudaKernels {
             one_each(OP, &problem.shape, "the sink's gradient", dsink)?;
         }
         let Instance { keys, queries, .. } = problem.instance;
-        let blank = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
+        let zero_gaps = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
         let delta = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_delta")?;
         let rows = problem.args.batches as usize * problem.args.tokens as usize * problem.shape.heads;
         let scratch = [(); 2].map(|()| Tensor::empty(s, &[rows], DType::F32, Category::Workspace));
@@ -136,12 +136,12 @@ impl AttentionKernels for CudaKernels {
             problem.args.sink = sink.map_or(Ok(0), |i| l.address(i))?;
             problem.args.dsink = dsink.map_or(Ok(0), |i| l.address(i))?;
             for (at, t, side) in [(5, b.dq, Side::Query), (6, b.dk, Side::Key), (7, b.dv, Side::Key)] {
-                problem.blank(self, l, blank, at, t, side)?;
+                problem.zero_gaps(self, l, zero_gaps, (at, t, side))?;
             }
             let inside = (problem.inside[0][1] - problem.inside[0][0])
                 * problem.args.batches as usize
                 * problem.shape.heads;
-            // Eight threads a row.
+            // Eight threads to a row.
             let grid = LaunchConfig { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
             let hopper = hopper.filter(|h| h.backward_fits(&problem));
             if hopper.is_none() || dsink.is_some() {

@@ -1,4 +1,4 @@
-//! One checked launch: what the kernels are told, and over which tiles they run.
+//! A validated attention problem: the kernels' arguments, and launches over its tiles.
 
 use super::instances::{Instance, Step, instance};
 use super::tile_table::{Side, TileTable};
@@ -13,8 +13,8 @@ use std::cmp::Ordering;
 use std::f32::consts::LOG2_E;
 
 /// Sequences up to this length keep every sum of positions within 32 bits.
-const LONGEST: usize = 1 << 28;
-/// A window without bound.
+const MAX_SEQUENCE: usize = 1 << 28;
+/// An unbounded window.
 const UNBOUNDED: i32 = 1 << 29;
 
 kernel_args! {
@@ -116,14 +116,14 @@ impl AttentionArgs {
         *self.view_mut(at)
     }
 
-    /// Address of a view, and its element steps of batch, token and head.
+    /// Address of a view, and its strides of batch, token and head in elements.
     pub(super) fn view(&self, at: usize) -> (u64, [usize; 3]) {
         let View { data, batch, token, head } = self.view_at(at);
         (data, [batch, token, head].map(|x| x as usize))
     }
 }
 
-/// A checked launch.
+/// A validated problem.
 pub(super) struct AttentionProblem {
     pub(super) shape: AttentionShape,
     pub(super) spans: Vec<Span>,
@@ -133,11 +133,11 @@ pub(super) struct AttentionProblem {
     /// Tokens of queries and of keys, per batch entry.
     pub(super) tokens: [usize; 2],
     gaps: bool,
-    /// Tokens of the sequences, as `from..to`, of queries and of keys.
+    /// Tokens `from..to` that belong to sequences, of queries and of keys.
     pub(super) inside: [[usize; 2]; 2],
 }
 
-/// Checks the arguments.
+/// Validates the arguments.
 pub(super) fn problem(
     op: &'static str,
     scores: &AttentionParams,
@@ -152,8 +152,11 @@ pub(super) fn problem(
         dtypes(op, DType::F32, &[sink])?;
         one_each(op, &shape, "the sink", sink)?;
     }
-    if spans.iter().any(|s| s.q_len > LONGEST || s.k_len > LONGEST) {
-        return shape_error(op, format!("a sequence of more than {LONGEST} tokens is too long; split it"));
+    if spans.iter().any(|s| s.q_len > MAX_SEQUENCE || s.k_len > MAX_SEQUENCE) {
+        return shape_error(
+            op,
+            format!("a sequence of more than {MAX_SEQUENCE} tokens is too long; split it"),
+        );
     }
     let instance = instance(op, f.q.dtype(), shape.d_qk, shape.d_v)?;
     let (packed, batches, tokens) = match f.q.shape() {
@@ -201,7 +204,7 @@ pub(super) fn problem(
     Ok(AttentionProblem { shape, spans, instance, args, packed, tokens: [tokens, k_tokens], gaps, inside })
 }
 
-/// One contiguous f32 a head?
+/// Requires one contiguous f32 per head.
 pub(super) fn one_each(op: &'static str, shape: &AttentionShape, what: &str, t: &Tensor) -> Result<()> {
     per_head(shape, what, Some(t.numel()))?;
     if t.rank() != 1 || !t.is_contiguous() {
@@ -211,7 +214,7 @@ pub(super) fn one_each(op: &'static str, shape: &AttentionShape, what: &str, t: 
 }
 
 impl AttentionProblem {
-    /// Where argument `i` of the launch lies; it is the view `at` of the kernels.
+    /// Sets view `at` of the kernels to argument `i` of the launch.
     pub(super) fn view(&mut self, l: &Launch, i: usize, t: &Tensor, at: usize) -> Result<()> {
         let [batch, token, head] = strides(t)?;
         let data = l.address(i)?;
@@ -220,7 +223,7 @@ impl AttentionProblem {
             [n, h, _] => [1, *n, *h],
             _ => [0; 3],
         };
-        // The step of an axis with one element is never taken.
+        // The stride of an axis of size 1 is not used.
         let steps = [(b, batch), (n, token), (h, head)];
         let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
         if aligned && data.is_multiple_of(16) {
@@ -235,8 +238,8 @@ impl AttentionProblem {
         self.args.batches as usize * heads
     }
 
-    /// About how many keys a query sees.
-    pub(super) fn reach(&self) -> usize {
+    /// Keys that a query sees on average, approximately.
+    pub(super) fn mean_visible_keys(&self) -> usize {
         let a = &self.args;
         let (queries, pairs) =
             self.spans.iter().fold((0, 0), |(q, p), s| (q + s.q_len, p + s.q_len * s.k_len));
@@ -245,7 +248,7 @@ impl AttentionProblem {
         if a.right == 0 && a.left == UNBOUNDED { keys / 2 } else { window.min(keys) }
     }
 
-    /// Queues a kernel over the tiles of one side; `items` is the argument that holds its table.
+    /// Launches a kernel over the tiles of one side; `items` is the argument with its tile table.
     pub(super) fn launch_kernel(
         &self,
         kernels: &CudaKernels,
@@ -275,18 +278,16 @@ impl AttentionProblem {
     }
 
     /// Zeroes the rows of a view that belong to no sequence.
-    pub(super) fn blank(
+    pub(super) fn zero_gaps(
         &self,
         kernels: &CudaKernels,
         l: &Launch,
         kernel: Kernel,
-        at: usize,
-        t: &Tensor,
-        side: Side,
+        (at, t, side): (usize, &Tensor, Side),
     ) -> Result<()> {
         let [from, to] = self.inside[usize::from(side == Side::Key)];
         let ([tokens, heads, channels], true) = (t.shape(), self.gaps) else { return Ok(()) };
-        let numbers = (tokens - (to - from)) * heads * channels;
+        let elements = (tokens - (to - from)) * heads * channels;
         let args = ZeroGapsArgs {
             x: self.args.view_at(at),
             tokens: *tokens as i64,
@@ -296,7 +297,7 @@ impl AttentionProblem {
             channels: *channels as i32,
         };
         let grid = LaunchConfig {
-            blocks: [blocks(numbers.div_ceil(256).min(1 << 16))?, 1, 1],
+            blocks: [blocks(elements.div_ceil(256).min(1 << 16))?, 1, 1],
             threads: 256,
             shared: 0,
         };
@@ -308,6 +309,6 @@ impl AttentionProblem {
 pub(super) fn blocks(n: usize) -> Result<u32> {
     match i32::try_from(n) {
         Ok(n) => Ok(n as u32),
-        Err(_) => shape_error("attention", format!("{n} blocks of work are too many; use smaller batches")),
+        Err(_) => shape_error("attention", format!("{n} blocks exceed a CUDA grid; use smaller batches")),
     }
 }

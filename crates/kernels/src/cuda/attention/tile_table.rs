@@ -1,4 +1,4 @@
-//! Tables of the tiles of packed sequences.
+//! Tile tables of packed sequences.
 
 use super::lru_cache::LruCache;
 use super::problem::{AttentionArgs, AttentionProblem};
@@ -25,23 +25,23 @@ kernel_args! {
     }
 }
 
-/// Numbers of a row of the table of tiles.
+/// Words of an entry of the table.
 const ITEM: usize = size_of::<TileItem>() / 4;
 
-/// Which side of the scores the tiles of a kernel cut.
+/// The axis of the scores that a kernel's tiles partition.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(in crate::cuda) enum Side {
     Query,
     Key,
 }
 
-/// Tables that were uploaded. A table belongs to the stream it was uploaded on, as its memory does: other streams have
-/// their own.
-pub(in crate::cuda) type TileTables = LruCache<(Stream, Vec<Span>), Name, TileTable>;
+/// Uploaded tables. A table belongs to the stream it was uploaded on, as its memory does: other streams have their
+/// own.
+pub(in crate::cuda) type TileTables = LruCache<(Stream, Vec<Span>), TableKey, TileTable>;
 
 /// What a table of given sequences depends on.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(in crate::cuda) struct Name {
+pub(in crate::cuda) struct TableKey {
     rows: usize,
     hopper: Option<usize>,
     side: Side,
@@ -50,17 +50,16 @@ pub(in crate::cuda) struct Name {
     bottom: i32,
 }
 
-/// Tables of tiles, one after another: where those of the kernels for all cards and of the Hopper kernels start, and how
-/// many tiles they have.
+/// Two tables in one tensor: first entry and number of entries, of the portable kernels and of the Hopper kernels.
 #[derive(Clone)]
 pub(in crate::cuda) struct TileTable {
     pub(super) table: Tensor,
-    plain: [usize; 2],
+    portable: [usize; 2],
     hopper: [usize; 2],
 }
 
 impl TileItem {
-    /// Its fields in the order of memory.
+    /// Its fields in memory order.
     fn words(self) -> [i32; ITEM] {
         let TileItem { q_start, q_len, k_start, k_len, first, row, pad: [x, y] } = self;
         [q_start, q_len, k_start, k_len, first, row, x, y]
@@ -68,8 +67,8 @@ impl TileItem {
 }
 
 impl AttentionProblem {
-    /// The tiles of packed sequences of so many rows, those with the most work first; where the Hopper kernels may
-    /// run, their tiles too. `None` where the kernels count for themselves.
+    /// Tables of packed sequences in tiles of so many rows, longest work first; also for the Hopper kernels' tile size
+    /// where they may run. `None` where kernels compute their tiles.
     pub(super) fn items(
         &self,
         tables: &TileTables,
@@ -82,7 +81,7 @@ impl AttentionProblem {
             return Ok(None);
         }
         let AttentionArgs { left, right, bottom, .. } = self.args;
-        let name = Name { rows, hopper, side, left, right, bottom };
+        let name = TableKey { rows, hopper, side, left, right, bottom };
         let is_it = |(stream, spans): &(Stream, Vec<Span>)| stream.same_as(s) && *spans == self.spans;
         let layout = || (s.clone(), self.spans.clone());
         tables.get(is_it, layout, name, || self.upload(s, rows, hopper, side)).map(Some)
@@ -90,22 +89,22 @@ impl AttentionProblem {
 
     fn upload(&self, s: &Stream, rows: usize, hopper: Option<usize>, side: Side) -> Result<TileTable> {
         let mut table = self.tiles_of(rows, side);
-        let plain = [0, table.len() / ITEM];
-        let mut other = plain;
+        let portable = [0, table.len() / ITEM];
+        let mut other = portable;
         if let Some(h) = hopper.filter(|h| *h != rows) {
             let more = self.tiles_of(h, side);
-            other = [plain[1], more.len() / ITEM];
+            other = [portable[1], more.len() / ITEM];
             table.extend(more);
         }
         let table = s.upload(&table, &[table.len()], Category::Workspace)?;
-        Ok(TileTable { table, plain, hopper: other })
+        Ok(TileTable { table, portable, hopper: other })
     }
 
     fn tiles_of(&self, rows: usize, side: Side) -> Vec<i32> {
         let (left, right) = (i64::from(self.args.left), i64::from(self.args.right));
         let mut tiles = Vec::new();
         for (number, span) in self.spans.iter().enumerate() {
-            // Where the sequence's rows start in scratch space in which each starts on a tile of its own.
+            // Row at which the sequence starts in scratch space, where every sequence starts on a tile of 128.
             let row = (span.q_start / 128 + number) * 128;
             let (q_len, k_len) = (span.q_len as i64, span.k_len as i64);
             let off = if self.args.bottom == 1 { k_len - q_len } else { 0 };
@@ -135,7 +134,7 @@ impl AttentionProblem {
         tiles.iter().flat_map(words).collect()
     }
 
-    /// Names the table of tiles to the kernels; how many there are.
+    /// Sets the table in the kernels' arguments; returns its number of tiles.
     pub(super) fn table(
         &self,
         l: &Launch,
@@ -144,7 +143,7 @@ impl AttentionProblem {
         args: &mut AttentionArgs,
     ) -> Result<usize> {
         let Some((i, items)) = items else { return Ok(0) };
-        let [first, count] = if hopper { items.hopper } else { items.plain };
+        let [first, count] = if hopper { items.hopper } else { items.portable };
         if count > 0 {
             args.items = l.address(i)? + (first * ITEM * 4) as u64;
         }

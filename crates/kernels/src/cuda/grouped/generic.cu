@@ -1,8 +1,8 @@
-// Products of segments of rows with matrices of their own, in plain arithmetic: any sizes, strides and alignments.
+// Grouped GEMM with FMA instructions: any sizes, strides and alignments.
 #include "gemm_tile.cuh"
 #include "grouped/segments.cuh"
 
-// Blocks of tiles, columns fastest, then blocks that zero what is nobody's.
+// Blocks of tiles, columns fastest, then blocks that zero rows outside all segments.
 template <class T> __device__ __forceinline__ void grouped(const GroupedArgs& g) {
     const Segments& z = g.segments;
     const i64 across = (g.n + SIDE - 1) / SIDE, tiles = (i64(z.rows) / SIDE + z.count) * across;

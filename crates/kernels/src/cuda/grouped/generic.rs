@@ -1,4 +1,4 @@
-//! Grouped products in plain arithmetic: any sizes, strides and alignments.
+//! Grouped GEMM with FMA instructions: any sizes, strides and alignments.
 
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
@@ -7,10 +7,10 @@ use crate::grouped_gemm::GroupedSizes;
 use crate::{GroupedGemm, GroupedWgrad};
 use ferrotron_tensor::{Launch, Result};
 
-/// As in product.cuh.
+/// As in gemm_tile.cuh.
 pub(super) const SIDE: usize = 64;
 pub(super) const THREADS: u32 = 256;
-/// Blocks that zero rows.
+/// Blocks that zero rows outside all segments.
 pub(super) const ZERO_BLOCKS: usize = 64;
 
 kernel_args! {

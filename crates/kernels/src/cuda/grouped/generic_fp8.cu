@@ -1,9 +1,9 @@
-// Products of segments of bytes in plain arithmetic: any sizes and alignments.
+// Grouped GEMM of FP8 operands with FMA instructions: any sizes and alignments.
 #include "args/grouped_fp8.cuh"
 #include "grouped/segments.cuh"
 #include "quant/matrix.cuh"
 
-// Blocks of tiles, columns fastest, then blocks that zero what is nobody's.
+// Blocks of tiles, columns fastest, then blocks that zero rows outside all segments.
 extern "C" __global__ void __launch_bounds__(256) grouped_fp8_bf16(const GroupedFp8Args g) {
     const Segments& z = g.segments;
     const i64 across = (g.n + SIDE - 1) / SIDE, tiles = (i64(z.rows) / SIDE + z.count) * across;
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) grouped_fp8_bf16(const Grouped
     if (e == z.count) return;
     const i64 first = segment_first(z, e);
     Part x = {g.x, first, first + segment_length(z, e)}, w = {g.w, e * g.n, (e + 1) * g.n};
-    // One scale of every matrix.
+    // Per-tensor scaling: one scale for each expert's matrix.
     if (w.all.scaling == 0) w.all.scale += e * 4;
     gemm_tile(x, w, 0, g.x.c, i64(place.tile) * SIDE, blockIdx.x % across * SIDE, y + first * g.ldy, g.ldy, nullptr, false);
 }

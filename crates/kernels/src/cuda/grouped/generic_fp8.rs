@@ -1,4 +1,4 @@
-//! Grouped products of bytes in plain arithmetic: any sizes and alignments.
+//! Grouped GEMM of FP8 operands with FMA instructions: any sizes and alignments.
 
 use super::generic::{SIDE, Segments, THREADS, ZERO_BLOCKS};
 use crate::cuda::args::kernel_args;

@@ -1,5 +1,4 @@
-//! Grouped products on Hopper cards: when the kernels built on its own instructions can make them, and how they are
-//! launched.
+//! Grouped GEMM on Hopper: which problems the TMA and WGMMA kernels take, and their launches.
 
 use super::generic::Segments;
 use crate::cuda::args::kernel_args;
@@ -11,12 +10,12 @@ use crate::grouped_gemm::{GroupedSizes, Steps};
 use crate::{GroupedGemm, GroupedWgrad};
 use ferrotron_tensor::{DType, Launch, Result, Tensor};
 
-/// Rows of a tile, and length of a step of the sums.
+/// Rows of a tile, and elements of a step along k.
 pub(super) const ROWS: usize = 128;
 const STEP: usize = 64;
-/// What comes before the scales in shared memory, but for results on their way out: `LEAVING_AT` of hopper.cuh.
+/// Bytes before the staging buffers in shared memory: `STAGING_AT` of hopper_load.cuh.
 const STAGING_AT: usize = 128 + 4 * (3 * 1024 + 64);
-/// Rows of a segment that a weight gradient sums in one go: as many for all, so that few are left for the end.
+/// Slices into which wgrad cuts all rows, about.
 const SLICES: usize = 64;
 
 kernel_args! {
@@ -60,7 +59,7 @@ kernel_args! {
     }
 }
 
-/// What is multiplied.
+/// The GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum GroupedOp {
     Fprop,
@@ -70,7 +69,7 @@ pub(super) enum GroupedOp {
     WgradFp8,
 }
 
-/// `GROUPED_HOPPER(name, what, columns, stages)`, or `.._PAIR`.
+/// `GROUPED_HOPPER(name, op, columns, stages)`, or `.._PAIR`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KernelVariant {
     pub(super) kernel: Kernel,
@@ -78,7 +77,7 @@ pub(super) struct KernelVariant {
     /// Columns of a tile.
     pub(super) columns: usize,
     pub(super) stages: usize,
-    /// Blocks in clusters of two, whose tiles lie one below the other.
+    /// Clusters of two blocks, whose tiles lie one below the other.
     pub(super) pair: bool,
 }
 
@@ -109,7 +108,7 @@ pub(super) const VARIANTS: [KernelVariant; 12] = [
 ];
 
 impl KernelVariant {
-    /// What `width` columns cost, in columns of the widest tiles: narrow ones read more for what they multiply.
+    /// Cost of `width` columns, in columns of the widest tiles: narrow tiles read more per FLOP.
     fn cost(&self, width: usize) -> usize {
         let each = match self.columns {
             128 => 160,
@@ -123,15 +122,15 @@ impl KernelVariant {
         if self.pair { 2 } else { 1 }
     }
 
-    /// `BYTES` of hopper.cuh.
+    /// `BYTES` of hopper_load.cuh.
     fn shared(&self) -> u32 {
         let scales = if self.op == GroupedOp::WgradFp8 { 4 } else { 0 };
-        let leaving = if self.columns == 192 { 1024 } else { 2048 };
+        let staging = if self.columns == 192 { 1024 } else { 2048 };
         let lines = self.stages * (ROWS + self.columns);
-        ((STAGING_AT + 8 * leaving + lines * scales).next_multiple_of(1024) + lines * STEP * 2) as u32
+        ((STAGING_AT + 8 * staging + lines * scales).next_multiple_of(1024) + lines * STEP * 2) as u32
     }
 
-    /// Queues it for at most so many tiles.
+    /// Launches it for at most so many tiles.
     pub(super) fn launch_kernel(
         &self,
         kernels: &CudaKernels,
@@ -140,27 +139,27 @@ impl KernelVariant {
         m: &GroupedHopperArgs,
     ) -> Result<()> {
         let most = kernels.multiprocessors() as usize / self.blocks();
-        // Blocks that have no tile may still have rows to blank.
+        // Blocks without a tile may still have rows to zero.
         let count = blocks(self.kernel.name, tiles.clamp(1, most.max(1)) * self.blocks(), 1)?;
         let grid = LaunchConfig { blocks: [count, 1, 1], threads: 384, shared: self.shared() };
         kernels.launch_kernel(l, self.kernel, grid, m)
     }
 }
 
-/// The kernel for `width` columns of the result whose rows of tiles are likely to come in pairs, or not.
+/// The kernel for `width` columns, whose rows of tiles are likely to come in pairs or not.
 fn choose(op: GroupedOp, width: usize, paired: bool) -> Option<&'static KernelVariant> {
     let all = VARIANTS.iter().filter(|k| k.op == op && (paired || !k.pair));
-    // Of equal ones the last: a pair.
+    // Among equals the last: a pair.
     all.rev().min_by_key(|k| k.cost(width))
 }
 
-/// Do all rows start on 16 bytes?
+/// Whether all rows start on 16-byte boundaries.
 pub(super) fn all_rows_aligned(t: &Tensor, steps: &Steps) -> bool {
     rows_aligned16(t, steps.row) && rows_aligned16(t, steps.matrix)
 }
 
 impl GroupedGemm<'_> {
-    /// The kernel that can make it, if one can.
+    /// The kernel that supports it, if there is one.
     pub(super) fn hopper(&self, kernels: &CudaKernels, z: &GroupedSizes) -> Option<&'static KernelVariant> {
         let fits = self.x.dtype() == DType::BF16
             && kernels.has("grouped/hopper")
@@ -174,13 +173,13 @@ impl GroupedGemm<'_> {
             return None;
         }
         let op = if self.as_stored { GroupedOp::Dgrad } else { GroupedOp::Fprop };
-        // A segment's last tile may have no other below it.
+        // A segment's last tile may have none below it.
         choose(op, z.n, z.rows / z.segments >= 6 * ROWS)
     }
 }
 
 impl GroupedWgrad<'_> {
-    /// The kernel that can make it, if one can.
+    /// The kernel that supports it, if there is one.
     pub(super) fn hopper(&self, kernels: &CudaKernels, z: &GroupedSizes) -> Option<&'static KernelVariant> {
         let fits = self.x.dtype() == DType::BF16
             && kernels.has("grouped/hopper_wgrad")
@@ -194,13 +193,13 @@ impl GroupedWgrad<'_> {
     }
 }
 
-/// Rows that a weight gradient sums in one go: known from the sizes alone, so that sums are the same on every card.
+/// Rows of a segment that one wgrad tile sums. Depends on the sizes alone, so that sums are the same on every GPU.
 pub(super) fn slice(z: &GroupedSizes) -> usize {
     (z.rows / SLICES).clamp(1024, 8192).next_multiple_of(2 * STEP)
 }
 
-/// How many turns the tiles of a weight gradient count, if any segment may be long enough to be cut.
-pub(super) fn turns(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
+/// Slice counters of wgrad's tiles, if any segment may be long enough to be sliced.
+pub(super) fn slice_counters(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
     let tiles = z.n.div_ceil(ROWS) * z.k.div_ceil(variant.columns);
     (z.rows > slice(z)).then_some(z.segments * tiles * 2)
 }
@@ -239,7 +238,7 @@ impl CudaKernels {
         variant.launch_kernel(self, l, tiles, &m)
     }
 
-    /// The launch's arguments are offsets, counts, dy, x, dw and the turns if there are any.
+    /// The launch's arguments are offsets, counts, dy, x, dw and the slice counters if there are any.
     pub(super) fn hopper_grouped_wgrad(
         &self,
         l: &Launch,
@@ -254,7 +253,7 @@ impl CudaKernels {
             b: tensor_map(l.address(3)?, [z.k, z.rows, 1, 1], [z.x.row, 0, 0], STEP as u32)?,
             segments,
             out: l.address(4)?,
-            slices_done: if turns(variant, z).is_some() { l.address(5)? } else { 0 },
+            slices_done: if slice_counters(variant, z).is_some() { l.address(5)? } else { 0 },
             row: z.w.row as i64,
             matrix: z.w.matrix as i64,
             width: z.k as i32,

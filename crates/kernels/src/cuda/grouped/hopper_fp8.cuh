@@ -1,17 +1,17 @@
-// HOPPER ONLY: consumers of grouped products of bytes.
+// sm_90a only: consumers of the FP8 grouped GEMMs.
 #pragma once
 #include "grouped/hopper_mainloop.cuh"
 #include "wgmma_fp8.cuh"
 
-// FAST: sums stay in the matrix unit's registers. Otherwise each step of 128 along the sum is added to a sum in f32, times its
-// scales where it has its own.
+// FAST: sums stay in the tensor core's accumulator. Otherwise the sum over each 128 of k is promoted to f32, times its
+// scales where scaling is by blocks.
 template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST>
 struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
     using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5>;
     using Load = typename Base::Load;
     static constexpr int BM = Base::BM, BN = Base::BN, STAGES = Base::STAGES;
 
-    // Scales of a step of OUTPUT8: of a thread's two rows of x, and of 64 columns after another of w.
+    // Block scales of fprop: of a thread's two rows of x, and of each 64 columns of w.
     struct Scales {
         float row[2], column[BN / 64];
     };
@@ -20,7 +20,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
         const float* rows = reinterpret_cast<const float*>(g.a_scale) + i64(block) * g.a_stride;
         s.row[0] = rows[min(i, last)];
         s.row[1] = rows[min(i + 8, last)];
-        // Columns behind the last multiply zeros.
+        // Columns past the last are multiplied by zeros.
         const i32 n0 = t.segment * g.width, end = g.width - 1;
         const float* tiles = reinterpret_cast<const float*>(g.b_scale) + block;
 #pragma unroll
@@ -41,7 +41,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
             for (int i = q * 32; i < q * 32 + 32; i++) c[i] = fmaf(p[i], f[i >> 1 & 1], c[i]);
         }
     }
-    // Scales of rows of both factors, in shared memory.
+    // wgrad: scales of the rows of both operands, in shared memory.
     static __device__ __forceinline__ void add(float (&c)[BN / 2], const float (&p)[BN / 2], const float* scales, int wg) {
         const int row = wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
         const float x = scales[row], y = scales[row + 8];
@@ -56,7 +56,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
         }
     }
 
-    // As `sum` of the base, in f32 from step to step.
+    // As `sum` of the base class, promoted to f32 after every step.
     static __device__ __forceinline__ void sum(const GroupedHopperArgs& g, const GroupedTile& t, u32 base, int wg,
                                                Ring<STAGES>& ring, float (&c)[BN / 2]) {
         Scales next;
@@ -82,7 +82,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
             } else {
                 if (g.block_scaled) add(c, p, Load::scales_at(stage), wg);
                 else add(c, p);
-                // All lanes have read the scales.
+                // All lanes have read the scales before the stage is released.
                 __syncwarp();
                 Base::let_go(Load::free(base, stage));
             }
@@ -115,7 +115,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
     }
 };
 
-// What is multiplied, columns and stages of a tile, E5M2 on the left, fast sums.
+// Operation, columns and stages of a tile, A is E5M2, fast accumulation.
 #define GROUPED_HOPPER_FP8(NAME, KIND, BN, STAGES, E5, FAST)                                                         \
     extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ GroupedHopperArgs g) {          \
         GroupedHopperFp8<KIND, BN, STAGES, false, E5, FAST>::run(g);                                                \

@@ -1,20 +1,22 @@
-//! Grouped products of bytes on Hopper cards.
+//! FP8 grouped GEMM on Hopper.
 
 use super::generic::Segments;
-use super::hopper::{GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, slice, turns};
+use super::hopper::{
+    GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, slice, slice_counters,
+};
 use crate::cuda::tensor_map::fp8_tensor_map;
 use crate::cuda::{CudaKernels, Kernel};
 use crate::grouped_gemm::GroupedSizes;
 use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{DType, Launch, Result};
 
-/// `GROUPED_HOPPER8(name, what, columns, stages, e5, fast)`, or `.._PAIR`.
+/// `GROUPED_HOPPER_FP8(name, op, columns, stages, e5, fast)`, or `.._PAIR`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fp8KernelVariant {
     pub(super) variant: KernelVariant,
-    /// The left factor is in E5M2.
+    /// The A operand is E5M2.
     pub(super) e5: bool,
-    /// Sums in the matrix unit's narrow registers; no scales of blocks.
+    /// Fast accumulation: sums stay in the tensor core's accumulator; no block scales.
     pub(super) fast: bool,
 }
 
@@ -63,7 +65,7 @@ pub(super) const FP8_VARIANTS: [Fp8KernelVariant; 16] = [
 ];
 
 impl Fp8KernelVariant {
-    /// What `width` columns cost: narrow tiles read more for what they multiply, and sums in f32 take their time.
+    /// Cost of `width` columns: narrow tiles read more per FLOP, and promotion to f32 takes time.
     fn cost(&self, width: usize) -> usize {
         let each = match (self.variant.columns, self.fast) {
             (_, true) => 256,
@@ -74,7 +76,7 @@ impl Fp8KernelVariant {
     }
 }
 
-/// The kernel for `width` columns of the result whose rows of tiles are likely to come in pairs, or not.
+/// The kernel for `width` columns, whose rows of tiles are likely to come in pairs or not.
 fn choose(
     op: GroupedOp,
     width: usize,
@@ -85,11 +87,11 @@ fn choose(
     let fits = |k: &&Fp8KernelVariant| {
         k.variant.op == op && k.e5 == e5 && (fast || !k.fast) && (paired || !k.variant.pair)
     };
-    // Of equal ones the last: a pair.
+    // Among equals the last: a pair.
     FP8_VARIANTS.iter().filter(fits).rev().min_by_key(|k| k.cost(width))
 }
 
-/// Can the copy engine reach its bytes, and its scales if there are many?
+/// Whether TMA can read its data, and bulk copies its scales if there are many.
 fn readable(b: &Fp8Tensor, scales: bool) -> bool {
     b.data.alignment() >= 16 && (!scales || b.scale_inv.alignment() >= 16)
 }
@@ -104,19 +106,19 @@ impl Fp8GroupedGemm<'_> {
         self.x.scaling != ScalingMode::PerTensor
     }
 
-    /// Does a kernel that adds up in this way suit it, whatever its tiles?
+    /// Whether the Hopper kernels support it, whatever the tile.
     pub(super) fn suits(&self, kernels: &CudaKernels, z: &GroupedSizes) -> bool {
         kernels.has("grouped/hopper_fp8")
             && self.w.data.dtype() == DType::E4M3
             && z.segments * z.rows * z.k > 0
-            // Stores of eight numbers; 64 columns have one scale.
+            // Stores of eight elements; block scales are of 64 columns.
             && z.n.is_multiple_of(if self.scaled() { 64 } else { 8 })
             && readable(self.x, false)
             && readable(self.w, false)
             && all_rows_aligned(self.y, &z.y)
     }
 
-    /// The kernel that can make it, if one can.
+    /// The kernel that supports it, if there is one.
     pub(super) fn hopper(
         &self,
         kernels: &CudaKernels,
@@ -134,7 +136,7 @@ impl Fp8GroupedWgrad<'_> {
         self.x.scaling != ScalingMode::PerTensor
     }
 
-    /// Does a kernel suit it, whatever its tiles?
+    /// Whether the Hopper kernels support it, whatever the tile.
     pub(super) fn suits(&self, kernels: &CudaKernels, z: &GroupedSizes) -> bool {
         kernels.has("grouped/hopper_wgrad_fp8")
             && self.x.data.dtype() == DType::E4M3
@@ -145,7 +147,7 @@ impl Fp8GroupedWgrad<'_> {
             && all_rows_aligned(self.dw.0, &z.w)
     }
 
-    /// The kernel that can make it, if one can.
+    /// The kernel that supports it, if there is one.
     pub(super) fn hopper(
         &self,
         kernels: &CudaKernels,
@@ -188,7 +190,8 @@ impl CudaKernels {
         variant.launch_kernel(self, l, tiles, &m)
     }
 
-    /// The launch's arguments are offsets, counts, dy and its scales, x and its scales, dw and the turns if there are any.
+    /// The launch's arguments are offsets, counts, dy and its scales, x and its scales, dw and the slice counters if
+    /// there are any.
     pub(super) fn hopper_grouped_wgrad_fp8(
         &self,
         l: &Launch,
@@ -204,7 +207,7 @@ impl CudaKernels {
             b: fp8_tensor_map(l.address(4)?, [width, z.k, 1, 1], [width, 0, 0], b_rows)?,
             segments,
             out: l.address(6)?,
-            slices_done: if turns(variant, z).is_some() { l.address(7)? } else { 0 },
+            slices_done: if slice_counters(variant, z).is_some() { l.address(7)? } else { 0 },
             a_scale: l.address(3)?,
             b_scale: l.address(5)?,
             row: z.w.row as i64,

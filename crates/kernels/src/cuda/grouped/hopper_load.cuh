@@ -1,19 +1,20 @@
-// HOPPER ONLY: products of segments of rows by persistent blocks: a producer warp that brings tiles to shared memory with
-// the copy engine, and two consumer warpgroups of 64 rows each of a tile [128, BN] of the result.
+// sm_90a only: grouped GEMM by persistent blocks: a producer warp that loads tiles by TMA, and two consumer warpgroups
+// of 64 rows each of a tile [128, BN] of the result.
 //
-// Every block works out where each segment's tiles are and takes every so manyth of them, so that nobody waits for the
-// host. Tiles of a segment are taken in groups of 16 of its rows, down before across: what the blocks read at a time is about
-// square, and a segment's matrix is read once while it is in the L2 cache. Two blocks of a cluster (PAIR) have tiles
-// one below the other and bring each other half of the right operand.
+// Every block derives the tiles of all segments from the segment table on the device and takes every gridDim-th of
+// them, so that nothing waits for the host. Tiles of a segment are ordered in groups of 16 rows of tiles, down before
+// across: what the blocks read at a time is about square, and an expert's matrix is read once while it is in the L2
+// cache. Two blocks of a cluster (PAIR) have tiles one below the other and multicast half of B each.
 //
-// At 48 KiB (32 a block of a pair) for 128 x 256 x 64 x 2 operations, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2 cache.
+// With 48 KiB (32 for a block of a pair) per 128 × 256 × 64 × 2 FLOP, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2
+// cache.
 #pragma once
 #include "args/grouped_hopper.cuh"
 #include "grouped/segments.cuh"
 #include "hopper_tiles.cuh"
 
-// What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT). Of bytes:
-// rows with matrices [n, k] (OUTPUT8), or columns with columns, summed over (WEIGHT8).
+// fprop: rows with matrices [n, k]; dgrad: rows with matrices [k, n]; wgrad: rows with rows, summed over rows. FP8:
+// rows with matrices [n, k], or columns with columns of transposed operands.
 enum GroupedOp { FPROP, DGRAD, WGRAD, FPROP_FP8, WGRAD_FP8 };
 
 extern __shared__ __align__(1024) u8 grouped_shared[];
@@ -21,8 +22,8 @@ extern __shared__ __align__(1024) u8 grouped_shared[];
 
 constexpr int MAX_SEGMENTS = 1024;
 
-// A tile: rows 128·m and columns BN·n of segment `segment`; `first`: the segment's first row, or the slice's; `rows`: the
-// segment's, or the slice's; `blocks`: steps of the sum; `slice` of `slices`.
+// A tile: rows 128·m and columns BN·n of a segment; `first` and `rows`: rows of the segment, or of the slice;
+// `blocks`: steps of BK along k; `slice` of `slices` (wgrad).
 struct GroupedTile {
     i32 segment, m, n, first, rows, blocks, slice, slices;
 };
@@ -30,13 +31,13 @@ struct GroupedTile {
 template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     static constexpr int KIND = KIND_;
     static constexpr bool IS_FP8 = KIND == FPROP_FP8 || KIND == WGRAD_FP8, IS_WGRAD = KIND == WGRAD || KIND == WGRAD_FP8;
-    // A step of the sum is 128 bytes.
+    // A step along k is 128 bytes.
     static constexpr int BM = 128, BN = BN_, BK = IS_FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
     static constexpr int GROUP = 16 / BLOCKS;
     static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
-    // Scales of the rows of a and of b.
+    // wgrad: scales of the rows of a and of b.
     static constexpr u32 SCALES = KIND == WGRAD_FP8 ? (BM + BN) * 4 : 0;
-    // Results on their way out of each consumer warp.
+    // Staging buffer of each consumer warp for the epilogue.
     static constexpr u32 STAGING = BN == 192 ? 1024 : 2048;
     static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
     static constexpr u32 SCALES_AT = STAGING_AT + 8 * STAGING;
@@ -52,13 +53,13 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         return reinterpret_cast<const float*>(grouped_shared + SCALES_AT + s * SCALES);
     }
 
-    // Of every segment: its first row, how many it has, and how many units (rows of tiles, or slices) come before it. Behind
-    // the last segment's: all units, then 32 that nothing reaches.
+    // Of every segment: its first row, its rows, and how many units (rows of tiles, or slices) come before it. Behind
+    // the last segment: all units, then 32 sentinels.
     static __device__ __forceinline__ i32* firsts() { return reinterpret_cast<i32*>(grouped_shared + TABLE_AT); }
     static __device__ __forceinline__ i32* lengths() { return firsts() + MAX_SEGMENTS; }
     static __device__ __forceinline__ i32* befores() { return lengths() + MAX_SEGMENTS; }
 
-    // As `Segments`.
+    // The same interface as `Segments`.
     struct Table {
         friend __device__ __forceinline__ i32 segment_first(const Table&, i32 e) { return firsts()[e]; }
         friend __device__ __forceinline__ i32 segment_length(const Table&, i32 e) { return lengths()[e]; }
@@ -66,14 +67,14 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
 
     static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows) {
         if constexpr (IS_WGRAD) {
-            // Without rows there are zeros to be written, or nothing.
+            // A segment without rows has zeros to write, or nothing.
             const i32 slices = (rows + g.slice - 1) / g.slice;
             return g.accumulate ? slices : max(slices, 1);
         } else {
             return (rows + BM * BLOCKS - 1) / (BM * BLOCKS);
         }
     }
-    // All threads, which synchronise afterwards.
+    // Called by all threads; the caller synchronizes afterwards.
     static __device__ __forceinline__ void make_table(const GroupedHopperArgs& g) {
         const i32 n = g.segments.count;
         for (i32 e = threadIdx.x; e < n; e += blockDim.x) {
@@ -99,7 +100,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         if (lane == 0) befores()[n + 32] = 0x7fffffff;
     }
 
-    // This block's tiles, one after another; a warp at a time.
+    // Iterates over this block's tiles; called by a whole warp.
     struct Walk {
         i32 index, segment = 0;
         __device__ __forceinline__ Walk() : index(i32(blockIdx.x) / BLOCKS - i32(gridDim.x) / BLOCKS) {}
@@ -110,7 +111,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             const i32 each = IS_WGRAD ? down * across : across;
             const i32 unit = index / each;
             if (unit >= uniform(befores()[g.segments.count])) return false;
-            // The segment of the unit is the first that ends behind it.
+            // The unit's segment is the first that ends behind it.
             const i32 lane = threadIdx.x & 31;
             u32 passed;
             do {
@@ -153,7 +154,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         }
     }
 
-    // Of the rows of a tile, as many as there are, up to a multiple of four.
+    // Scales of a tile's rows, as many as there are; their number is padded to a multiple of four.
     static __device__ __forceinline__ u32 a_scale_bytes(const GroupedHopperArgs& g, const GroupedTile& t) {
         return u32(max(min(BM, g.a_stride - t.m * BM), 0)) * 4;
     }
@@ -173,7 +174,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         bulk_copy(to + BM * 4, b, b_scale_bytes(g, t), bar);
     }
 
-    // One warp: all its lanes count, one of them copies.
+    // One warp runs the loop; one lane issues the copies.
     static __device__ __forceinline__ void produce(const GroupedHopperArgs& g, u32 base) {
         const bool one = (threadIdx.x & 31) == 0;
         const i32 rank = PAIR ? i32(cluster_rank()) : 0;
@@ -191,7 +192,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         }
     }
 
-    // Both operands of a step, and their scales. Of the right one's a pair's blocks each bring one half to both.
+    // Loads both operands of a step, and their scales. The blocks of a pair each multicast one half of B.
     static __device__ __forceinline__ void load(const GroupedHopperArgs& g, const GroupedTile& t, i32 block, i32 rank, u32 base,
                                                 u32 stage) {
         const u32 bar = full(base, stage), a = a_at(base, stage), b = b_at(base, stage);
@@ -215,7 +216,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             right(b + rank * (B_BYTES / 2), KIND == WGRAD_FP8 ? t.first + k0 : k0, t.n * BN + rank * (BN / 2),
                   KIND == WGRAD_FP8 ? 0 : t.segment);
         } else {
-            // Columns of 64; [64 rows of the sum, 64] each.
+            // Columns of 64; [64 rows along k, 64] each.
             constexpr int COLUMNS = BN / 64 / BLOCKS;
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++) {

@@ -1,9 +1,9 @@
-// The consumers of the Hopper grouped products.
+// Consumers of the Hopper grouped GEMMs.
 #pragma once
 #include "grouped/hopper_store.cuh"
 #include "wgmma.cuh"
 
-// E5: bytes of the left operand are in E5M2.
+// E5: the A operand is E5M2.
 template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false>
 struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
@@ -12,7 +12,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     static constexpr bool IS_FP8 = Load::IS_FP8, IS_WGRAD = Load::IS_WGRAD;
     static constexpr int TA = KIND == WGRAD, TB = KIND == WGRAD || KIND == DGRAD;
 
-    // acc (+)= the product of a stage. Along the sum an instruction takes 32 bytes of a row, or 16 rows.
+    // acc (+)= the product of a stage. One instruction takes 32 bytes of a row along k, or 16 rows.
     static __device__ __forceinline__ void multiply(float (&c)[BN / 2], u32 a, u32 b, int more) {
         const u64 l = TA ? desc_mn_major(a, BK * 128) : desc_k_major(a);
         const u64 r = TB ? desc_mn_major(b, BK * 128) : desc_k_major(b);
@@ -33,7 +33,8 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         }
     }
 
-    // A tile of which this warpgroup has no row: the other has the matrix units to itself.
+    // A tile in which this warpgroup has no row: it only releases the stages, and leaves the tensor cores to the
+    // other.
     static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, Ring<STAGES>& ring) {
 #pragma unroll 1
         for (i32 block = 0; block < t.blocks; block++) {
@@ -43,10 +44,10 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         }
     }
 
-    // The sums of a tile.
+    // Accumulates a tile over k.
     static __device__ __forceinline__ void sum(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring,
                                                float (&c)[BN / 2]) {
-        // A sum over no rows is zero; others start with a product that does not look at what was there.
+        // A sum over no rows is zero; fprop and dgrad start with an instruction that ignores the accumulator.
         if constexpr (IS_WGRAD) {
 #pragma unroll
             for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
@@ -57,7 +58,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
             const u32 stage = ring.stage, a = Load::a_at(base, stage) + wg * 8192, b = Load::b_at(base, stage);
             mbarrier_wait(Load::full(base, stage), ring.phase);
             if constexpr (KIND == WGRAD) {
-                // Rows behind the segment are another's or nobody's, and may be NaN.
+                // Rows past the segment belong to another one or to none, and may be NaN.
                 const i32 left = t.rows - block * BK;
                 if (left < BK) {
                     zero_rows<BK, 1>(a, left, threadIdx.x & 127);
@@ -78,7 +79,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         if (!IS_WGRAD || t.blocks > 0) let_go(Load::free(base, last));
     }
 
-    // The tiles of a consumer: `tile` makes and stores one.
+    // Loop of a consumer: `tile` accumulates and stores one tile.
     template <class Tile>
     static __device__ __forceinline__ void each_tile(const GroupedHopperArgs& g, u32 base, int wg, Tile tile) {
         Ring<STAGES> ring;
@@ -116,7 +117,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
             setmaxnreg_inc<232>();
             consumer(base);
         }
-        // A block must be there as long as the other may bring it something.
+        // A block must not exit while its peer may still multicast into its shared memory.
         if constexpr (PAIR) cluster_sync();
     }
     static __device__ __forceinline__ void run(const GroupedHopperArgs& g) {
@@ -124,7 +125,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     }
 };
 
-// What is multiplied, columns and stages of a tile, blocks in pairs.
+// Operation, columns and stages of a tile.
 #define GROUPED_HOPPER(NAME, KIND, BN, STAGES)                                                                    \
     extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ GroupedHopperArgs g) {         \
         GroupedHopper<KIND, BN, STAGES, false>::run(g);                                                          \

@@ -1,7 +1,7 @@
-// Results of the Hopper grouped products, out of a warpgroup's registers.
+// Epilogue of the Hopper grouped GEMMs.
 //
-// A warp has 16 rows of a tile, of which four lanes hold 8 columns of a row. Eight rows of 128 bytes at a time go through
-// shared memory, so that whole lines are written; in the meantime the copy engine and the other warpgroup work on.
+// A warp has 16 rows of a tile, four lanes of which hold 8 columns of a row. Eight rows of 128 bytes at a time go
+// through shared memory, so that full cache lines are written, while TMA and the other warpgroup continue.
 #pragma once
 #include "grouped/hopper_load.cuh"
 
@@ -9,13 +9,13 @@ template <class Load> struct GroupedStore : Load {
     static constexpr int BM = Load::BM, BN = Load::BN, BUFFERS = Load::STAGING / 1024;
     static constexpr bool IS_FP8 = Load::IS_FP8;
 
-    // A thread's first row of a tile, as it holds sums; the other is 8 below.
+    // First row of this thread's accumulator fragment in the tile; the other is 8 below.
     static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
         return t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
     }
 
-    // Piece `p` of a warp's results: eight rows, of which the lane then has 16 bytes of row lane / 8 and of the one four below.
-    // `put(at)` stores what the lane holds of it at `at`, `take(q, x)` gets row 4·q + lane / 8's.
+    // Slab `p` of a warp's results: eight rows, of which the lane then has 16 bytes of row lane / 8 and of the one
+    // four below. `put(at)` stores the lane's elements at `at`, `take(q, x)` receives those of row 4·q + lane / 8.
     template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put put, Take take) {
         const u32 at = shared_address(grouped_shared) + Load::STAGING_AT + ((threadIdx.x >> 5) - 4) * Load::STAGING +
                        (p % BUFFERS) * 1024;
@@ -29,11 +29,11 @@ template <class Load> struct GroupedStore : Load {
             ld_shared_v4(at + r * 128 + ((unit ^ (turn == 1 ? r : (r & 3) << 1)) << 4), x.x, x.y, x.z, x.w);
             take(q, x);
         }
-        // The next piece but one, where there are two buffers, comes behind the next one's wait.
+        // With two buffers a slab is reused two slabs later, behind the next __syncwarp.
         if (BUFFERS == 1) __syncwarp();
     }
 
-    // y = sums · left · right + bias, in the rows of the segment alone.
+    // y = acc·left·right + bias, in the segment's own rows only.
     static __device__ __forceinline__ void store_output(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                         float (&c)[BN / 2], float left = 1.0f, float right = 1.0f) {
         const i32 n0 = t.n * BN, lane = threadIdx.x & 31;
@@ -54,7 +54,7 @@ template <class Load> struct GroupedStore : Load {
         const i32 first = t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = t.rows - first;
         const i32 width = g.width - n0 - (lane & 7) * 8;
         bf16* to = reinterpret_cast<bf16*>(g.out) + ((t.first + first) * g.row + n0 + (lane & 7) * 8);
-        // Lane l says where row l % 8 of matrix l / 8 of four goes.
+        // Lane l addresses row l % 8 of matrix l / 8 for stmatrix.
         const u32 own = (lane & 7) * 128, unit = lane >> 3, turn = lane & 7;
 #pragma unroll
         for (int p = 0; p < BN / 32; p++) {
@@ -80,8 +80,8 @@ template <class Load> struct GroupedStore : Load {
         }
     }
 
-    // dw = sums (+ dw). Slices of a long segment are added one after another, in order. Adding is the L2 cache's work: a
-    // number has one summand at a time, whose turn it is, so that the sum is the same every time.
+    // dw = acc (+ dw). Slices of a long segment are added in order: a tile waits for the slices before it. The
+    // additions are reductions in the L2 cache, one summand of an element at a time, so that the sum is deterministic.
     static __device__ __forceinline__ void store_gradient(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                           float (&c)[BN / 2]) {
         const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
@@ -95,7 +95,7 @@ template <class Load> struct GroupedStore : Load {
         const i32 width = g.width - n0 - (lane & 7) * 4;
         float* to = reinterpret_cast<float*>(g.out) + (t.segment * g.matrix + first * g.row + n0 + (lane & 7) * 4);
         const bool adds = g.accumulate || t.slice > 0;
-        // Four rows at a time are stored by half a warp: pairs of units of theirs lie apart.
+        // Half a warp stores four rows at a time; their 16-byte units are swizzled to different banks.
         const u32 own = (lane >> 2) * 128 + (lane & 1) * 8, unit = (lane & 2) >> 1, place = (lane >> 2 & 3) << 1;
 #pragma unroll
         for (int p = 0; p < BN / 16; p++) {
@@ -123,7 +123,7 @@ template <class Load> struct GroupedStore : Load {
             if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
         }
     }
-    // What goes past the caches' operands, which are read again soon.
+    // Streaming stores, which do not displace operands that are read again soon.
     static __device__ __forceinline__ void put16(void* to, uint4 x) {
         asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                      : "memory");

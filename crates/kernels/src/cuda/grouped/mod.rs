@@ -1,5 +1,5 @@
-//! Products of segments of rows, each with a matrix of its own: by the matrix units where they can reach the operands, or
-//! else in plain arithmetic.
+//! Grouped GEMM (one matrix for each segment of rows, as for experts): by WGMMA kernels on Hopper where operands allow
+//! it, otherwise by FMA instructions.
 
 pub(super) mod generic;
 pub(super) mod generic_fp8;
@@ -15,7 +15,7 @@ use crate::grouped_gemm::GroupedSizes;
 use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, GroupedBias, GroupedGemm, GroupedGemmKernels, GroupedWgrad};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 use generic::Segments;
-use hopper::{KernelVariant, turns};
+use hopper::{KernelVariant, slice_counters};
 use hopper_fp8::Fp8KernelVariant;
 
 /// Offsets and counts are the launch's first two arguments.
@@ -27,7 +27,7 @@ fn segments(l: &Launch, z: &GroupedSizes) -> Result<Segments> {
 }
 
 impl CudaKernels {
-    /// By a kernel for Hopper, or in plain arithmetic.
+    /// Launches fprop or dgrad by a Hopper kernel, or the generic one.
     fn launch_grouped(
         &self,
         s: &Stream,
@@ -44,7 +44,7 @@ impl CudaKernels {
         })
     }
 
-    /// The same.
+    /// Launches wgrad.
     fn launch_grouped_wgrad(
         &self,
         s: &Stream,
@@ -54,16 +54,17 @@ impl CudaKernels {
     ) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.dy), read(g.x), write(g.dw.0)];
-        let turns = variant.and_then(|variant| turns(variant, z));
-        let turns = turns.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
-        args.extend(turns.as_ref().map(write));
+        let slice_counters = variant.and_then(|variant| slice_counters(variant, z));
+        let slice_counters =
+            slice_counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
+        args.extend(slice_counters.as_ref().map(write));
         s.launch(GroupedWgrad::NAME, &args, |l| match variant {
             Some(variant) => self.hopper_grouped_wgrad(l, g, z, segments(l, z)?, variant),
             None => self.generic_grouped_wgrad(l, g, z, segments(l, z)?),
         })
     }
 
-    /// The same, of bytes.
+    /// Launches FP8 fprop or dgrad.
     fn launch_grouped_fp8(
         &self,
         s: &Stream,
@@ -86,7 +87,7 @@ impl CudaKernels {
         })
     }
 
-    /// The same, of bytes.
+    /// Launches FP8 wgrad.
     fn launch_grouped_wgrad_fp8(
         &self,
         s: &Stream,
@@ -94,8 +95,9 @@ impl CudaKernels {
         z: &GroupedSizes,
         variant: Option<&Fp8KernelVariant>,
     ) -> Result<()> {
-        let turns = variant.and_then(|variant| turns(&variant.variant, z));
-        let turns = turns.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
+        let slice_counters = variant.and_then(|variant| slice_counters(&variant.variant, z));
+        let slice_counters =
+            slice_counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         let mut args = vec![
             read(g.segments.offsets),
             read(g.segments.counts),
@@ -105,7 +107,7 @@ impl CudaKernels {
             read(&g.x.scale_inv),
             write(g.dw.0),
         ];
-        args.extend(turns.as_ref().map(write));
+        args.extend(slice_counters.as_ref().map(write));
         s.launch(Fp8GroupedWgrad::NAME, &args, |l| match variant {
             Some(variant) => self.hopper_grouped_wgrad_fp8(l, g, z, segments(l, z)?, variant),
             None => self.generic_grouped_wgrad_fp8(l, g, z, segments(l, z)?),

@@ -1,5 +1,5 @@
-// Segments of N rows: segment e is counts[e] rows from offsets[e]. What the device was told may be nonsense, which must not
-// lead outside the rows.
+// Segments of rows, one for each expert. Offsets and counts come from device memory and are clamped, so that invalid
+// ones cannot address rows outside the tensor.
 #pragma once
 #include "args/grouped.cuh"
 
@@ -10,13 +10,13 @@ __device__ __forceinline__ i32 segment_length(const Segments& z, i32 e) {
     return min(max(reinterpret_cast<const i32*>(z.counts)[e], 0), z.rows - segment_first(z, e));
 }
 
-// Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. `Of` knows segments, as above. In 16-byte stores
-// where `wide` says that rows are aligned and `width` is whole.
+// Zeroes `width` elements of each row outside all segments: warp `self` of `warps`. `Of` is `Segments`, or has the
+// same functions. In 16-byte stores where rows are aligned and `width` is a multiple of them (`vectorized`).
 template <class T, class Of>
 __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y, i64 step, i32 width, bool vectorized, i32 self,
                                            i32 warps) {
     const i32 lane = threadIdx.x & 31;
-    // What comes before segment e, or behind the last.
+    // The gap before segment e, or behind the last.
     i32 from = 0;
     for (i32 e = 0; e <= count; e++) {
         const i32 end = e < count ? segment_first(z, e) : rows;
@@ -33,11 +33,11 @@ __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y
     }
 }
 
-// A tile of a segment's rows: which segment, and which of its tiles.
+// A tile of SIDE rows: its segment, and its number in the segment.
 struct Place {
     i32 segment, tile;
 };
-// Tile `index` of all segments' tiles of SIDE rows; segment E where there are not as many. One warp.
+// Tile `index` of all segments' tiles; segment E where there are fewer. Called by a whole warp.
 template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
     const i32 lane = threadIdx.x & 31;
     i32 before = 0;

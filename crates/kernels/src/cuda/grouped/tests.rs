@@ -1,21 +1,22 @@
-//! Every kernel for Hopper, not only the one that would be chosen, makes what plain arithmetic makes, on a card.
+//! On a GPU: every Hopper kernel, not only the one that would be chosen, gives what the generic kernel gives.
 
 use super::hopper::{GroupedOp, VARIANTS};
 use crate::cuda::CudaKernels;
 use crate::{GroupedGemm, GroupedWgrad, Segments};
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
 
-/// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
-pub(super) fn card() -> Option<(CudaKernels, Stream)> {
+/// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
+pub(super) fn gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
     }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
+    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
     None
 }
 
-/// Small whole numbers, whose products and sums are exact in any order; NaN in rows of `[rows, width]` that are nobody's.
+/// Small integers, whose products and sums are exact in any order; NaN in rows of `[rows, width]` outside all
+/// segments.
 pub(super) fn numbers(seed: u64, rows: usize, width: usize, owned: impl Fn(usize) -> bool) -> Vec<f32> {
     let mut x = seed | 1;
     let mut draw = |i: usize| {
@@ -45,19 +46,19 @@ pub(super) fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
     }
 }
 
-/// Counts, how far apart segments start, rows behind them.
+/// Counts, alignment of segments, rows behind them.
 fn layouts() -> Vec<(Vec<usize>, usize, usize)> {
     vec![
         (vec![1], 1, 0),
         (vec![127, 0, 129, 128, 3], 1, 5),
         (vec![300, 0, 0, 1, 700], 128, 140),
         ((0..130).map(|i| i * 7 % 40).collect(), 8, 0),
-        // Longer than is summed in one go; more tiles than blocks.
+        // Longer than a slice; more tiles than blocks.
         (vec![5, 7000, 0, 2500, 64, 4096], 16, 33),
     ]
 }
 
-/// Offsets and counts on the card, and whether each row is somebody's.
+/// Offsets and counts on the GPU, and whether each row belongs to a segment.
 pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) -> ([Tensor; 2], Vec<bool>) {
     let (mut at, mut offsets, mut owners) = (0, Vec::new(), Vec::new());
     for n in counts {
@@ -75,7 +76,7 @@ pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) 
 
 #[test]
 fn every_variant_matches_the_generic_kernel() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     if !k.has("grouped/hopper") {
         return;
     }
@@ -83,7 +84,7 @@ fn every_variant_matches_the_generic_kernel() {
         let (at, owned) = spread(&s, &counts, align, behind);
         let (rows, e) = (owned.len(), counts.len());
         let segments = Segments { offsets: &at[0], counts: &at[1] };
-        // Short sums and long ones.
+        // Short and long sums.
         for [depth, width] in [[8, 8], [64, 264], [200, 128], [1096, 392], [520, 1032]] {
             if e > 100 && depth * width > 100_000 {
                 continue;

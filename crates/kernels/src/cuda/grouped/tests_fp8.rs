@@ -1,14 +1,14 @@
-//! Every kernel for bytes on Hopper, not only the one that would be chosen, makes what plain arithmetic makes, on a card.
+//! On a GPU: every FP8 Hopper kernel, not only the one that would be chosen, gives what the generic kernel gives.
 
 use super::hopper::GroupedOp;
 use super::hopper_fp8::FP8_VARIANTS;
-use super::tests::{card, host, numbers, poisoned, spread};
+use super::tests::{gpu, host, numbers, poisoned, spread};
 use crate::{ALIGN, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode, Segments};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Stream};
 
-/// Small whole numbers `[r, c]` as bytes, zeros where a column is nobody's; scales are powers of two.
-fn bytes(
+/// Small integers `[r, c]` in FP8, zeros in columns outside all segments; scales are powers of two.
+fn fp8_tensor(
     s: &Stream,
     seed: u64,
     [r, c]: [usize; 2],
@@ -38,7 +38,7 @@ fn bytes(
 
 #[test]
 fn every_fp8_variant_matches_the_generic_kernel() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     if !k.has("grouped/hopper_fp8") {
         return;
     }
@@ -61,8 +61,8 @@ fn every_fp8_variant_matches_the_generic_kernel() {
                     if variant.fast && sx != ScalingMode::PerTensor {
                         continue;
                     }
-                    let x = bytes(&s, 1, [rows, depth], variant.e5, sx, 1, |_| true);
-                    let w = bytes(&s, 2, [e * width, depth], false, sw, e, |_| true);
+                    let x = fp8_tensor(&s, 1, [rows, depth], variant.e5, sx, 1, |_| true);
+                    let w = fp8_tensor(&s, 2, [e * width, depth], false, sw, e, |_| true);
                     let run = |variant| {
                         let y = poisoned(&s, DType::BF16, &[rows, width]);
                         let (fast, name) = (true, "fp8_grouped_gemm");
@@ -82,7 +82,7 @@ fn every_fp8_variant_matches_the_generic_kernel() {
 
 #[test]
 fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     if !k.has("grouped/hopper_wgrad_fp8") {
         return;
     }
@@ -94,8 +94,8 @@ fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
             for variant in FP8_VARIANTS.iter().filter(|k| k.variant.op == GroupedOp::WgradFp8) {
                 for scaling in [ScalingMode::PerTensor, ScalingMode::Block1x128] {
                     for accumulate in [false, true] {
-                        let dy = bytes(&s, 1, [n, rows], variant.e5, scaling, 1, |c| owned[c]);
-                        let x = bytes(&s, 2, [k_, rows], false, scaling, 1, |c| owned[c]);
+                        let dy = fp8_tensor(&s, 1, [n, rows], variant.e5, scaling, 1, |c| owned[c]);
+                        let x = fp8_tensor(&s, 2, [k_, rows], false, scaling, 1, |c| owned[c]);
                         let old = numbers(3, e * n, k_, |_| true);
                         let run = |variant| {
                             let dw = match accumulate {

@@ -1,10 +1,10 @@
-// With ŷ = (x − µ)·r and d = dy·g: dx = r·(d − [mean(d)] − ŷ·mean(d·ŷ)) (+ residual), the bracket for LayerNorm
-// only. dγ = Σ dy·ŷ and dβ = Σ dy over rows: each block sums rows that the shape alone gives it, in order, into
-// its row of the parts, f32 [groups, width].
+// With ŷ = (x − µ)·r and d = dy·g: dx = r·(d − [mean(d)] − ŷ·mean(d·ŷ)) (+ residual), the bracket for LayerNorm only.
+// dγ = Σ dy·ŷ and dβ = Σ dy over rows: each block sums rows that follow from the shape alone, in order, into its row
+// of the partial sums, f32 [groups, width].
 #include "args/norm_backward.cuh"
 #include "norm/common.cuh"
 
-// Sums of one chunk into Σ d and Σ d·ŷ of the row. Columns beyond the end have dy = 0.
+// Adds one chunk to Σ d and Σ d·ŷ of the row. Columns past the end have dy = 0.
 template <class T>
 __device__ __forceinline__ void add_products(
     Pair& sums, const Packed<T>& x, const Packed<T>& dy, const Packed<T>& gamma, float one, float mean, float r
@@ -92,7 +92,8 @@ __device__ __forceinline__ void backward(const NormBackwardArgs& a) {
         gamma[c] = {};
         if (has(c)) gamma[c] = load_chunk<T>(a.gamma, column(c));
     }
-    // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
+    // All teams of a block run equally many iterations, the last perhaps without a row, because they synchronize in
+    // the reductions.
     u32 turn = 0;
     for (i64 base = i64(blockIdx.x) * teams; base < a.rows; base += step, row += step, turn ^= 1) {
         const bool live = row < a.rows;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void backward(const NormBackwardArgs& a) {
                 );
     }
 
-    // The teams' sums, in their order; the ring has room for all of them.
+    // Sums of the teams, in order, through the pipeline's shared memory.
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
     float* all = reinterpret_cast<float*>(waiting);
@@ -172,7 +173,7 @@ __device__ __forceinline__ void read_row(const NormBackwardArgs& a, i64 row, i32
     dy = load_guarded(reinterpret_cast<const T*>(a.dy) + p.start(a.dy_outer, a.dy_inner), at, a.width, vectorized);
 }
 
-// dx of any rows, a block to each.
+// dx of rows of any width and alignment, one block to a row.
 template <class T, bool LAYER> __device__ __forceinline__ void backward_long(const NormBackwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
     __shared__ Pair shared[32];
@@ -200,7 +201,7 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long(con
     }
 }
 
-// Parts of dγ and dβ of such rows: a thread to a column, blockIdx.y is the group of rows.
+// Partial sums of dγ and dβ for such rows: one thread to a column, blockIdx.y is the group of rows.
 template <class T, bool LAYER> __device__ __forceinline__ void backward_long_parts(const NormBackwardArgs& a) {
     const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at >= a.width) return;

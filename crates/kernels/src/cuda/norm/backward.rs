@@ -1,15 +1,17 @@
-use super::{Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
+//! Backward pass of LayerNorm and RMSNorm.
+
+use super::{Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
 use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormBackward};
 use ferrotron_tensor::{DType, Result, Stream, read, write};
 
-/// Pieces of a row a thread holds at most, and threads of a block.
+/// Chunks of a row that a thread has at most, and threads of a block.
 const MAX_CHUNKS: usize = 3;
 const THREADS: usize = 512;
-/// Blocks at most, each of which leaves a part: they fill a card of 132 multiprocessors. As many on any card: the
-/// order of sums depends on it.
+/// Blocks at most, each with a partial sum: a full wave on 132 SMs. The same on every GPU, because the order of sums
+/// depends on it.
 const PARTS: usize = 132;
 
 kernel_args! {
@@ -48,16 +50,16 @@ kernel_args! {
     }
 }
 
-/// Parts of the gradient of a gain: blocks that share the rows, each as many.
+/// Partial sums of the gain's gradient: blocks that share the rows equally.
 pub(super) fn groups(dtype: DType, rows: usize, width: usize) -> usize {
     let teams = Teams::of(dtype, width, MAX_CHUNKS, THREADS).map_or(1, |t| t.count);
     let all = rows.div_ceil(teams);
     all.div_ceil(all.div_ceil(PARTS).max(1))
 }
 
-/// The kernel for a number of pieces, and the stages of its ring.
-fn held(op: &'static str, dtype: DType, layer: bool, pieces: usize) -> Result<(Kernel, usize)> {
-    Ok(match (pieces, layer) {
+/// The kernel for a number of chunks, and its prefetch stages.
+fn kernel_for_chunks(op: &'static str, dtype: DType, layer: bool, chunks: usize) -> Result<(Kernel, usize)> {
+    Ok(match (chunks, layer) {
         (1, false) => (typed!(op, dtype, "norm/backward", "rms_backward_1")?, 4),
         (1, true) => (typed!(op, dtype, "norm/backward", "layer_backward_1")?, 4),
         (2, false) => (typed!(op, dtype, "norm/backward", "rms_backward_2")?, 3),
@@ -67,8 +69,8 @@ fn held(op: &'static str, dtype: DType, layer: bool, pieces: usize) -> Result<(K
     })
 }
 
-/// For any rows: the kernel for `dx`, and the one for the parts.
-fn long(op: &'static str, dtype: DType, layer: bool) -> Result<[Kernel; 2]> {
+/// For rows of any width: the kernel for `dx`, and the one for the partial sums.
+fn any_width(op: &'static str, dtype: DType, layer: bool) -> Result<[Kernel; 2]> {
     Ok(if layer {
         [
             typed!(op, dtype, "norm/backward", "layer_backward_long")?,
@@ -89,7 +91,7 @@ impl CudaKernels {
         let [x_rows, dy_rows, dx_rows] = n.check(OP, norm, |rows, width| groups(dtype, rows, width))?;
         let rows = x_rows.count();
         let width = columns(OP, x_rows.width)?;
-        let [general, general_parts] = long(OP, dtype, norm.subtract_mean)?;
+        let [general, general_parts] = any_width(OP, dtype, norm.subtract_mean)?;
         if x_rows.elements() == 0 {
             return Ok(());
         }
@@ -137,7 +139,7 @@ impl CudaKernels {
             }
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let Some(teams) = Teams::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) else {
-                let threads = threads_of_long(dtype, x_rows.width);
+                let threads = threads_for_any_width(dtype, x_rows.width);
                 self.launch_kernel(
                     l,
                     general,
@@ -148,7 +150,7 @@ impl CudaKernels {
                 let grid = LaunchConfig { blocks: [across, groups, 1], threads: 256, shared: 0 };
                 return self.launch_kernel(l, general_parts, grid, &a);
             };
-            let (kernel, stages) = held(OP, dtype, norm.subtract_mean, teams.pieces)?;
+            let (kernel, stages) = kernel_for_chunks(OP, dtype, norm.subtract_mean, teams.chunks)?;
             a.lanes = teams.lanes as u32;
             let shared = teams.ring(stages, 3) as u32;
             let grid = LaunchConfig { blocks: [groups, 1, 1], threads: teams.threads() as u32, shared };

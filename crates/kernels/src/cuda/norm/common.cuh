@@ -1,20 +1,18 @@
-// What LayerNorm and RMSNorm share forward and backward: y = (x − µ)·r·g (+ b), r = 1/√(mean((x − µ)²) + eps),
-// µ = 0 for RMSNorm.
+// LayerNorm and RMSNorm: y = (x − µ)·r·g (+ b), r = 1/√(mean((x − µ)²) + eps), µ = 0 for RMSNorm.
 //
-// A team of `lanes` threads has a row: part of a warp (a power of two) for heads, whole warps otherwise. Each thread
-// has CHUNKS pieces of 16 bytes of it. Blocks stay and take row after row; the rows to come are copied to shared
-// memory meanwhile, to the thread that will need them, so nobody waits for anybody to use them. Which thread has which
-// column follows from the width alone: the bits do not depend on strides or alignment.
+// A team of `lanes` threads has a row: a part of a warp (a power of two) for rows as short as heads, full warps
+// otherwise. Each thread has CHUNKS 16-byte chunks of it. Persistent blocks loop over rows and prefetch the next ones
+// by cp.async into shared memory, each thread its own chunks, so that no synchronization is needed to read them. Which
+// thread has which column follows from the width alone: results do not depend on strides or alignment.
 #pragma once
 #include "prelude.cuh"
 
-//
-// All that needs rows of whole, aligned pieces. Other rows, and those too wide for registers, have kernels that read
-// a row again for each of its sums.
+// That needs rows of aligned 16-byte chunks. Other rows, and rows too wide for registers, have kernels that read a row
+// again for each of its sums.
 
 enum Flag : u32 { CENTRED = 1, VECTORIZED = 2, VECTORIZED_GAIN = 4 };
 
-// Row `r` of groups of `inner` rows, found once for all views.
+// Row index split into groups of `inner` rows, once for all views.
 struct Place {
     i64 outer, inner;
     __device__ __forceinline__ i64 start(i64 outer_stride, i64 inner_stride) const {
@@ -23,13 +21,14 @@ struct Place {
 };
 __device__ __forceinline__ Place place(i64 row, i64 inner) {
     if (inner == 1) return {row, 0};
-    // 64-bit division costs more than the rest of a short row.
+    // 64-bit division would cost more than the rest of a short row.
     if (((row | inner) >> 32) == 0) return {u32(row) / u32(inner), u32(row) % u32(inner)};
     return {row / inner, row % inner};
 }
 
-// Two sums over a team, in every thread of it, in a fixed order. `shared` is for this team and this turn: two numbers
-// for each warp. What was there two turns ago has been read by all: everyone has met once since.
+// Two sums over a team, in every thread of it, in a fixed order. `shared` belongs to this team and this iteration, two
+// floats per warp. It is double-buffered: what was written two iterations ago has been read, because all have
+// synchronized since.
 struct Pair {
     float x, y;
 };
@@ -65,7 +64,7 @@ template <class T> __device__ __forceinline__ void store_chunk(u64 base, i64 at,
     *reinterpret_cast<Packed<T>*>(reinterpret_cast<T*>(base) + at) = p;
 }
 
-// The rows to come: each thread's own pieces of TENSORS rows, STAGES deep.
+// The prefetch buffer: each thread's own chunks of TENSORS rows, STAGES deep.
 extern __shared__ uint4 waiting[];
 
 template <class T, int TENSORS, int CHUNKS, int STAGES> struct Ring {
@@ -73,13 +72,13 @@ template <class T, int TENSORS, int CHUNKS, int STAGES> struct Ring {
     __device__ __forceinline__ static uint4* slot(u32 stage, int tensor, int c) {
         return waiting + ((stage * TENSORS + tensor) * CHUNKS + c) * blockDim.x + threadIdx.x;
     }
-    // Into the stage that was used last; `next` moves on.
+    // Prefetches into the stage used last; `next` advances.
     __device__ __forceinline__ void prefetch(int tensor, int c, const T* from) const {
         const u32 to = u32(__cvta_generic_to_shared(slot(stage == 0 ? STAGES - 1 : stage - 1, tensor, c)));
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     }
     __device__ __forceinline__ static void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-    // Waits until the oldest is here.
+    // Waits until the oldest stage has arrived.
     __device__ __forceinline__ static void wait() {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
     }

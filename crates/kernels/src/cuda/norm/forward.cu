@@ -25,7 +25,7 @@ template <class T> __device__ __forceinline__ void add_all(float& total, const P
     for (int i = 0; i < V; i++) total += v[i];
 }
 
-// x + residual, rounded to the element type: what is stored is what is normalised.
+// x + residual, rounded to the element type: what is stored is what is normalized.
 template <class T> __device__ __forceinline__ Packed<T> added(const Packed<T>& x, const Packed<T>& residual) {
     constexpr int V = VecWidth<T>::count;
     float v[V], r[V];
@@ -60,13 +60,13 @@ __device__ __forceinline__ void store_statistics(const NormForwardArgs& a, i64 r
     reinterpret_cast<float*>(a.rstd)[row] = r;
 }
 
-// ADD: sum = x + residual first; x, residual and sum are laid out alike. Many short blocks are faster then, few that
-// stay otherwise: the one wants few registers, the other few instructions, so what is unpacked is kept or not.
-// MEASURED: the largest magnitude of y, too.
+// ADD: normalizes sum = x + residual, which is stored, too; x, residual and sum have the same strides. Then many short
+// blocks are fastest, otherwise few persistent ones: the former need few registers, the latter few instructions, so
+// unpacked values are recomputed or kept. WITH_AMAX: raises the amax of y.
 template <class T, int CHUNKS, bool ADD, int STAGES, bool WITH_AMAX = false>
 __device__ __forceinline__ void forward(const NormForwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
-    // For both sums of a row, and for the next row's.
+    // Two sums of a row, double-buffered.
     __shared__ Pair shared[2][2][32];
     const u32 lanes = a.lanes, team = threadIdx.x / lanes, lane = threadIdx.x - team * lanes;
     const u32 teams = blockDim.x / lanes;
@@ -102,7 +102,8 @@ __device__ __forceinline__ void forward(const NormForwardArgs& a) {
         if (has(c)) gamma[c] = load_chunk<T>(a.gamma, column(c));
         if (has(c) && a.beta) beta[c] = load_chunk<T>(a.beta, column(c));
     }
-    // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
+    // All teams of a block run equally many iterations, the last perhaps without a row, because they synchronize in
+    // the reductions.
     u32 turn = 0;
     float most = 0.0f;
     for (i64 base = i64(blockIdx.x) * teams; base < a.rows; base += step, row += step, turn ^= 1) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void forward(const NormForwardArgs& a) {
     if (WITH_AMAX) block_atomic_amax(a.amax, most);
 }
 
-// Any row, a block to each: read once for each sum and once more for the result.
+// Rows of any width and alignment, one block to a row, which is read once for each sum and once more for the result.
 template <class T, bool ADD, bool WITH_AMAX = false>
 __device__ __forceinline__ void forward_long(const NormForwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
@@ -176,7 +177,7 @@ __device__ __forceinline__ void forward_long(const NormForwardArgs& a) {
         T* sum = reinterpret_cast<T*>(a.sum) + from;
         for (i32 at = first; at < a.width; at += step)
             store_guarded(sum, at, a.width, vectorized, added(load_guarded(x, at, a.width, vectorized), load_guarded(residual, at, a.width, vectorized)));
-        // Each thread reads what it wrote itself.
+        // Each thread reads back what it wrote itself.
         x = sum;
     }
     float mean = 0.0f, squares = 0.0f;

@@ -1,4 +1,6 @@
-use super::{CENTRED, Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
+//! LayerNorm and RMSNorm, optionally with a residual sum and the amax of the output.
+
+use super::{CENTRED, Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
 use crate::cpu::rows::Rows;
 use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
@@ -6,9 +8,9 @@ use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormForward};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
-/// Pieces of a row a thread holds at most.
+/// Chunks of a row that a thread has at most.
 const MAX_CHUNKS: usize = 4;
-/// Multiprocessors of the card that the numbers below were found on. Other numbers change no result.
+/// SMs of the GPU that the numbers below were tuned on. They affect no result.
 const PROCESSORS: usize = 132;
 
 /// Threads of a block.
@@ -20,11 +22,10 @@ fn threads(dtype: DType, width: usize, add: bool) -> usize {
     }
 }
 
-/// Blocks for so many rows: that stay until all is done, each with as many rows, or, where a sum is formed too, short
-/// ones.
+/// Blocks for so many rows: persistent ones with equal shares, or, with a residual sum, short ones.
 fn count(teams: Teams, rows: usize, add: bool) -> usize {
     let all = rows.div_ceil(teams.count);
-    let turns = match (add, teams.lanes > 32, teams.pieces) {
+    let turns = match (add, teams.lanes > 32, teams.chunks) {
         (true, true, _) => 1,
         (true, false, _) => 2,
         (false, _, 1) => all.div_ceil(3 * PROCESSORS),
@@ -70,7 +71,7 @@ kernel_args! {
     }
 }
 
-/// What both forward kernels are given; `fused` are the residual and the sum.
+/// Arguments of both forward kernels; `fused` are the residual and the sum.
 pub(super) struct Forward<'a> {
     pub(super) op: &'static str,
     pub(super) norm: Norm,
@@ -78,13 +79,13 @@ pub(super) struct Forward<'a> {
     pub(super) x_rows: Rows,
     pub(super) y_rows: Rows,
     pub(super) fused: Option<[&'a Tensor; 2]>,
-    /// Where the largest magnitude of y goes; of bf16 only.
+    /// Raised to the amax of y; bf16 only.
     pub(super) amax: Option<&'a Tensor>,
 }
 
-/// The kernel for a number of pieces, and the stages of its ring.
-fn held(op: &'static str, dtype: DType, add: bool, pieces: usize) -> Result<(Kernel, usize)> {
-    Ok(match (pieces, add) {
+/// The kernel for a number of chunks, and its prefetch stages.
+fn kernel_for_chunks(op: &'static str, dtype: DType, add: bool, chunks: usize) -> Result<(Kernel, usize)> {
+    Ok(match (chunks, add) {
         (1, false) => (typed!(op, dtype, "norm/forward", "norm_1")?, 4),
         (1, true) => (typed!(op, dtype, "norm/forward", "add_norm_1")?, 4),
         (2, false) => (typed!(op, dtype, "norm/forward", "norm_2")?, 4),
@@ -96,7 +97,7 @@ fn held(op: &'static str, dtype: DType, add: bool, pieces: usize) -> Result<(Ker
     })
 }
 
-fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
+fn any_width(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
     if add {
         typed!(op, dtype, "norm/forward", "add_norm_long")
     } else {
@@ -104,7 +105,7 @@ fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
     }
 }
 
-/// The kernel that takes the largest magnitude as well, of one for bf16.
+/// The bf16 kernel that also computes the amax, if it is wanted.
 fn with_amax(kernel: Kernel, wanted: bool) -> Kernel {
     let name = match kernel.name {
         name if !wanted => name,
@@ -128,7 +129,7 @@ impl CudaKernels {
         let Forward { op, norm, n, x_rows, y_rows, fused, amax } = *f;
         let (dtype, rows) = (n.x.dtype(), x_rows.count());
         let width = columns(op, x_rows.width)?;
-        let general = with_amax(long(op, dtype, fused.is_some())?, amax.is_some());
+        let general = with_amax(any_width(op, dtype, fused.is_some())?, amax.is_some());
         if x_rows.elements() == 0 {
             return Ok(());
         }
@@ -176,11 +177,11 @@ impl CudaKernels {
             let teams = Teams::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let Some(teams) = teams.filter(|_| aligned) else {
-                let threads = threads_of_long(dtype, x_rows.width);
+                let threads = threads_for_any_width(dtype, x_rows.width);
                 let grid = LaunchConfig { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
                 return self.launch_kernel(l, general, grid, &a);
             };
-            let (kernel, stages) = held(op, dtype, add, teams.pieces)?;
+            let (kernel, stages) = kernel_for_chunks(op, dtype, add, teams.chunks)?;
             let kernel = with_amax(kernel, amax.is_some());
             a.lanes = teams.lanes as u32;
             let grid = LaunchConfig {

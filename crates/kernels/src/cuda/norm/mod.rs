@@ -1,4 +1,4 @@
-//! LayerNorm and RMSNorm: which threads have which part of a row.
+//! LayerNorm and RMSNorm: partition of rows over threads.
 
 pub(super) mod backward;
 pub(super) mod forward;
@@ -14,60 +14,60 @@ const CENTRED: u32 = 1;
 const VECTORIZED: u32 = 2;
 const VECTORIZED_GAIN: u32 = 4;
 
-/// The threads of a block, in teams that have a row each, every thread with so many 16-byte pieces of it. Follows from
+/// The threads of a block in teams that have a row each, every thread with so many 16-byte chunks of it. Depends on
 /// the width alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Teams {
-    pieces: usize,
+    chunks: usize,
     lanes: usize,
     count: usize,
 }
 
 impl Teams {
-    /// Teams in blocks of about `threads`, of up to `most` pieces a thread; none where rows are too wide for that, or
-    /// do not consist of whole pieces.
+    /// Teams in blocks of about `threads`, of up to `most` chunks a thread; none where rows are too wide, or not a
+    /// multiple of a chunk.
     fn of(dtype: DType, width: usize, most: usize, threads: usize) -> Option<Teams> {
         let vec_width = vec_width(dtype);
         if width == 0 || !width.is_multiple_of(vec_width) {
             return None;
         }
         let all = width / vec_width;
-        let lanes = |pieces: usize| match all.div_ceil(pieces) {
-            // Heads: several share a warp.
-            few @ ..=16 if pieces == 1 => few.next_power_of_two(),
+        let lanes = |chunks: usize| match all.div_ceil(chunks) {
+            // Rows as short as heads: several share a warp.
+            few @ ..=16 if chunks == 1 => few.next_power_of_two(),
             many => many.next_multiple_of(32),
         };
-        // As few threads without work as possible; then, as few threads.
-        let pieces = (1..=most)
+        // As few idle threads as possible; then, as few threads.
+        let chunks = (1..=most)
             .rev()
-            .filter(|pieces| lanes(*pieces) <= 512)
-            .min_by_key(|pieces| lanes(*pieces) * pieces)?;
-        let lanes = lanes(pieces);
-        Some(Teams { pieces, lanes, count: (threads / lanes).max(1) })
+            .filter(|chunks| lanes(*chunks) <= 512)
+            .min_by_key(|chunks| lanes(*chunks) * chunks)?;
+        let lanes = lanes(chunks);
+        Some(Teams { chunks, lanes, count: (threads / lanes).max(1) })
     }
 
     fn threads(self) -> usize {
         self.lanes * self.count
     }
 
-    /// Bytes of a ring of so many stages of so many tensors.
+    /// Bytes of a prefetch ring of so many stages of so many tensors.
     fn ring(self, stages: usize, tensors: usize) -> usize {
-        self.threads() * self.pieces * 16 * stages * tensors
+        self.threads() * self.chunks * 16 * stages * tensors
     }
 }
 
-/// Threads of a block that reads a row of `width` again and again.
-fn threads_of_long(dtype: DType, width: usize) -> u32 {
+/// Threads of a block of the kernels for any width.
+fn threads_for_any_width(dtype: DType, width: usize) -> u32 {
     width.div_ceil(vec_width(dtype)).next_multiple_of(32).min(1024) as u32
 }
 
-/// An argument that may be absent: its address, or 0.
+/// Address of an optional argument, or 0.
 fn optional(l: &Launch, i: Option<usize>) -> Result<u64> {
     i.map_or(Ok(0), |i| l.address(i))
 }
 
 impl super::CudaKernels {
-    /// The norm; with `amax`, of bf16 only, the largest magnitude of it as well.
+    /// Norm of `n.x`; with `amax` (bf16 only) also raises the amax of the output.
     pub(super) fn norm(&self, s: &Stream, norm: Norm, n: &NormForward, amax: Option<&Tensor>) -> Result<()> {
         const OP: &str = "norm_forward";
         let [x_rows, y_rows] = crate::checks::rows_of(OP, [n.x, n.y])?;
@@ -75,7 +75,7 @@ impl super::CudaKernels {
         self.launch_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None, amax })
     }
 
-    /// The same of `sum = n.x + residual`.
+    /// Norm of `sum = n.x + residual`.
     pub(super) fn add_norm(
         &self,
         s: &Stream,
@@ -158,16 +158,16 @@ mod tests {
             for width in 1..20_000 {
                 let Some(t) = Teams::of(dtype, width, 3, 512) else { continue };
                 let all = width / vec_width(dtype);
-                assert!(t.lanes * t.pieces >= all, "{width}: {t:?}");
+                assert!(t.lanes * t.chunks >= all, "{width}: {t:?}");
                 assert!(t.lanes.is_multiple_of(32) || (t.lanes.is_power_of_two() && t.lanes < 32));
-                // Warps are whole, and so many barriers exist.
+                // Full warps, and a named barrier for each team.
                 assert!(t.threads().is_multiple_of(32) && t.threads() <= 512, "{width}: {t:?}");
                 assert!(t.lanes <= 32 || t.count < 16, "{width}: {t:?}");
             }
         }
-        assert_eq!(Teams::of(DType::BF16, 768, 3, 512), Some(Teams { pieces: 3, lanes: 32, count: 16 }));
-        assert_eq!(Teams::of(DType::BF16, 4096, 3, 512), Some(Teams { pieces: 2, lanes: 256, count: 2 }));
-        assert_eq!(Teams::of(DType::BF16, 128, 3, 512), Some(Teams { pieces: 1, lanes: 16, count: 32 }));
+        assert_eq!(Teams::of(DType::BF16, 768, 3, 512), Some(Teams { chunks: 3, lanes: 32, count: 16 }));
+        assert_eq!(Teams::of(DType::BF16, 4096, 3, 512), Some(Teams { chunks: 2, lanes: 256, count: 2 }));
+        assert_eq!(Teams::of(DType::BF16, 128, 3, 512), Some(Teams { chunks: 1, lanes: 16, count: 32 }));
         assert_eq!(Teams::of(DType::BF16, 100, 3, 512), None);
         assert_eq!(Teams::of(DType::BF16, 12_296, 3, 512), None);
     }

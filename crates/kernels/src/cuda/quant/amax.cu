@@ -1,15 +1,15 @@
-// Largest magnitudes, and the scales of delayed scaling that follow from them.
+// amax of tensors, and scales of delayed scaling from amax histories.
 #include "amax.cuh"
 #include "args/quant_amax.cuh"
 #include "quant/common.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-// Rows of a warp that are on their way together.
+// Rows of a warp whose loads are in flight together.
 constexpr int AHEAD = 8;
 
 
-// One block: 32 lanes of 8 columns each, AHEAD rows of every warp.
+// One block: a lane has 8 columns, a warp IN_FLIGHT rows.
 template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 column = (i64(blockIdx.x % a.across) * 32 + lane) * 8;
@@ -48,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_f16(const AmaxArgs a)
 
 constexpr int GROUPS = 16;
 
-// One block: 32 tensors, lanes across them, warps down the history. history[0] is what this step saw; it joins at the
-// end, all others move up by one and the oldest, which was at 1, goes.
+// One block: 32 tensors, lanes across them, warps down the history. history[0] is this step's amax; it is appended at
+// the end, the others move up by one, and the oldest, at index 1, is dropped.
 extern "C" __global__ void __launch_bounds__(32 * GROUPS) delayed_update(const DelayedArgs a) {
     __shared__ float most[GROUPS][32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * GROUPS) delayed_update(const D
     const float own = here ? history[0] : 0.0f;
     const float agreed = here ? reinterpret_cast<const float*>(a.reduced)[t] : 0.0f;
     const float last = agreed != 0.0f ? agreed : own;
-    // Nothing was seen: the tensor was not quantized in this step.
+    // An amax of 0: the tensor was not quantized in this step.
     const bool moves = here && last != 0.0f;
     float m = last;
     for (i64 i0 = 1; i0 < a.len; i0 += 4 * GROUPS) {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * GROUPS) delayed_update(const D
             h[u] = moves && i < a.len ? history[i * a.n] : 0.0f;
             m = fmaxf(m, h[u]);
         }
-        // Nobody writes a row that another has yet to read.
+        // All rows of this round are read before any is overwritten.
         __syncthreads();
 #pragma unroll
         for (int u = 0; u < 4; u++) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * GROUPS) delayed_update(const D
     if (warp != 0 || !moves) return;
 #pragma unroll
     for (int w = 0; w < GROUPS; w++) m = fmaxf(m, most[w][lane]);
-    // Where the history is one row long it is this one, which starts anew.
+    // With a history of one row, that row is reset.
     history[(a.len - 1) * a.n] = last;
     history[0] = 0.0f;
     if (a.most_recent) m = last;

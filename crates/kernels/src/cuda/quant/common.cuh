@@ -1,8 +1,8 @@
-// Eight-bit floats: what all kernels on them share.
+// FP8 formats: scales, conversion, and packed loads.
 #pragma once
 #include "prelude.cuh"
 
-// The largest finite number of a type.
+// Largest finite value of a type.
 template <class T> struct MaxFinite;
 template <> struct MaxFinite<float> {
     static constexpr u32 bits = 0x7f7fffffu;
@@ -14,11 +14,11 @@ template <> struct MaxFinite<f16> {
     static constexpr u32 bits = 0x477fe000u;
 };
 
-// The largest numbers of E4M3 and E5M2.
+// Largest values of E4M3 and E5M2.
 __device__ __forceinline__ float fp8_max(u32 e5m2) { return e5m2 ? 57344.0f : 448.0f; }
 
-// What brings numbers of magnitude up to `amax` into a format: largest/amax. `instead` of infinity; 1 where there is
-// nothing to go by. A division as IEEE has it: every home finds the same bits.
+// Scale that maps magnitudes up to `amax` into a format: largest/amax; `instead` where that is infinite; 1 where amax
+// is 0, infinite or NaN. IEEE division: CPU and GPU find the same bits.
 __device__ __forceinline__ float scale_of(float amax, float largest, u32 pow2, float instead) {
     const float infinity = __uint_as_float(0x7f800000u);
     if (!(amax > 0.0f) || amax == infinity) return 1.0f;
@@ -27,21 +27,21 @@ __device__ __forceinline__ float scale_of(float amax, float largest, u32 pow2, f
     return pow2 ? __uint_as_float(__float_as_uint(s) & 0xff800000u) : s;
 }
 
-// One number in M bits of mantissa with exponent bias B, for cards without an instruction for it: to nearest even,
-// what is beyond `most` becomes that, NaN stays.
+// Converts to M bits of mantissa with exponent bias B on GPUs without an FP8 instruction: rounds to nearest even,
+// saturates at `most`, NaN stays.
 template <int M, int B> __device__ __forceinline__ u32 encode_fp8_software(float x, float most) {
     const u32 sign = __float_as_uint(x) >> 24 & 0x80u;
     if (x != x) return sign | 0x7fu;
     const float y = fminf(fabsf(x), most);
     const u32 bits = __float_as_uint(y);
-    // Below the smallest normal number all are multiples of one step; a carry out of them is that number.
+    // Subnormals are multiples of one step; a carry out of them gives the smallest normal number.
     const u32 small = __float2uint_rn(y * __uint_as_float(u32(127 - 1 + B + M) << 23));
     constexpr int DROP = 23 - M;
     const u32 normal = ((bits + (1u << (DROP - 1)) - 1 + (bits >> DROP & 1)) >> DROP) - (u32(127 - B) << M);
     return sign | (int(bits >> 23) - 127 < 1 - B ? small : normal);
 }
 
-// Four numbers as bytes, the first lowest.
+// Four values as bytes, the first lowest.
 __device__ __forceinline__ u32 encode_fp8_software(u32 e5m2, float x, float y, float z, float w) {
     const float v[4] = {x, y, z, w};
     u32 out = 0;
@@ -66,20 +66,20 @@ __device__ __forceinline__ u32 encode_fp8(u32 e5m2, float x, float y, float z, f
 #endif
 }
 
-// A byte's number. Both formats are halves with fewer bits; E4M3's exponent counts from another place, and its only
-// NaN is not where a half has one.
+// Converts FP8 to f32. Both formats are f16 with fewer bits; E4M3 has another exponent bias, and its only NaN has
+// another encoding.
 __device__ __forceinline__ float decode_fp8(u32 e5m2, u32 byte) {
     if (e5m2) return to_f32(f16{u16(byte << 8)});
     const float y = to_f32(f16{u16((byte & 0x80u) << 8 | (byte & 0x7fu) << 7)}) * 256.0f;
     return (byte & 0x7fu) == 0x7fu ? __uint_as_float(0x7fc00000u) : y;
 }
 
-// Eight neighbours of a row, as they lie in memory: registers hold nothing unpacked for longer than it is used.
+// Eight neighbouring elements of a row as in memory: they are unpacked only where they are used.
 template <class T> struct alignas(16) Pack8 {
     static constexpr int WORDS = 2 * sizeof(T);
     u32 word[WORDS];
     __device__ __forceinline__ float at(int i) const;
-    // Puts number i, of bits all zero so far.
+    // Sets element i, whose bits are zero so far.
     __device__ __forceinline__ void put(int i, T x);
 };
 template <> __device__ __forceinline__ float Pack8<float>::at(int i) const { return __uint_as_float(word[i]); }

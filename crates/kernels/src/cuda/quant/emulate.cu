@@ -1,5 +1,5 @@
-// MXFP8 and NVFP4 by emulation: numbers are rounded to the format and back, as cpu/quant/{mxfp8,nvfp4,hadamard}.rs do it,
-// bit for bit. A block of threads has a tile of 32 x 32 numbers, in which whole blocks of numbers share their scales.
+// Emulation of MXFP8 and NVFP4: values are rounded to the format and back, bit for bit as in
+// cpu/quant/{mxfp8,nvfp4,hadamard}.rs. A block has a tile of 32 × 32 elements, which holds whole scaling blocks.
 #include "amax.cuh"
 #include "args/quant_emulate.cuh"
 #include "philox.cuh"
@@ -8,7 +8,7 @@
 constexpr int SIDE = 32;
 constexpr int THREADS = 256;
 constexpr int EACH = SIDE * SIDE / THREADS;
-// Blocks of numbers in a tile, at most: 16 numbers each along an axis.
+// Scaling blocks in a tile at most: 16 elements each along one axis.
 constexpr int MOST = SIDE * SIDE / 16;
 
 
@@ -21,22 +21,22 @@ struct Shared {
 // 2^(code - 127).
 __device__ __forceinline__ float power_of(u32 code) { return __uint_as_float(code == 0 ? 0x400000u : code << 23); }
 
-// The smallest code of a power of two that is no less than x ≥ 0, as far as there is one.
+// The smallest E8M0 code whose power of two is not below x ≥ 0, saturated.
 __device__ __forceinline__ u32 power_above(float x) {
     const u32 bits = __float_as_uint(x), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
     const bool up = exponent == 0 ? mantissa > 0x400000u : mantissa != 0 && exponent < 0xfe;
     return min(exponent + (up ? 1u : 0u), 0xfeu);
 }
 
-// Steps of E2M1 around a magnitude.
+// Spacing of E2M1 around a magnitude.
 __device__ __forceinline__ float step_at(float x) { return x < 2.0f ? 0.5f : x < 4.0f ? 1.0f : 2.0f; }
-// The nearest number of E2M1, the even code of two; of what is no number the largest.
+// Rounds to E2M1, to nearest even; NaN becomes the largest value.
 __device__ __forceinline__ float round_e2m1(float x) {
     if (x != x) return 6.0f;
     const float y = fminf(fabsf(x), 6.0f), step = step_at(y);
     return copysignf(rintf(__fdiv_rn(y, step)) * step, x);
 }
-// One of the two around it: what a random part of the step brings it up to.
+// Stochastic rounding: adds a random part of the spacing and truncates.
 __device__ __forceinline__ float round_e2m1_stochastic(float x, u32 byte) {
     if (x != x) return 6.0f;
     const float y = fminf(fabsf(x), 6.0f);
@@ -44,10 +44,10 @@ __device__ __forceinline__ float round_e2m1_stochastic(float x, u32 byte) {
     return copysignf(fminf(floorf(__fdiv_rn(moved, step)) * step, 6.0f), x);
 }
 
-// The fixed signs, one bit each.
+// Fixed random signs of the Hadamard transform, one bit each.
 __device__ __forceinline__ float sign_of(int i) { return 0xd7e8u >> i & 1 ? -1.0f : 1.0f; }
 
-// Sixteen numbers, `step` apart, turned by Sylvester's matrix over 4 after the signs, or before them on the way back.
+// 16-point Hadamard transform of elements `step` apart, divided by 4: signs first, or last in the inverse.
 __device__ __forceinline__ void hadamard16(float* x, int step, bool back) {
     float v[16];
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ __forceinline__ void hadamard_tile(Shared& s, u32 way, int t, bool ba
         hadamard16(&s.tile[(t & 1) * 16][t >> 1], SIDE + 1, back);
 }
 
-// Where a thread's numbers are.
+// Coordinates of a thread's element.
 struct Position {
     i64 row, column;
     int i, j;
@@ -81,7 +81,7 @@ struct Position {
         row = i64(block / a.across) * SIDE + i, column = i64(block % a.across) * SIDE + j;
     }
     __device__ __forceinline__ bool inside(const EmulateArgs& a) const { return row < a.r && column < a.c; }
-    // The block of numbers it is in.
+    // Its scaling block.
     __device__ __forceinline__ int block(const EmulateArgs& a) const {
         return (i >> a.down) * (SIDE >> a.along) + (j >> a.along);
     }
@@ -96,7 +96,7 @@ template <class T> __device__ __forceinline__ void load_tile(const EmulateArgs& 
             p.inside(a) ? to_f32(reinterpret_cast<const T*>(a.x)[p.row * a.stride + p.column]) : 0.0f;
     }
 }
-// The pattern of a magnitude; NaN is passed over.
+// Bits of a magnitude; 0 for NaN.
 __device__ __forceinline__ u32 magnitude(float x) {
     const u32 bits = __float_as_uint(x) & 0x7fffffffu;
     return bits > 0x7f800000u ? 0u : bits;
@@ -178,7 +178,7 @@ template <class T> __device__ __forceinline__ void emulate(const EmulateArgs& a)
     store_tile<T>(a, s, blockIdx.x, t);
 }
 
-// The largest magnitude of what turning makes.
+// amax after the Hadamard transform.
 template <class T> __device__ __forceinline__ void hadamard_amax(const EmulateArgs& a) {
     __shared__ Shared s;
     const int t = threadIdx.x;

@@ -1,4 +1,4 @@
-//! Emulated formats on the card: the mirror of emulate.cu.
+//! Emulated MXFP8 and NVFP4.
 
 use super::input;
 use crate::cuda::args::kernel_args;
@@ -8,7 +8,7 @@ use crate::cuda::{CudaKernels, Kernel};
 use crate::quant::microscaling::{self, BlockAxis, EmulatedFormat};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
 
-/// As in emulate.cu: rows and columns of a tile, threads, and numbers that are turned together.
+/// As in emulate.cu: rows and columns of a tile, threads, and length of the Hadamard transform.
 const SIDE: usize = 32;
 const THREADS: u32 = 256;
 const TURNED: usize = 16;
@@ -45,7 +45,7 @@ kernel_args! {
     }
 }
 
-/// log2 of the rows and columns of a block of `2^n` numbers, or of `2^n x 2^n`.
+/// log2 of the rows and columns of a scaling block of `2^n` elements, or of `2^n × 2^n`.
 fn block(n: u32, along: BlockAxis, square: bool) -> [u32; 2] {
     let of = |axis| if square || along == axis { n } else { 0 };
     [of(BlockAxis::Cols), of(BlockAxis::Rows)]
@@ -71,7 +71,7 @@ impl CudaKernels {
             stride: view.outer_stride as i64,
             ..EmulateArgs::default()
         };
-        // Padding that is turned has random bytes of its own.
+        // Padding takes part in the Hadamard transform and has random bytes of its own.
         let (mut pitch, mut amax) = (c, None);
         match how {
             EmulatedFormat::Mxfp8 { format, along, square } => {

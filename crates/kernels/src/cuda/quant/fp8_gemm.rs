@@ -1,4 +1,4 @@
-//! Products of bytes: by cuBLASLt, in the way that proved fastest for the shape.
+//! FP8 GEMM: by cuBLASLt, with the algorithm autotuned for the shape.
 
 use crate::cuda::CudaKernels;
 use crate::cuda::cublaslt::{Epilogue, Fp8Operands, GemmKey};
@@ -8,18 +8,18 @@ use crate::quant::check::matrix;
 use crate::{Fp8Gemm, Fp8Tensor, GemmSizes, ScalingMode};
 use ferrotron_tensor::{Result, Stream, Tensor, read};
 
-/// Can the library read it? It wants whole sectors, of scales too where there are many.
+/// Whether the library can read it: data, and scales where there are many, aligned to 16 bytes.
 fn readable(b: &Fp8Tensor) -> bool {
     b.data.alignment() >= 16 && (b.scaling == ScalingMode::PerTensor || b.scale_inv.alignment() >= 16)
 }
 
 impl Fp8Gemm<'_> {
-    /// What the way to make it depends on.
+    /// The autotuning key.
     pub(super) fn key(&self, [m, n, k]: [usize; 3], ldc: usize) -> GemmKey {
         let (a, b) = (self.a, self.b);
-        // Padding is zeros: it adds nothing.
+        // Padding is zeros, and does not change the sum.
         let ld = a.data.shape()[1];
-        // The scales of a padded row are those of the row, unless there is a block more of them.
+        // The scales of a padded row are those of the row, unless padding adds a block.
         debug_assert_eq!(ld.div_ceil(crate::BLOCK), k.div_ceil(crate::BLOCK));
         GemmKey {
             sizes: GemmSizes { m, n, k: ld, lda: ld, ldb: ld, ldc },
@@ -51,7 +51,7 @@ impl CudaKernels {
             && readable(g.b)
             && rows_aligned16(g.c, ldc)
             && g.bias.is_none_or(|t| rows_aligned16(t, 16));
-        // What is there is added before anything is rounded, the bias as well: the library does one of them.
+        // Bias and accumulation are added before rounding; the library can do only one of them.
         if k > 0 && fits && !(g.accumulate && g.bias.is_some()) {
             let o = Operands {
                 a: &g.a.data,

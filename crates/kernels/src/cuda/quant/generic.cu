@@ -1,4 +1,4 @@
-// Bytes as numbers again, and products of bytes in plain arithmetic: any sizes and alignments.
+// Dequantization, transposition, and GEMM of FP8 operands with FMA instructions: any sizes and alignments.
 #include "quant/matrix.cuh"
 
 // One block: a tile of 128 × 128; a thread has 16 columns of four rows of it.
@@ -56,14 +56,14 @@ extern "C" __global__ void __launch_bounds__(256) fp8_gemm_f32(const Fp8GemmArgs
 extern "C" __global__ void __launch_bounds__(256) fp8_gemm_bf16(const Fp8GemmArgs g) { gemm<bf16>(g); }
 
 
-// One block: a tile of 64 × 64 bytes of [r, c] becomes one of [c, r padded to 16].
+// One block: transposes a tile of 64 × 64 bytes of [r, c] into [c, r padded to 16].
 extern "C" __global__ void __launch_bounds__(256) transpose_fp8(const Fp8TransposeArgs a) {
     __shared__ u8 tile[64][68];
     const i64 row0 = i64(blockIdx.x / a.across) * 64, column0 = i64(blockIdx.x % a.across) * 64;
     const i64 pitch = (a.c + 15) / 16 * 16, to_pitch = (a.r + 15) / 16 * 16;
     const u8* from = reinterpret_cast<const u8*>(a.from);
     u8* to = reinterpret_cast<u8*>(a.to);
-    // Four bytes a thread each way; rows are padded to 16, so that a word never crosses the end of one.
+    // A thread moves four bytes each way. Rows are padded to 16 bytes, so that a word never crosses the end of one.
     const int x = threadIdx.x % 16 * 4, y = threadIdx.x / 16;
 #pragma unroll
     for (int i = y; i < 64; i += 16) {

@@ -1,4 +1,4 @@
-//! Bytes as numbers again, and products that the library refuses.
+//! Dequantization, transposition, and the FP8 GEMMs that cuBLASLt does not take.
 
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
@@ -7,7 +7,7 @@ use crate::quant::check::{check_transpose, matrix};
 use crate::{ALIGN, BLOCK, Fp8Gemm, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
-/// As in plain.cu and matrix.cuh.
+/// As in generic.cu and matrix.cuh.
 const THREADS: u32 = 256;
 const SIDE: usize = 64;
 
@@ -63,7 +63,7 @@ kernel_args! {
 }
 
 impl Fp8Matrix {
-    /// Bytes and scales are arguments `at` and `at + 1`.
+    /// Data and scales are arguments `at` and `at + 1`.
     pub(in crate::cuda) fn argument(l: &Launch, b: &Fp8Tensor, at: usize) -> Result<Fp8Matrix> {
         Ok(Fp8Matrix {
             data: l.address(at)?,
@@ -111,7 +111,7 @@ impl CudaKernels {
         let [r, c] = check_transpose(OP, q, out)?;
         let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
         s.launch(OP, &args, |l| {
-            // Padding of the result is zero, and its scale is written where there is nothing else to write.
+            // Padding of the result is zero, and the scale of an empty matrix is still written.
             let across = blocks(OP, c.max(1), SIDE)?;
             let args = Fp8TransposeArgs {
                 from: l.address(0)?,
@@ -129,7 +129,7 @@ impl CudaKernels {
         })
     }
 
-    /// A product of any sizes in plain arithmetic. It has a name of its own in profiles: nobody should meet it often.
+    /// Generic FP8 GEMM. It has a label of its own in profiles, because it is slow.
     pub(super) fn launch_generic_fp8_gemm(&self, s: &Stream, g: &Fp8Gemm, ldc: usize) -> Result<()> {
         let kernel = typed!("fp8_gemm", g.c.dtype(), "quant/generic", "fp8_gemm")?;
         let args = [

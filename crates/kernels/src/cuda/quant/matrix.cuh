@@ -1,11 +1,12 @@
-// A matrix of bytes with its scales, and tiles of products of two of them in plain arithmetic: any sizes and alignments.
+// FP8 matrices with their scales, and tiles of products of two of them with FMA instructions: any sizes and
+// alignments.
 #pragma once
 #include "args/quant_generic.cuh"
 #include "quant/common.cuh"
 
 constexpr int TILE = 128;
 
-// Where the scale of number (row, column) of a matrix [r, c] is: see Scaling in quant.rs.
+// Scale of element (row, column): see `ScalingMode` of the crate.
 
 __device__ __forceinline__ i64 pitch_of(const Fp8Matrix& m) { return (m.c + 15) / 16 * 16; }
 __device__ __forceinline__ float scale_at(const Fp8Matrix& m, i64 row, i64 column) {
@@ -20,13 +21,13 @@ constexpr int SIDE = 64;
 constexpr int DEEP = 16;
 constexpr int PITCH = SIDE + 1;
 
-// Some rows of a matrix.
+// A range of rows of a matrix.
 struct Part {
     Fp8Matrix all;
     i64 first, end;
 };
 
-// tile[p][i] = number (first + i, k0 + p) of a part, zero outside and from column k on.
+// tile[p][i] = element (first + i, k0 + p) of the range, zero outside it and from column k on.
 __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Part& x, i64 first, i64 k0, i64 k) {
 #pragma unroll
     for (int step = 0; step < SIDE * DEEP / 256; step++) {
@@ -40,8 +41,8 @@ __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Part
     }
 }
 
-// One block: the tile of SIDE × SIDE of c = a·bᵀ over columns `from` to `to` that starts at (row0, column0); each element is one
-// sum, in order.
+// One block: the SIDE × SIDE tile of c = a·bᵀ over columns from..to at (row0, column0); each element is one sum in
+// ascending order.
 template <class C>
 __device__ __forceinline__ void gemm_tile(const Part& a, const Part& b, i64 from, i64 to, i64 row0, i64 column0, C* c,
                                              i64 ldc, const bf16* bias, bool accumulate) {

@@ -1,16 +1,17 @@
-// Bytes of x and of xᵀ from one read of x. One block: a tile of 128 × 128, of which a thread has 8 × 8 numbers: it turns
-// its bytes in registers, and shared memory brings those of one column together.
+// Quantizes x to FP8, as it lies and transposed, in one pass over x. One block: a tile of 128 × 128, a thread 8 × 8
+// elements of it, which it transposes in registers; shared memory gathers the bytes of a column.
 #include "amax.cuh"
 #include "args/quantize.cuh"
 #include "quant/common.cuh"
 #include "quant/transpose.cuh"
 
-// Which numbers share a scale.
+// Which elements share a scale.
 enum Granularity { PER_TENSOR, BLOCK_1X128, BLOCK_128X128, PER_TENSOR_WITH_AMAX };
 
-// As ALL, of magnitudes that are yet to be measured: the blocks of a matrix wait for each other with their numbers in hand, so
-// that these are read once. All of them are on the card at once if it has room for so many: it starts blocks in their order. One
-// that has waited for so many cycles, as beside many others at work, finds the magnitude by itself.
+// PER_TENSOR_WITH_AMAX: as PER_TENSOR, but the amax is computed here. All blocks of a matrix publish their amax and
+// wait for each other with their elements in registers, so that x is read once. That is safe without a cooperative
+// launch: a block that has spun for SPIN_CYCLES, because not all blocks are resident, computes the amax of the whole
+// matrix itself.
 constexpr i64 SPIN_CYCLES = 2000000;
 
 template <class T> __device__ __forceinline__ float grid_amax(const QuantizeArgs& a, i64 matrix, u64 amax, float m, float* most) {
@@ -41,8 +42,7 @@ template <class T> __device__ __forceinline__ float grid_amax(const QuantizeArgs
 
 __device__ __forceinline__ i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
-// The largest of each of eight rows over the 16 lanes that share them, the rows dealt out: the lane's own is returned,
-// and is row (lane >> 1) & 7.
+// amax of each of eight rows over the 16 lanes that share them; the lane returns that of row (lane >> 1) & 7.
 __device__ __forceinline__ float max_of_rows(float (&m)[8], int lane) {
 #pragma unroll
     for (int n = 4; n > 0; n >>= 1) {
@@ -62,7 +62,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
     __shared__ alignas(16) float scales[2][TILE];
     __shared__ float most[32];
     const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4, warp = threadIdx.x >> 5;
-    // From the end: what was measured, or made, last is still in the cache.
+    // In descending order: what was written or measured last is still in the L2 cache.
     const u32 block = gridDim.x - 1 - blockIdx.x;
     const i64 matrix = gridDim.y - 1 - blockIdx.y;
     const i64 tile_c = i64(block % a.across) * TILE, tile_r = i64(block / a.across) * TILE;
@@ -134,7 +134,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
             const float inverse = __fdiv_rn(1.0f, scale);
             const i64 tr = tile_r / TILE, tc = tile_c / TILE;
             const i64 down = (a.r + TILE - 1) / TILE;
-            // The last tile of a line writes the padding behind it, too.
+            // The last tile of a line writes the padding behind it as well.
             if (a.rows && threadIdx.x < 4) {
                 const i64 pitch = up(a.across, 4), at = tc + threadIdx.x;
                 if (threadIdx.x == 0 || (tc == a.across - 1 && at < pitch))
@@ -170,7 +170,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
             }
         }
         __syncthreads();
-        // One half of the block has a row each, the other a column.
+        // Half of the threads have a row each, the other half a column.
         const int line = threadIdx.x & (TILE - 1);
         const bool of_rows = threadIdx.x < TILE;
         if (of_rows ? a.rows : a.cols) {
@@ -202,7 +202,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
     if (S == BLOCK_1X128 || a.parts)
 #pragma unroll
         for (int i = 0; i < 8; i++) opaque(v[i]);
-    // Bytes of row i: columns 0 to 3 and 4 to 7.
+    // FP8 of row i: columns 0 to 3 and 4 to 7.
     u32 low[8], high[8];
     if (S != BLOCK_1X128 || a.rows) {
         const i64 pitch = up(a.c, 16);

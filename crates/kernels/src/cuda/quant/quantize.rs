@@ -1,4 +1,4 @@
-//! Bytes of a matrix and of its transpose.
+//! Quantizes a matrix, as it lies and transposed.
 
 use super::input;
 use crate::cuda::args::kernel_args;
@@ -52,9 +52,9 @@ kernel_args! {
     }
 }
 
-/// Places of a launch's arguments.
+/// Positions of a launch's arguments.
 #[derive(Clone, Copy, Default)]
-struct Places {
+struct ArgPositions {
     rows: Option<usize>,
     cols: Option<usize>,
     scale: Option<usize>,
@@ -63,7 +63,7 @@ struct Places {
     parts: Option<usize>,
 }
 
-/// The kernel of a scaling.
+/// The kernel of a scaling mode.
 pub(super) fn kernel(op: &'static str, input: DType, scaling: ScalingMode) -> Result<Kernel> {
     match scaling {
         ScalingMode::PerTensor => input!(op, input, "quant/quantize", "quantize_tensor"),
@@ -77,7 +77,7 @@ impl CudaKernels {
         const OP: &str = "quantize";
         let (view, format) = q.check(OP)?;
         let (r, c) = (view.outer, view.width);
-        // One kernel scales both in one way; else each has its own.
+        // One kernel writes both orientations in the same scaling mode; otherwise each has a launch of its own.
         let one = match (q.rows, q.cols) {
             (Some(rows), Some(cols)) => rows.scaling == cols.scaling,
             _ => true,
@@ -87,7 +87,7 @@ impl CudaKernels {
             args.push(arg);
             args.len() - 1
         };
-        let mut at = Places::default();
+        let mut at = ArgPositions::default();
         let mut pow2 = false;
         match q.range {
             ScaleSource::Amax { amax, pow2: wanted } => (at.amax, pow2) = (Some(add(read(amax))), wanted),
@@ -96,7 +96,7 @@ impl CudaKernels {
             }
             ScaleSource::Blocks { pow2: wanted } => pow2 = wanted,
         }
-        // Bytes, and their scales behind them.
+        // Data, followed by scales.
         let mut output = |b: &'_ Fp8Tensor| (b.data.clone(), b.scale_inv.clone());
         let outputs = [q.rows.map(&mut output), q.cols.map(&mut output)];
         for (place, output) in [&mut at.rows, &mut at.cols].into_iter().zip(&outputs) {
@@ -145,7 +145,7 @@ impl CudaKernels {
                 vectorized_cols: aligned16(&[cols]).into(),
                 ..QuantizeArgs::default()
             };
-            // Of an empty matrix there is still the scale.
+            // An empty matrix still has a scale.
             let all = match (r * c, scaling) {
                 (0, ScalingMode::PerTensor) => 1,
                 _ => blocks(OP, down * c.div_ceil(BLOCK), 1)?,
@@ -160,14 +160,16 @@ impl CudaKernels {
                 self.launch_kernel(l, kernel(OP, q.x.dtype(), other)?, grid, &rest)?;
             }
             match (q.sums, at.sums) {
-                (Some((_, onto)), Some(sums)) => self.add_parts(l, a.parts, down, c, l.address(sums)?, onto),
+                (Some((_, onto)), Some(sums)) => {
+                    self.add_parts(l, a.parts, [down, c], l.address(sums)?, onto)
+                }
                 _ => Ok(()),
             }
         })
     }
 
     /// sums (+)= Σ of the rows of parts f32 `[down, c]`.
-    fn add_parts(&self, l: &Launch, parts: u64, down: usize, c: usize, sums: u64, onto: bool) -> Result<()> {
+    fn add_parts(&self, l: &Launch, parts: u64, [down, c]: [usize; 2], sums: u64, onto: bool) -> Result<()> {
         let args = ColumnArgs {
             x: parts,
             out: sums,

@@ -1,4 +1,4 @@
-//! Every way the library knows to multiply bytes must give the product; and what a layer's products cost.
+//! Every algorithm that the library offers must compute the FP8 GEMM; and a benchmark of a layer's FP8 GEMMs.
 
 use crate::cuda::CudaKernels;
 use crate::cuda::cublaslt::{GemmPointers, MatmulDesc};
@@ -9,16 +9,16 @@ use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
 };
 
-fn card() -> Option<(CudaKernels, Stream)> {
+fn gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
     }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
+    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
     None
 }
 
-/// Nearly normal numbers, some rows larger than others.
+/// Nearly normal values, some rows larger than others.
 fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
     let mut x = seed | 1;
     let mut draw = || {
@@ -29,7 +29,7 @@ fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
     (0..rows * cols).map(&mut one).collect()
 }
 
-fn bytes(s: &Stream, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
+fn empty_fp8(s: &Stream, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
     Fp8Tensor::empty(s, shape, format, scaling, Category::Workspace).unwrap()
 }
 
@@ -39,7 +39,7 @@ fn filled(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
 
 fn quantized(k: &CudaKernels, s: &Stream, x: &Tensor, format: DType, scaling: ScalingMode) -> Fp8Tensor {
     let shape = [x.shape()[0], x.shape()[1]];
-    let out = bytes(s, shape, format, scaling);
+    let out = empty_fp8(s, shape, format, scaling);
     let amax = filled(s, DType::F32, &[1]);
     k.amax(s, x, &amax).unwrap();
     let range = match scaling {
@@ -50,7 +50,7 @@ fn quantized(k: &CudaKernels, s: &Stream, x: &Tensor, format: DType, scaling: Sc
     out
 }
 
-/// The numbers that bytes stand for, by definition.
+/// Dequantized by definition.
 fn decoded(s: &Stream, b: &Fp8Tensor) -> Vec<f64> {
     let values: Vec<f64> = match b.data.dtype() {
         DType::E4M3 => s.download::<E4m3>(&b.data).unwrap().iter().map(|x| f64::from(x.decode())).collect(),
@@ -71,7 +71,7 @@ fn decoded(s: &Stream, b: &Fp8Tensor) -> Vec<f64> {
         .collect()
 }
 
-/// Each way of the library, twice, beside the plain sum; `fast` sums are only so exact.
+/// Runs each algorithm twice and compares it with the exact sum; `fast` accumulation is less accurate.
 fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
     let (a, b) = (decoded(s, g.a), decoded(s, g.b));
     let [m, n, deep] = g.check("fp8_gemm").unwrap();
@@ -120,7 +120,7 @@ fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
             let wanted: f64 = row.iter().zip(column).map(|(x, y)| x * y).sum::<f64>() + bias[i % n];
             let size: f64 = row.iter().zip(column).map(|(x, y)| (x * y).abs()).sum();
             let last = if g.c.dtype() == DType::BF16 { 2f64.powi(-8) } else { 2f64.powi(-24) };
-            // A matrix unit keeps 14 bits of the larger of what it adds; sums outside it keep f32's.
+            // The tensor core keeps 14 bits of the larger summand; promoted sums keep f32's.
             let room = 1.01 * last * wanted.abs() + size * 2f64.powi(-11);
             worst = worst.max(if ours.is_finite() { (ours - wanted).abs() / room } else { f64::INFINITY });
         }
@@ -131,7 +131,7 @@ fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
 
 #[test]
 fn every_algorithm_multiplies_fp8() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     use DType::{BF16, E4M3, E5M2, F32};
     use ScalingMode::{Block1x128 as Rows, Block128x128 as Tiles, PerTensor as Whole};
     let (m, n, deep) = (272, 400, 528);
@@ -162,7 +162,7 @@ fn every_algorithm_multiplies_fp8() {
     }
 }
 
-/// How a layer is made.
+/// Scaling recipe.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Recipe {
     Current,
@@ -170,8 +170,8 @@ enum Recipe {
     Block,
 }
 
-/// A linear map's matrices, and the bytes of them.
-struct Map {
+/// Operands of a linear layer.
+struct LinearLayer {
     x: Tensor,
     w: Tensor,
     dy: Tensor,
@@ -185,11 +185,11 @@ struct Pair {
     cols: Fp8Tensor,
 }
 
-/// Prints what the linear maps of a layer of a GPT of 5B cost: hidden 4096, 15872 tokens.
+/// Prints the times of the linear layers of a 5B GPT layer: hidden size 4096, 15872 tokens.
 #[test]
 #[ignore = "prints times"]
 fn bench_fp8_layer() {
-    let Some((k, s)) = card() else { return };
+    let Some((k, s)) = gpu() else { return };
     let tokens = 15872;
     let maps = [("qkv", 4096, 12288), ("proj", 4096, 4096), ("fc1", 4096, 16384), ("fc2", 16384, 4096)];
     let make = |seed, r: usize, c: usize| {
@@ -203,9 +203,9 @@ fn bench_fp8_layer() {
         }
         all
     };
-    let all: Vec<Map> = maps
+    let all: Vec<LinearLayer> = maps
         .iter()
-        .map(|(_, i, o)| Map {
+        .map(|(_, i, o)| LinearLayer {
             x: make(1, tokens, *i),
             w: make(2, *o, *i),
             dy: make(3, tokens, *o),
@@ -227,7 +227,7 @@ fn bench_fp8_layer() {
         all.sort_by(f64::total_cmp);
         all[3]
     };
-    let plain = |m: &Map, which: usize| {
+    let plain = |m: &LinearLayer, which: usize| {
         let (a, trans_a, b, trans_b, c) = [
             (&m.x, false, &m.w, true, &m.y),
             (&m.dy, false, &m.w, false, &m.dx),
@@ -237,7 +237,7 @@ fn bench_fp8_layer() {
     };
     let pair = |t: &Tensor, format, scaling| {
         let [r, c] = [t.shape()[0], t.shape()[1]];
-        Pair { rows: bytes(&s, [r, c], format, scaling), cols: bytes(&s, [c, r], format, scaling) }
+        Pair { rows: empty_fp8(&s, [r, c], format, scaling), cols: empty_fp8(&s, [c, r], format, scaling) }
     };
     let cast = |recipe: Recipe, x: &Tensor, p: &Pair| {
         let range = match recipe {
@@ -252,7 +252,7 @@ fn bench_fp8_layer() {
         let q = Quantize { x, range, rows: Some(&p.rows), cols: Some(&p.cols), sums: None };
         k.quantize(&s, &q).unwrap();
     };
-    let eight = |m: &Map, [x, w, dy]: [&Pair; 3], which: usize, fast: bool| {
+    let eight = |m: &LinearLayer, [x, w, dy]: [&Pair; 3], which: usize, fast: bool| {
         let (a, b, c, name) = [
             (&x.rows, &w.rows, &m.y, "gemm (output, fp8)"),
             (&dy.rows, &w.cols, &m.dx, "gemm (input gradient, fp8)"),
@@ -309,7 +309,7 @@ fn bench_fp8_layer() {
         });
         let again = best(&whole);
         println!(
-            "{recipe:?}: {layer:.2} ms a layer ({products:.2} products, {all_casts:.2} casts): {:.2} x, {:.2} x aux bf16 just after ({again:.2} ms)",
+            "{recipe:?}: {layer:.2} ms a layer ({products:.2} products, {all_casts:.2} casts): {:.2} x, {:.2} x relative to bf16 measured just after ({again:.2} ms)",
             base / layer,
             again / layer
         );

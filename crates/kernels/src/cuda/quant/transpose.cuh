@@ -1,4 +1,4 @@
-// Tiles of 128 × 128 bytes turned by a block of 256 threads, of which each has 8 × 8 of them.
+// Transposes tiles of 128 × 128 bytes with 256 threads, 8 × 8 bytes each.
 #pragma once
 #include "prelude.cuh"
 
@@ -7,7 +7,7 @@ constexpr int TILE = 128;
 // 8-byte units of a column of a tile.
 constexpr int UNITS = TILE / 8;
 
-// Four words of four bytes, turned.
+// 4×4 byte transpose.
 __device__ __forceinline__ void transpose4(u32& a, u32& b, u32& c, u32& d) {
     u32 ab = __byte_perm(a, b, 0x5140), ab2 = __byte_perm(a, b, 0x7362);
     u32 cd = __byte_perm(c, d, 0x5140), cd2 = __byte_perm(c, d, 0x7362);
@@ -15,8 +15,9 @@ __device__ __forceinline__ void transpose4(u32& a, u32& b, u32& c, u32& d) {
     c = __byte_perm(ab2, cd2, 0x5410), d = __byte_perm(ab2, cd2, 0x7632);
 }
 
-// A thread's bytes: row i of them is low[i], high[i]. They are turned in registers, and put into a tile in shared memory that
-// holds columns. Unit ty of a column lies at ty ^ tx: 16 lanes that write a unit of as many columns meet no bank twice.
+// A thread's 8 × 8 bytes, row i in low[i] and high[i], are transposed in registers and stored to a tile in shared
+// memory that holds columns. Unit ty of a column lies at ty ^ tx, so that the 16 lanes that store one unit of 16
+// columns use different banks.
 __device__ __forceinline__ void store_tile_transposed(uint2 (&tile)[TILE * UNITS], u32 (&low)[8], u32 (&high)[8], int tx, int ty) {
     transpose4(low[0], low[1], low[2], low[3]);
     transpose4(low[4], low[5], low[6], low[7]);
@@ -29,8 +30,8 @@ __device__ __forceinline__ void store_tile_transposed(uint2 (&tile)[TILE * UNITS
     }
 }
 
-// Columns of such a tile to rows of `to`, `pitch` bytes apart, a multiple of 16: the tile's (0, 0) goes to row `row`, byte `at`
-// of `rows` rows.
+// Writes the columns of such a tile to rows of `to`, `pitch` bytes apart (a multiple of 16): element (0, 0) of the
+// tile goes to row `row`, byte `at`, of `rows` rows.
 __device__ __forceinline__ void write_transposed(const uint2 (&tile)[TILE * UNITS], u8* to, i64 row, i64 at, i64 rows, i64 pitch,
                                              bool vectorized) {
 #pragma unroll

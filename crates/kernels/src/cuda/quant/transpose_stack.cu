@@ -1,4 +1,4 @@
-// Bytes of a stack of matrices the other way round. One block: a tile of 128 × 128 of one of them.
+// Transposes every FP8 matrix of a stack. One block: a tile of 128 × 128 of one of them.
 #include "args/transpose_stack.cuh"
 #include "quant/transpose.cuh"
 
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose_stack(const Tran
         if (blockIdx.x == 0 && threadIdx.x == 0) to_scale[matrix] = scale[matrix];
         return;
     }
-    // The last tile of a line writes the padding behind it, too.
+    // The last tile of a line writes the padding behind it as well.
     const i64 down = a.r / TILE, line = up(a.across, 4), to_line = up(down, 4), at = tr + threadIdx.x;
     if (threadIdx.x == 0 || (threadIdx.x < 4 && tr == down - 1 && at < to_line))
         to_scale[(matrix * a.across + tc) * to_line + at] =

@@ -1,7 +1,8 @@
-// Balancing losses: statistics of scores and their gradient.
+// Auxiliary load-balancing loss of the router: statistics of scores, and the gradient.
 //
-// Sums of scores are kept as whole numbers of 1/unit, which may be added in any order: scores are between 0 and 1, and `unit`
-// is the power of two at which a sum over all rows just fits. NaN is noted beside them.
+// Scores are summed in 64-bit fixed point in units of 1/unit, so that atomics in any order give the same sum: scores
+// are between 0 and 1, and `unit` is the power of two for which a sum over all rows just fits. NaN is flagged
+// separately.
 #include "args/router_losses.cuh"
 #include "router/common.cuh"
 
@@ -20,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) balance_total(const AuxLossArg
     reinterpret_cast<float*>(a.sums)[i] = reinterpret_cast<const u32*>(a.nan)[i] ? __int_as_float(0x7fc00000) : sum;
 }
 
-// Adds to the statistics of a cell.
+// Adds to the statistics of one (segment, expert).
 __device__ __forceinline__ void add_cell(const AuxLossArgs& a, i64 cell, float sum, u32 count) {
     if (sum != sum)
         reinterpret_cast<u32*>(a.nan)[cell] = 1;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void add_cell(const AuxLossArgs& a, i64 cell, float s
     if (count) atomicAdd(reinterpret_cast<u64*>(a.counts) + cell, u64(count));
 }
 
-// The segment of a row, negative where it does not count.
+// Segment of a row, negative where the row does not count.
 __device__ __forceinline__ i32 segment_of(const AuxLossArgs& a, i64 t) {
     const i32 segment = reinterpret_cast<const i32*>(a.segments)[t];
     if (segment < a.count) return segment;
@@ -40,8 +41,8 @@ __device__ __forceinline__ i32 segment_of(const AuxLossArgs& a, i64 t) {
 // Rows of a warp.
 constexpr int ROWS = 4;
 
-// A warp adds up neighbouring rows as long as they are of one segment. Where a whole block stayed in one, its warps are added up
-// first.
+// A warp accumulates neighbouring rows while they belong to one segment. If a whole block stays in one segment, its
+// warps are reduced first.
 template <int V, class T> __device__ __forceinline__ void balance(const AuxLossArgs& a) {
     constexpr int WARPS = Block<V>::warps;
     __shared__ float sums[WARPS][V * 32];
@@ -53,7 +54,7 @@ template <int V, class T> __device__ __forceinline__ void balance(const AuxLossA
     u32 count[V] = {};
     i32 current = -1;
     bool one = true;
-    // Through shared memory, or the code for every one of V columns would be there twice.
+    // Through shared memory: unrolled over V columns, this code would otherwise exist twice.
     auto put_down = [&]() {
 #pragma unroll
         for (int s = 0; s < V; s++) {
@@ -86,7 +87,7 @@ template <int V, class T> __device__ __forceinline__ void balance(const AuxLossA
         keys_of(x, a.experts, key);
 #pragma unroll 1
         for (i32 j = 0; j < a.k; j++) take_best(key);
-        // What was taken has no key left.
+        // Selected columns have key 0.
 #pragma unroll
         for (int s = 0; s < V; s++) count[s] += key[s] == 0;
     }

@@ -1,20 +1,20 @@
-// What kernels of the router share. One warp has one token: its lanes have columns (experts) lane, lane + 32, ..., V of them.
-// Columns that do not exist have the logit -inf.
+// What the router's kernels share. One warp has one token; a lane has experts lane, lane + 32, ..., V of them. Experts
+// that do not exist have the logit -inf.
 #pragma once
 #include "prelude.cuh"
 
-// Number of an expert or a segment that is not there.
+// Fault code of an expert or segment out of range.
 constexpr u32 FAULT_EXPERT = 3;
 
-// As crate::Score.
+// `ScoreFunction` of the crate.
 enum Score : i32 { SOFTMAX_OF_CHOSEN = 0, SOFTMAX = 1, SIGMOID = 2, SQRT_SOFTPLUS = 3 };
 
-// What keeps a sum of scores from 0.
+// Keeps a sum of scores from being 0.
 constexpr float EPS = 1e-20f;
 
 __device__ __forceinline__ float none() { return -__int_as_float(0x7f800000); }
 
-// Warps of a block: a block's sums of V columns for each warp must fit shared memory.
+// Warps of a block: V column sums for each warp must fit into shared memory.
 template <int V> struct Block {
     static constexpr int warps = V > 8 ? 4 : 8;
     static constexpr int threads = warps * 32;
@@ -26,25 +26,26 @@ template <int V, class T> __device__ __forceinline__ void load_row(const T* row,
     for (int s = 0; s < V; s++) x[s] = s * 32 + lane < experts ? to_f32(row[s * 32 + lane]) : none();
 }
 
-// A whole number that grows with x. NaN has 1: 0 is left for what is taken, or not there. Both zeros have the same.
+// An integer key that orders as x does. NaN has 1; 0 is reserved for selected and absent columns. Both zeros have the
+// same key.
 __device__ __forceinline__ u32 order(float x) {
     const u32 bits = __float_as_uint(x + 0.0f);
     return x != x ? 1u : bits ^ (u32(i32(bits) >> 31) | 0x80000000u);
 }
-// The value of such a number.
+// The value of a key.
 __device__ __forceinline__ float unordered(u32 key) {
     if (key <= 1) return __int_as_float(0x7fc00000);
     return __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
 }
 
-// Keys of columns that exist; 0 for others.
+// Keys of existing columns; 0 for others.
 template <int V> __device__ __forceinline__ void keys_of(const float (&x)[V], i32 experts, u32 (&key)[V]) {
     const i32 lane = threadIdx.x & 31;
 #pragma unroll
     for (int s = 0; s < V; s++) key[s] = s * 32 + lane < experts ? order(x[s]) : 0u;
 }
 
-// The column of the largest key, the smallest among equals, in every lane. Its key becomes 0.
+// The column of the largest key (the smallest index among equals), in every lane. Its key becomes 0.
 template <int V> __device__ __forceinline__ i32 take_best(u32 (&key)[V]) {
     const i32 lane = threadIdx.x & 31;
     u32 best = key[0];
@@ -70,21 +71,21 @@ template <int V> __device__ __forceinline__ float at_column(const float (&x)[V],
     return __shfl_sync(~0u, mine, c & 31);
 }
 
-// σ(x) and 1 - σ(x), neither losing digits to cancellation.
+// σ(x) and 1 - σ(x), without cancellation.
 __device__ __forceinline__ float sigmoid(float x, float& rest) {
     const float e = expf(-fabsf(x)), large = 1.0f / (1.0f + e), small = e / (1.0f + e);
     rest = x >= 0.0f ? small : large;
     return x >= 0.0f ? large : small;
 }
 
-// The score of a logit by itself; the logit where the score is a softmax.
+// Score of one logit; the logit itself where the score function is a softmax.
 __device__ __forceinline__ float alone(i32 score, float x) {
     float rest;
     if (score == SIGMOID) return sigmoid(x, rest);
     if (score == SQRT_SOFTPLUS) return sqrtf(x > 20.0f ? x : log1pf(expf(x)));
     return x;
 }
-// Its derivative, for scores that are no softmax.
+// Derivative of the score, where it is not a softmax.
 __device__ __forceinline__ float slope(i32 score, float x) {
     float rest, y = sigmoid(x, rest);
     if (score == SIGMOID) return y * rest;
@@ -93,7 +94,7 @@ __device__ __forceinline__ float slope(i32 score, float x) {
 
 __device__ __forceinline__ bool is_softmax(i32 score) { return score <= SOFTMAX; }
 
-// The largest of a row, and Σ exp(x - largest), in every lane. y = exp(x - largest).
+// The row's maximum and Σ exp(x - max), in every lane. y = exp(x - max).
 template <int V> __device__ __forceinline__ float exponentials(const float (&x)[V], i32 experts, float (&y)[V], float& sum) {
     const i32 lane = threadIdx.x & 31;
     float most = x[0];
@@ -110,7 +111,7 @@ template <int V> __device__ __forceinline__ float exponentials(const float (&x)[
     return most;
 }
 
-// Scores over all experts: a softmax, or each divided by their sum. Gives that sum (1 for a softmax).
+// Scores normalized over all experts: a softmax, or each divided by their sum. Returns that sum (1 for a softmax).
 template <int V> __device__ __forceinline__ float normalised(i32 score, const float (&x)[V], i32 experts, float (&y)[V]) {
     float sum = 0.0f;
     if (is_softmax(score)) {
@@ -128,7 +129,7 @@ template <int V> __device__ __forceinline__ float normalised(i32 score, const fl
     return is_softmax(score) ? 1.0f : sum;
 }
 
-// f32 and bf16 instances of a kernel `name(const Args)` made of the template `body<V, T>`, for up to 32·V experts.
+// Instances name_{4,8,32}_{f32,bf16} of the template `body<V, T>`, for up to 32·V experts.
 #define ROUTER_KERNEL(name, body, Args, V, T, type)                                                                   \
     extern "C" __global__ void __launch_bounds__(Block<V>::threads) name##_##V##_##type(const Args a) { body<V, T>(a); }
 #define ROUTER_KERNELS(name, body, Args)                                                                               \

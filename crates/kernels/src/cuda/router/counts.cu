@@ -1,4 +1,4 @@
-// Choices counted and dropped, and what follows from counts.
+// Token counts per expert, token dropping, auxiliary loss weights and expert biases.
 #include "args/router_counts.cuh"
 #include "router/common.cuh"
 #include "router/select.cuh"
@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(256) counts_clear(const TokenCountA
     if (e < a.experts) reinterpret_cast<i64*>(a.counts)[e] = 0;
 }
 
-// A thread has a row.
+// One thread to a row.
 extern "C" __global__ void __launch_bounds__(256) count_tokens(const TokenCountArgs a) {
     __shared__ u32 bins[1024];
     for (i32 e = threadIdx.x; e < a.experts; e += 256) bins[e] = 0;
@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(256) count_tokens(const TokenCountA
 }
 
 
-// A block has an expert. Entries (token·k + slot) of it are met in order; without probabilities those beyond the capacity go at
-// once, otherwise they are listed first.
+// One block to an expert, which visits its entries (token·k + slot) in order. Dropping by position removes those
+// beyond the capacity at once; dropping by probability lists them first.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) drop_over_capacity(const DropArgs a) {
     __shared__ u32 shared[32];
     const i32 expert = blockIdx.x;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) drop_over_capacity(c
     const i64* counts = reinterpret_cast<const i64*>(a.counts);
     const i64 n = counts[expert];
     if (n <= a.capacity) return;
-    // Below the entries, which are below 2^31.
+    // At most the number of entries, which is below 2³¹.
     const u32 capacity = u32(a.capacity);
     auto drop = [&](i64 i) { index[i] = -1, probs[i] = 0.0f; };
     u32 before;
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) drop_over_capacity(c
     }
     if (threadIdx.x == 0) atomicAdd(reinterpret_cast<u64*>(a.dropped), u64(n - a.capacity));
     if (!a.by_probability) return;
-    // The list is there for all.
+    // The list is complete.
     __syncthreads();
     u32 left;
     const u32 last = select(n, capacity - 1, [&](i64 i) { return order(probs[list[i]]); }, left);
@@ -102,7 +102,7 @@ template <class T> __device__ __forceinline__ T block_total(T x, T* shared) {
 }
 
 
-// One block. In f64 as on the CPU: counts go to millions, and are squared.
+// One block. In f64 as on the CPU: counts reach millions and are squared.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(const AuxLossWeightsArgs a) {
     __shared__ i64 whole[32];
     __shared__ double parts[32];
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(con
 }
 
 
-// One block, a thread for each expert. Whole numbers are compared: a mean would be rounded.
+// One block, one thread to an expert. Compares integers, because a mean would be rounded.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_expert_bias(const ExpertBiasArgs a) {
     __shared__ i64 whole[32];
     const bool mine = i32(threadIdx.x) < a.experts;

@@ -1,9 +1,9 @@
-// The gate of a router in f64: c[m, n] (+)= Σ_k a[m, k]·b[n, k], products and sums in f64, in order of k.
+// Router gate in f64: c[m, n] (+)= Σ_k a[m, k]·b[n, k], products and sums in f64 in order of k.
 #include "args/router_gate.cuh"
 
 constexpr int TILE = 64, DEPTH = 16, GATE_THREADS = 256;
 
-// TILE rows from `first`, DEPTH steps from `from`; zeros beyond the end. `along`: neighbours in memory are neighbours in k.
+// Loads TILE rows from `first`, DEPTH steps of k from `from`; zeros past the end. `along`: k is the contiguous axis.
 template <bool along, class T>
 __device__ __forceinline__ void
 gather(const T* x, i64 row, i64 step, i64 first, i64 rows, i64 from, i64 steps, double (&to)[DEPTH][TILE + 1]) {

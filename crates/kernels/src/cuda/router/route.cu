@@ -1,4 +1,4 @@
-// Which experts a token goes to, with what probability, and the gradient of that.
+// Top-k routing: the experts of each token, their probabilities, and the gradient.
 #include "args/router_route.cuh"
 #include "router/common.cuh"
 
@@ -28,8 +28,8 @@ ROUTER_KERNEL(top_k, top_k, TopKArgs, 8, float, f32)
 ROUTER_KERNEL(top_k, top_k, TopKArgs, 32, float, f32)
 
 
-// Keys outside the best groups become 0. A group's sum is that of its `best` largest selection scores, best first. Group g is
-// column g of a row of groups.
+// Group-limited routing: zeroes the keys of experts outside the best `keep` groups. A group's score is the sum of its
+// best `each` selection scores. Group g is held as column g.
 template <int V>
 __device__ __forceinline__ void keep_groups(const RouteArgs& a, const float (&selection)[V], u32 (&key)[V]) {
     const i32 lane = threadIdx.x & 31, size = a.experts / a.groups;
@@ -65,7 +65,7 @@ __device__ __forceinline__ void keep_groups(const RouteArgs& a, const float (&se
         if (!(stay >> s & 1)) key[s] = 0;
 }
 
-// The choice of a row: lane j gets the j-th.
+// Top-k of a row: lane j gets the j-th expert.
 template <int V> __device__ __forceinline__ i32 choose(const RouteArgs& a, const float (&x)[V]) {
     const i32 lane = threadIdx.x & 31;
     u32 key[V];
@@ -87,7 +87,7 @@ template <int V> __device__ __forceinline__ i32 choose(const RouteArgs& a, const
                 if (s * 32 + lane < a.experts) selection[s] += bias[s * 32 + lane];
             keys_of(selection, a.experts, key);
         } else {
-            // Scores grow with logits, which rounding has not made equal.
+            // Without a bias the order is that of the logits, which rounding has not made equal.
             keys_of(x, a.experts, key);
         }
         if (a.groups) keep_groups(a, selection, key);
@@ -103,7 +103,8 @@ template <int V> __device__ __forceinline__ i32 choose(const RouteArgs& a, const
     return mine;
 }
 
-// The expert of slot `lane` as it is given; -1 beyond the slots, where there is none, and where no such expert exists.
+// The given expert of slot `lane`; -1 past the slots, for dropped choices, and, reported, for experts that do not
+// exist.
 __device__ __forceinline__ i32 given(const RouteArgs& a, i64 t) {
     const i32 lane = threadIdx.x & 31;
     i32 mine = lane < a.k ? reinterpret_cast<const i32*>(a.index)[t * a.k + lane] : -1;
@@ -114,8 +115,8 @@ __device__ __forceinline__ i32 given(const RouteArgs& a, i64 t) {
     return mine;
 }
 
-// The probability of each lane's choice, whose logit is v, before it is scaled; 0 without one. `total`: what scores are divided
-// by, unless they are a softmax over all.
+// Probability of each lane's expert, whose logit is v, before scaling; 0 without one. `total`: what scores are divided
+// by, unless they are a softmax over all experts.
 template <int V>
 __device__ __forceinline__ float probability(const RouteArgs& a, const float (&x)[V], i32 mine, float v, float& total) {
     float y[V], score = 0.0f;
@@ -155,7 +156,7 @@ template <int V, class T> __device__ __forceinline__ void route(const RouteArgs&
 }
 ROUTER_KERNELS(route, route, RouteArgs)
 
-// `probs` are the gradients of probabilities. Only a softmax over all experts needs the whole row of logits.
+// `probs` holds gradients of probabilities. Only a softmax over all experts needs the whole row of logits.
 template <int V, class T> __device__ __forceinline__ void route_backward(const RouteArgs& a) {
     const i32 lane = threadIdx.x & 31;
     const i64 t = i64(blockIdx.x) * Block<V>::warps + (threadIdx.x >> 5);
@@ -178,7 +179,7 @@ template <int V, class T> __device__ __forceinline__ void route_backward(const R
         g = a.score == SOFTMAX_OF_CHOSEN ? p * g : g / total * slope(a.score, v);
         if (v == none()) g = 0.0f;
     }
-    // Each choice is told to all lanes; the lane of its column takes it.
+    // Each expert's gradient is broadcast; the lane with its column adds it.
     float d[V] = {};
     for (i32 j = 0; j < a.k; j++) {
         const i32 c = __shfl_sync(~0u, mine, j);

@@ -1,4 +1,4 @@
-// Ranks and order statistics over a block of 1024 threads.
+// Prefix sums and order statistics over a block of 1024 threads.
 #pragma once
 #include "prelude.cuh"
 
@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 block_scan(u32 x, u32* shared, u32& total) {
         return x;
     };
     const u32 upto = scan(x);
-    // What the last scan left has been read by all.
+    // All threads have read the previous scan's results.
     __syncthreads();
     if (lane == 31) shared[warp] = upto;
     __syncthreads();
@@ -26,8 +26,8 @@ __device__ __forceinline__ u32 block_scan(u32 x, u32* shared, u32& total) {
     return (warp ? shared[warp - 1] : 0) + upto - x;
 }
 
-// Of n > place keys get(0), get(1), ... the one in this place, the largest being in place 0. `left`: how many of the keys equal
-// to it come before that place. By digits of eight bits, the highest first.
+// Radix select: of n > place keys get(0), get(1), ... the one at rank `place`, rank 0 being the largest. `left`: how
+// many of the keys equal to it come before that rank.
 template <class Get> __device__ __forceinline__ u32 select(i64 n, u32 place, Get get, u32& left) {
     __shared__ u32 bins[256];
     __shared__ u32 found[2];

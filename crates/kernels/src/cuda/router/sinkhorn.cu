@@ -1,15 +1,15 @@
-// Sinkhorn's balanced matrix, and quantile balancing.
+// Sinkhorn normalization, and quantile balancing.
 #include "args/router_sinkhorn.cuh"
 #include "router/common.cuh"
 #include "router/select.cuh"
 
-// d1 = 1, and it is not done. One block.
+// d1 = 1, done = 0. One block.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_begin(const SinkhornArgs a) {
     if (i32(threadIdx.x) < a.experts) reinterpret_cast<float*>(a.d1)[threadIdx.x] = 1.0f;
     if (threadIdx.x == 0) *reinterpret_cast<i32*>(a.done) = 0;
 }
 
-// d0 of a block's rows, and its part of the columns' sums of d0·C.
+// d0 of a block's rows, and its partial column sums of d0·C, C = exp(logits).
 template <int V, class T> __device__ __forceinline__ void sinkhorn_rows(const SinkhornArgs& a) {
     constexpr int WARPS = Block<V>::warps;
     __shared__ double sums[WARPS][V * 32];
@@ -47,7 +47,7 @@ template <int V, class T> __device__ __forceinline__ void sinkhorn_rows(const Si
 }
 ROUTER_KERNELS(sinkhorn_rows, sinkhorn_rows, SinkhornArgs)
 
-// d1 from the parts, and whether it has stopped moving. One block.
+// d1 from the partial sums, and whether it has converged. One block.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_columns(const SinkhornArgs a) {
     __shared__ double moved[32];
     if (*reinterpret_cast<const i32*>(a.done)) return;
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_columns(con
     if (e == 0) {
         double total = 0.0;
         for (int w = 0; w < 32; w++) total += moved[w];
-        // NaN ends it too.
+        // NaN stops the iteration as well.
         if (!(total / double(a.experts) > 1e-4)) *reinterpret_cast<i32*>(a.done) = 1;
     }
 }
@@ -110,7 +110,7 @@ template <int V, class T> __device__ __forceinline__ void quantile_rows(const Qu
 }
 ROUTER_KERNELS(quantile_rows, quantile_rows, QuantileArgs)
 
-// A block has an expert's column of logits - alpha.
+// One block to an expert's column of logits - alpha.
 template <class T> __device__ __forceinline__ void quantile_columns(const QuantileArgs& a) {
     const T* x = reinterpret_cast<const T*>(a.logits) + blockIdx.x;
     const float* alpha = reinterpret_cast<const float*>(a.alpha);

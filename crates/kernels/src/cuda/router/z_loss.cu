@@ -1,4 +1,4 @@
-// The squared logarithm of a row's sum of exponentials, and its gradient.
+// Router z-loss: the squared log-sum-exp of each row of logits, and its gradient.
 #include "args/router_losses.cuh"
 #include "router/common.cuh"
 
@@ -30,7 +30,7 @@ template <int V, class T> __device__ __forceinline__ void z_loss(const ZLossArgs
 }
 ROUTER_KERNELS(z_loss, z_loss, ZLossArgs)
 
-// sums += Σ parts, by one block of 512: each thread a share of the parts, then the threads in a tree.
+// sums += Σ parts, by one block of 512: each thread strides over the parts, then a tree.
 extern "C" __global__ void __launch_bounds__(512) z_loss_total(const ZLossArgs a) {
     __shared__ double shared[512];
     const u32 which = threadIdx.x & 1;
