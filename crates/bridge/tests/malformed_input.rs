@@ -88,10 +88,10 @@ fn values_that_cannot_be() {
         (
             "LlamaForCausalLM",
             "PhiForCausalLM",
-            "\"PhiForCausalLM\" is not supported; these are: LlamaForCausalLM",
+            "\"PhiForCausalLM\" is not supported; supported are: LlamaForCausalLM",
         ),
-        ("\"mlp_bias\"", "\"quantization_config\": {\"bits\": 4}, \"mlp_bias\"", "quantised"),
-        ("\"mlp_bias\"", "\"num_local_experts\": 8, \"mlp_bias\"", "mixture of experts"),
+        ("\"mlp_bias\"", "\"quantization_config\": {\"bits\": 4}, \"mlp_bias\"", "quantized"),
+        ("\"mlp_bias\"", "\"num_local_experts\": 8, \"mlp_bias\"", "MoE architecture"),
         ("\"mlp_bias\"", "\"partial_rotary_factor\": 0.5, \"mlp_bias\"", "`partial_rotary_factor` asks for"),
     ];
     for (from, to, want) in edits {
@@ -137,7 +137,7 @@ fn unknown_keys_are_kept() {
     let mut model = config.model().clone();
     model.qk_norm = true;
     let e = config.with_model(&model).unwrap_err().to_string();
-    assert!(e.contains("Llama cannot say qk_norm = true"), "{e}");
+    assert!(e.contains("Llama cannot express qk_norm = true"), "{e}");
     model.final_softcap = Some(30.0);
     let e = HfConfig::from_model(&model, DType::F32).unwrap_err().to_string();
     assert!(e.contains("no Hugging Face family") && e.contains("final_softcap"), "{e}");

@@ -142,7 +142,7 @@ fn fp8_that_cannot_be_decoded_is_refused_by_name() {
         "{e}"
     );
     let e = with(&|c, _| c["quantization_config"]["quant_method"] = json!("awq"));
-    assert!(e.contains("quantised") && e.contains("FP8"), "{e}");
+    assert!(e.contains("quantized") && e.contains("FP8"), "{e}");
     let e = with(&|c, _| c["quantization_config"]["weight_block_size"] = json!([0, 16]));
     assert!(e.contains("quantization_config.weight_block_size"), "{e}");
 }

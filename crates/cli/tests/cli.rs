@@ -133,7 +133,9 @@ fn explain_knows_every_key_and_names_from_elsewhere() {
     ] {
         assert!(one.contains(word), "{word} not in\n{one}");
     }
-    assert!(ok(&["explain", "global_batch_size"]).contains("global_batch_size is train.global_batch here"));
+    assert!(
+        ok(&["explain", "global_batch_size"]).contains("global_batch_size is called train.global_batch here")
+    );
     assert!(ok(&["explain", "model.preset"]).contains("gpt2-124m"));
     assert_eq!(json(&["explain", "optimizer"]).as_array().unwrap().len(), 12);
     assert!(fails(&["explain", "train.stpes"], 2).contains("hint: did you mean train.steps?"));

@@ -184,7 +184,7 @@ fn what_cannot_be_converted_is_named() {
     assert!(fails(&["convert", "no/such", path(&to)], 1).contains("no/such"));
     let model = golden_models().remove(0);
     let error = fails(&["convert", path(&run), path(&to), "--like", path(&model)], 1);
-    assert!(error.contains("cannot say") || error.contains("not of the shape"), "{error}");
+    assert!(error.contains("cannot express") || error.contains("not of the shape"), "{error}");
     let error = fails(&["convert", path(&model), path(&to), "--like", path(&model)], 1);
     assert!(error.contains("--like"), "{error}");
     let error = fails(&["convert", path(&model), path(&dir.path().join("step-00000007"))], 1);

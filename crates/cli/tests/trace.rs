@@ -46,7 +46,7 @@ fn a_run_shows_its_last_steps() {
     train("plain", &[]);
     let text = train("one", &["--trace", path(&at("one.json")), "--trace-steps", "1"]);
     assert!(text.contains("trace: ") && text.contains("2 ranks") && text.contains("adam"), "{text}");
-    assert!(text.contains("under compute of its rank") && text.contains("tp: '"), "{text}");
+    assert!(text.contains("overlapped by own compute") && text.contains("tp: '"), "{text}");
     let lines = train("three", &["--trace", path(&at("three.json")), "--json"]);
     assert_eq!(losses(&at("plain")), losses(&at("one")));
     assert_eq!(losses(&at("plain")), losses(&at("three")));

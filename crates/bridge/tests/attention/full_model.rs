@@ -4,7 +4,7 @@ use super::oracle::{Oracle, Tensors};
 use super::support::SeededRng;
 use super::{parse, try_parse};
 use ferrotron_bridge::forward::{ForwardInput, check_layout, forward};
-use ferrotron_bridge::{ExportOptions, HfCheckpoint, TensorData, export};
+use ferrotron_bridge::{ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::ranks::on_threads;
@@ -171,14 +171,20 @@ fn folders_come_back_byte_by_byte() {
 }
 
 #[test]
-fn what_the_scores_and_positions_disagree_on_is_refused() {
+fn mscale_all_dim_scales_attention_scores() {
     let with = |scaling: Value| try_parse(&deepseek(|c| c["rope_scaling"] = scaling));
     let mut lone = yarn(1.0, 1.0);
     lone.as_object_mut().unwrap().remove("mscale");
     let linear = json!({"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0});
-    for scaling in [lone, linear] {
-        let e = with(scaling).unwrap_err().to_string();
-        assert!(e.contains("mscale_all_dim"), "{e}");
+    // Without mscale, or without YaRN, transformers scales the scores and not cos and sin.
+    for (scaling, factor) in [(lone, 8f64), (linear, 2f64)] {
+        let c = with(scaling).unwrap();
+        let m = 0.1 * factor.ln() + 1.0;
+        assert_eq!(c.model().attn_scale, (m * m / 10f64.sqrt()) as f32);
+        // Written from the model alone, the file says the same.
+        let written = HfConfig::from_model(c.model(), DType::F32).unwrap();
+        assert_eq!(written.model(), c.model());
+        assert!(!written.text().contains("truncate"), "{}", written.text());
     }
     // Neither, or zero, is nothing.
     let c = with(json!({"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 0.0})).unwrap();

@@ -148,9 +148,15 @@ fn golden_hf_config_of_sinks() {
         if attention_factor.is_none() && stated["mscale"].is_null() {
             assert_eq!(c.rope(0).unwrap().scaling.attention_scaling(), 0.1 * factor.ln() + 1.0);
         }
-        // A configuration without rope_scaling is refused.
+        // Without rope_scaling GptOssConfig has a YaRN of its own.
         let mut bare = serde_json::from_str::<Value>(hub.text()).unwrap();
         bare["rope_scaling"] = Value::Null;
-        assert!(try_parse(&bare).unwrap_err().to_string().contains("rope_scaling"));
+        let bare = try_parse(&bare).unwrap();
+        let RopeScaling::Yarn { factor, truncate, original_max_positions, .. } =
+            bare.model().rope(0).unwrap().scaling
+        else {
+            panic!("{:?}", bare.model())
+        };
+        assert_eq!((factor, truncate, original_max_positions), (32.0, false, 4096));
     }
 }
