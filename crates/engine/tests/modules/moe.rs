@@ -20,7 +20,7 @@ fn shape() -> MoeShape {
         ffn: 8,
         experts: 4,
         topk: 2,
-        routing: RouterParams { score: ScoreFunction::Softmax, groups: None, scale: 1.0 },
+        routing: RouterParams { score: ScoreFunction::Softmax, normalize: false, groups: None, scale: 1.0 },
         router_bias: false,
         bias: false,
         expert_bias: false,
