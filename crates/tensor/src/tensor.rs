@@ -72,6 +72,11 @@ impl Tensor {
         self.buffer.id
     }
 
+    /// Size of the allocation that this tensor keeps alive, in bytes.
+    pub fn allocation_bytes(&self) -> usize {
+        self.buffer.bytes
+    }
+
     /// Alignment of the first element in bytes: the largest power of two up to 256 that divides its address.
     pub fn alignment(&self) -> usize {
         let address = self.buffer.address() + self.byte_range().start;

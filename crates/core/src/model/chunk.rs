@@ -4,7 +4,8 @@
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::Input;
-use super::layer::{Layer, LayerSaved, norm_of};
+use super::description::Block;
+use super::layer::{Layer, LayerSaved, checkpointed_blocks, norm_of};
 use super::layer_split::Stage;
 use super::mtp::{MtpBlock, MtpBlockSaved};
 use ferrotron_engine::attention::KvCache;
@@ -72,6 +73,19 @@ impl Saved for ChunkSaved {
 }
 
 impl ChunkSaved {
+    /// Calls `f` with every saved tensor and the block it belongs to. A tensor that two modules share comes twice.
+    pub fn blocks(&mut self, f: &mut dyn FnMut(Block, &mut SavedTensor)) {
+        if let Some((head, norm)) = &mut self.output {
+            head.tensors(&mut |t| f(Block::Output, t));
+            norm.tensors(&mut |t| f(Block::Norm, t));
+        }
+        if let Some(mtp) = &mut self.mtp {
+            mtp.blocks(f);
+        }
+        self.layers.iter_mut().for_each(|layer| checkpointed_blocks(layer, f));
+        self.embedding.tensors(&mut |t| f(Block::Embedding, t));
+    }
+
     /// f32 `[D]`: `Σ weight·loss` of the mtp of further tokens, where they are here.
     pub fn mtp_losses(&self) -> Option<&Tensor> {
         self.mtp.as_ref().map(|p| &p.losses)

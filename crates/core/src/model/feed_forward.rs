@@ -1,5 +1,6 @@
 //! What stands between the second norm of a layer and its residual: an MLP, or a mixture of experts.
 
+use super::description::Block;
 use ferrotron_engine::moe::{Moe, MoeSaved, SavedRouting};
 use ferrotron_engine::{Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_tensor::{Result, Tensor};
@@ -37,6 +38,14 @@ impl Saved for FeedForwardSaved {
 }
 
 impl FeedForwardSaved {
+    /// The kind of block that saved it.
+    pub(super) fn block(&self) -> Block {
+        match self {
+            FeedForwardSaved::Dense(_) => Block::Mlp,
+            FeedForwardSaved::Moe(_) => Block::Moe,
+        }
+    }
+
     /// Drops the block's input, which the caller can make again. A mixture keeps it.
     pub fn drop_input(&mut self) {
         if let FeedForwardSaved::Dense(s) = self {

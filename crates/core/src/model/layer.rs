@@ -2,6 +2,7 @@
 //! where the family has them.
 
 use super::config::{ModelConfig, NormKind};
+use super::description::Block;
 use super::feed_forward::{FeedForward, FeedForwardSaved};
 use super::moe_config::act_of;
 use ferrotron_engine::attention::{
@@ -56,6 +57,33 @@ impl Saved for LayerSaved {
 
     fn routing(&self) -> Option<&SavedRouting> {
         self.mlp.routing().or(self.routing.as_ref())
+    }
+}
+
+impl LayerSaved {
+    /// Calls `f` with every saved tensor and the block it belongs to.
+    pub(super) fn blocks(&mut self, f: &mut dyn FnMut(Block, &mut SavedTensor)) {
+        if let Some(saved) = &mut self.mlp {
+            let block = saved.block();
+            saved.tensors(&mut |t| f(block, t));
+        }
+        self.attn.tensors(&mut |t| f(Block::Attention, t));
+        let mut norms = |t: &mut SavedTensor| f(Block::Norm, t);
+        self.mlp_post.tensors(&mut norms);
+        self.mlp_norm.tensors(&mut norms);
+        self.attn_post.tensors(&mut norms);
+        self.attn_norm.tensors(&mut norms);
+    }
+}
+
+/// The same of a layer that may be recomputed, of which the input alone is saved.
+pub(super) fn checkpointed_blocks(
+    saved: &mut Checkpointed<LayerSaved>,
+    f: &mut dyn FnMut(Block, &mut SavedTensor),
+) {
+    match saved {
+        Checkpointed::Full(saved) => saved.blocks(f),
+        input => input.tensors(&mut |t| f(Block::Norm, t)),
     }
 }
 

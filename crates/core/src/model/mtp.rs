@@ -4,7 +4,8 @@ use super::chunk::embedding_config;
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::{Input, MtpInput};
-use super::layer::{Layer, LayerSaved, norm_of};
+use super::description::Block;
+use super::layer::{Layer, LayerSaved, checkpointed_blocks, norm_of};
 use super::mtp_config::MtpConfig;
 use ferrotron_engine::{
     Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, Linear, LinearSaved, LmHead,
@@ -68,6 +69,22 @@ pub(super) struct MtpBlockSaved {
 impl Saved for MtpBlockSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.depths.iter_mut().rev().for_each(|d| d.tensors(f));
+    }
+}
+
+impl MtpBlockSaved {
+    /// Calls `f` with every saved tensor and the block it belongs to.
+    pub(super) fn blocks(&mut self, f: &mut dyn FnMut(Block, &mut SavedTensor)) {
+        for saved in &mut self.depths {
+            saved.head.tensors(&mut |t| f(Block::Output, t));
+            checkpointed_blocks(&mut saved.layer, f);
+            saved.eh.tensors(&mut |t| f(Block::Mlp, t));
+            let mut norms = |t: &mut SavedTensor| f(Block::Norm, t);
+            saved.norm.tensors(&mut norms);
+            saved.hnorm.tensors(&mut norms);
+            saved.enorm.tensors(&mut norms);
+            saved.embedding.tensors(&mut |t| f(Block::Embedding, t));
+        }
     }
 }
 

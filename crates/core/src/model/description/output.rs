@@ -42,9 +42,11 @@ impl LayerBuilder<'_> {
         let rows = self.rows;
         self.begin(Block::Output, false);
         let module = if self.shape.model.tied { "embed.tokens" } else { "head" };
-        if followed {
-            // The norm of the next MTP layer saves them, whatever the LM head does.
+        if followed && self.weight(module).is_some_and(|spec| spec.quant.is_some_and(|q| q.wgrad)) {
+            // An FP8 head saves a copy, but the norm of the next MTP layer needs the values.
+            self.begin(Block::Norm, false);
             self.save("final", &[rows.local, self.shape.model.hidden], self.shape.dtype);
+            self.begin(Block::Output, false);
         }
         self.linear(module, Input::Saved("final"));
         if let Some(vocab) = self.weight(module).map(|spec| spec.shape[0]) {
