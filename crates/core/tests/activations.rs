@@ -47,15 +47,15 @@ fn counted(rank: &Rank, resolved: &Resolved, shape: &StepShape) -> ferrotron_cor
     let trainer = Trainer::new(rank.clone(), resolved)?;
     let batch = source::open(resolved)?.train.batch((rank.dp.rank() * MICRO) as u64, MICRO)?;
     let layout = sequence_layout(&batch, SEQ)?;
-    let mut input = trainer.decoder.input(rank, &batch.tokens, Some(&batch.positions), layout)?;
+    let mut input = trainer.model.decoder.input(rank, &batch.tokens, Some(&batch.positions), layout)?;
     let weights = vec![1.0; shape.model.mtp_depth()];
-    input.mtp = upload_mtp_inputs(rank, &trainer.decoder, &batch, (SEQ, &input), &weights)?;
+    input.mtp = upload_mtp_inputs(rank, &trainer.model.decoder, &batch, (SEQ, &input), &weights)?;
     let targets = upload_targets(rank, &input.tokens, &batch.labels, 1.0)?;
     let rows = rank.compute.zeros(&[input.rows], DType::I32, Category::Workspace)?;
     let moe =
         input.moe.as_ref().map(|moe| MoeBatch { input: moe, step: 0, rows: &rows, micro_batch_weight: 1.0 });
-    let context = StepContext { recompute: shape.recompute, moe, ..StepContext::new(rank, &trainer.params) };
-    let chunk = &trainer.decoder.chunks()[0];
+    let context = StepContext { recompute: shape.recompute, moe, ..StepContext::new(rank, &trainer.model.params, &trainer.model.step_state) };
+    let chunk = &trainer.model.decoder.chunks()[0];
     let (_, saved) = chunk.forward(&context, &input, None, ForwardMode::Train(&targets))?;
     let (mut bytes, mut seen) = (ByBlock::new(), HashSet::new());
     saved.unwrap().blocks(&mut |block, t| {

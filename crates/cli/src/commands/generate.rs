@@ -7,7 +7,7 @@ use crate::{format, ranks};
 use anyhow::Result;
 use ferrotron_bridge::{ModelSource, TextIo, TextStream};
 use ferrotron_core::config::Precision;
-use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::model::generate::{Prompt, Sampling, generate};
 use ferrotron_engine::Rank;
 use std::io::{ErrorKind, IsTerminal, Read, Write};
 use std::path::PathBuf;
@@ -93,7 +93,13 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         let begin = Instant::now();
         let pass = model.pass();
         let mut on_token = |id| writer.push(id);
-        let new = generate(&model.decoder, &pass, &ids, args.tokens, sampling, &text.stop, &mut on_token)?;
+        let new = generate(
+            &model.decoder,
+            &pass,
+            Prompt { tokens: &ids, max_new: args.tokens, stop: &text.stop },
+            sampling,
+            &mut on_token,
+        )?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok((new, writer.finish()?, seconds))
     };

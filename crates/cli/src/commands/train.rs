@@ -14,7 +14,7 @@ use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::PipelineLayout;
-use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::model::generate::{Prompt, Sampling, generate};
 use ferrotron_core::pipeline::{Costs, PipelinePlan, Timeline};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::StepContext;
@@ -340,7 +340,13 @@ fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
     };
     let t = &run.trainer;
     let pass = StepContext::new(&t.rank, &t.model.params, &t.model.step_state);
-    let out = generate(&t.model.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
+    let out = generate(
+        &t.model.decoder,
+        &pass,
+        Prompt { tokens: &ids, max_new: g.tokens as usize, stop: &[] },
+        sampling,
+        &mut |_| true,
+    )?;
     let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }

@@ -1,4 +1,4 @@
-//! What this machine can do at most, measured in the same run as what is compared with it.
+//! Ceilings of this machine: GEMM, attention and memory rates, measured in the same run as what is compared with them.
 
 use super::cases::{bytes, cases_of, random};
 use super::kernels::KernelWork;
@@ -10,9 +10,9 @@ use ferrotron_kernels::{Fp8Gemm, Gemm};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::time::Instant;
 
-/// Seconds of calls of `work` on the device's own clock, added to `times`. On a card there are several in line, as in a
-/// step: of a call that finds the card idle the clock counts the host's way to it as well, some microseconds. (So it does
-/// of kernels that take less time than giving them to the card.)
+/// Seconds of calls of `work` by the device's clock, appended to `times`. On a GPU several calls are queued back to back, as in a
+/// training step: a call on an idle GPU includes some microseconds of launch latency. (So does any kernel shorter than its own
+/// launch overhead.)
 pub(super) fn time_back_to_back(
     rank: &Rank,
     times: &mut Vec<f64>,
@@ -30,13 +30,13 @@ pub(super) fn time_back_to_back(
     Ok(())
 }
 
-/// Rows and columns of the product that is the ceiling: large enough to fill the device.
+/// Rows and columns of the GEMM that is the ceiling: large enough to fill the device.
 pub fn gemm_ceiling_size(rank: &Rank) -> usize {
     if rank.device().gpu().is_some() { 8192 } else { 1536 }
 }
 
-/// Seconds of one of many calls of `work` in a row, the median, once the device has been at it for a while: what it can
-/// keep up in a step, which a few calls after a pause can exceed.
+/// Median seconds of a call of `work`, once the device has run it for a while: the clock rate that a training step sustains, which
+/// a few calls after a pause can exceed.
 pub(super) fn sustained_seconds(rank: &Rank, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     const WARM: f64 = 0.05;
     const LOOK: f64 = 0.2;
@@ -51,26 +51,26 @@ pub(super) fn sustained_seconds(rank: &Rank, mut work: impl FnMut() -> Result<()
     Ok(median(times))
 }
 
-/// The middle one of some seconds; the clock may not see a call on an empty tensor.
+/// The median; at least a nanosecond, since the clock may not resolve a call on an empty tensor.
 pub(super) fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2].max(1e-9)
 }
 
-/// TFLOP/s that a large matrix product of random numbers keeps up.
+/// Sustained TFLOP/s of a large GEMM of random values.
 pub fn gemm_ceiling(rank: &Rank, dtype: DType) -> Result<f64> {
     let n = gemm_ceiling_size(rank);
     let s = &rank.compute;
     let (a, b) = (random(rank, &[n, n], dtype)?, random(rank, &[n, n], dtype)?);
     let c = s.zeros(&[n, n], dtype, Category::Workspace)?;
     let g = Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: None, accumulate: false, c: &c };
-    // The first call may choose between ways to do it.
+    // The first call may autotune.
     rank.kernels.gemm(s, &g)?;
     let seconds = sustained_seconds(rank, || Ok(rank.kernels.gemm(s, &g)?))?;
     Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
 }
 
-/// TFLOP/s that large 8-bit products keep up as a recipe makes them: of outputs, and of gradients.
+/// Sustained TFLOP/s of large FP8 GEMMs under the recipe: of fprop, and of dgrad and wgrad.
 pub fn fp8_gemm_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>> {
     let Some(recipe) = r.policy().recipe.filter(|recipe| !recipe.emulated()) else { return Ok(None) };
     let n = gemm_ceiling_size(rank);
@@ -88,8 +88,8 @@ pub fn fp8_gemm_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>>
     Ok(Some((rate(Role::Input, recipe.fast_forward())?, rate(Role::Gradient, false)?)))
 }
 
-/// TFLOP/s that attention keeps up forward and backward, alone, over documents of `context` tokens; where layers differ,
-/// as they mix.
+/// Sustained TFLOP/s of attention forward and backward over documents of `context` tokens; the mean of local and global layers
+/// where a model has both.
 pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f64, f64)> {
     let m = &r.model;
     let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
@@ -116,15 +116,15 @@ pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f
     Ok(rates.into())
 }
 
-/// Ways to move memory, the least that a kernel which touches as many bytes has to do. What fits in a cache moves at the
-/// speed of that cache, which is the ceiling of such a kernel.
+/// Memory traffic of a given size: the least that a kernel touching as many bytes has to do. Sizes that fit in a cache run at
+/// the speed of that cache, which then is the kernel's ceiling.
 pub(super) struct MemoryProbe {
     from: Tensor,
     to: Tensor,
 }
 
 impl MemoryProbe {
-    /// Ways to move `bytes` in all, read and write counted.
+    /// Buffers for `bytes` of traffic, reads and writes counted.
     pub(super) fn of(rank: &Rank, bytes: usize) -> Result<MemoryProbe> {
         const ROW: usize = 1024;
         let shape = [(bytes / 2 / DType::F32.size() / ROW).max(1), ROW];
@@ -132,23 +132,23 @@ impl MemoryProbe {
         Ok(MemoryProbe { from: make()?, to: make()? })
     }
 
-    /// Bytes that a call of either way reads and writes.
+    /// Bytes that one call reads and writes.
     pub(super) fn bytes(&self) -> f64 {
         (2 * self.from.numel() * DType::F32.size()) as f64
     }
 
-    /// A copy; it also fetches what it is about to overwrite.
+    /// A copy, which on a CPU also reads the lines it overwrites.
     pub(super) fn copy(&self, rank: &Rank) -> Result<()> {
         Ok(rank.kernels.copy(&rank.compute, &self.from, &self.to)?)
     }
 
-    /// A pass in place, which does not.
+    /// An in-place pass, which does not.
     pub(super) fn in_place(&self, rank: &Rank) -> Result<()> {
         Ok(rank.kernels.scale(&rank.compute, &self.from, 1.0)?)
     }
 }
 
-/// GB/s of memory that the faster way to move `bytes` keeps up.
+/// Sustained GB/s of memory at `bytes` of traffic, by the faster of copy and in-place pass.
 pub fn memory_ceiling(rank: &Rank, bytes: usize) -> Result<f64> {
     let moves = MemoryProbe::of(rank, bytes)?;
     let copy = sustained_seconds(rank, || moves.copy(rank))?;

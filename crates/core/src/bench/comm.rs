@@ -1,4 +1,4 @@
-//! How fast ranks talk: every collective, from small to large.
+//! Benchmark of the collectives, from small to large messages.
 
 use crate::Result;
 use ferrotron_comm::{Communicator, OpKind, ReduceOp};
@@ -7,7 +7,7 @@ use ferrotron_tensor::{Category, DType, Tensor};
 use serde::Serialize;
 use std::time::Instant;
 
-/// The collectives that are measured. A message goes round a ring: every rank sends one and receives one.
+/// The benchmarked operations. Send-receive goes round a ring: every rank sends to the next and receives from the previous.
 pub const COLLECTIVES: [OpKind; 6] = [
     OpKind::AllReduce,
     OpKind::AllGather,
@@ -17,7 +17,7 @@ pub const COLLECTIVES: [OpKind; 6] = [
     OpKind::SendRecv,
 ];
 
-/// What [`CommBench::bus`] is, in words.
+/// Definition of [`CommBench::algorithm`] and [`CommBench::bus`].
 pub const FORMULA: &str = "algorithm GB/s = bytes / time, bytes of the whole tensor (of one rank's for all-reduce, \
     broadcast and message); bus GB/s = algorithm x 2(n-1)/n for all-reduce, x (n-1)/n for all-gather, reduce-scatter and \
     all-to-all, x 1 for broadcast and message";
@@ -30,13 +30,13 @@ pub struct CommBench {
     /// Element type.
     #[serde(serialize_with = "dtype_name")]
     pub dtype: DType,
-    /// Bytes of the whole tensor.
+    /// Bytes of the full tensor.
     pub bytes: usize,
-    /// Of one call: the median over rounds, of the max_over_ranks rank.
+    /// Seconds of one call: the median over rounds, of the slowest rank.
     pub seconds: f64,
-    /// `bytes / seconds`, in GB/s.
+    /// Algorithm bandwidth, `bytes / seconds`, in GB/s.
     pub algorithm: f64,
-    /// What the max_over_ranks link carries if the algorithm is a ring, in GB/s; see [`FORMULA`].
+    /// Bus bandwidth in GB/s: what the slowest link carries if the algorithm is a ring; see [`FORMULA`].
     pub bus: f64,
 }
 
@@ -49,13 +49,13 @@ pub fn sizes(largest: usize) -> Vec<usize> {
     (5..).map(|i| 1usize << (2 * i)).take_while(|b| *b <= largest.max(1024)).collect()
 }
 
-/// Measures one collective over all ranks, which call it together; about `seconds` long. The same result on every rank.
+/// Measures one collective over all ranks, which call it together, for about `seconds`. Returns the same result on every rank.
 pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64) -> Result<CommBench> {
     const ROUNDS: usize = 5;
     let all = rank.world.all();
     let n = all.size();
     let bench = CollectiveBench::new(rank, &all, kind, dtype, bytes)?;
-    // The first call sets up connections, the second tells how many make a round.
+    // The first call sets up connections, the second estimates how many calls make a round.
     bench.call()?;
     let one = max_over_ranks(&all, bench.time(1)?)?;
     let calls = ((seconds / ROUNDS as f64 / one.max(1e-9)) as usize).clamp(1, 10_000);
@@ -75,7 +75,7 @@ pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64)
     Ok(CommBench { collective: kind.name(), dtype, bytes, seconds, algorithm, bus: algorithm * factor })
 }
 
-/// The largest of what all ranks measured.
+/// The largest value measured on any rank.
 fn max_over_ranks(all: &Communicator, mine: f64) -> Result<f64> {
     let times = all.all_gather_bytes(&mine.to_le_bytes(), "measured time")?;
     let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(f64::NAN, f64::from_le_bytes);
@@ -88,7 +88,7 @@ struct CollectiveBench<'a> {
     kind: OpKind,
     /// `[n · count]`
     whole: Tensor,
-    /// `[count]`, or as long as the whole for collectives between equals.
+    /// `[count]`, or the full length for collectives whose input and output have one size.
     other: Tensor,
 }
 
@@ -126,7 +126,7 @@ impl<'a> CollectiveBench<'a> {
         Ok(())
     }
 
-    /// Seconds of so many calls, from a common start until the device is done.
+    /// Seconds of `calls` calls, from a common start until the device is done.
     fn time(&self, calls: usize) -> Result<f64> {
         self.rank.compute.synchronize()?;
         self.all.barrier("start of a round")?;

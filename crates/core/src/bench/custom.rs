@@ -1,13 +1,13 @@
-//! Work of any shape in one line, as the peers' scripts read it:
+//! Workloads of any shape in one line:
 //! `custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3`.
 
 use crate::config::Recipe;
 use crate::{Error, Result};
 
-/// What a work's name begins with.
+/// Prefix of a custom workload's name.
 pub(super) const PREFIX: &str = "custom/";
 
-/// Letters, and the recipe's keys they stand for.
+/// Letters and the recipe keys they set.
 const SIZES: &[(&str, &[&str])] = &[
     ("L", &["model.layers"]),
     ("d", &["model.hidden"]),
@@ -21,9 +21,9 @@ const SIZES: &[(&str, &[&str])] = &[
     ("experts", &["moe.experts"]),
     ("topk", &["moe.topk"]),
 ];
-/// Those that need not be there.
+/// Letters that may be left out.
 const OPTIONAL: &[&str] = &["B", "experts", "topk"];
-/// Switches, their defaults, and what each of their values means.
+/// Switches, their defaults, and the assignments for off and on.
 const SWITCHES: &[(&str, bool, &[&str], &[&str])] = &[
     ("bias", false, &[], &["model.qkv_bias=true", "model.proj_bias=true", "model.mlp_bias=true"]),
     ("rope", true, &["model.positions=learned"], &["model.rope_theta=500000"]),
@@ -32,7 +32,7 @@ const SWITCHES: &[(&str, bool, &[&str], &[&str])] = &[
     ("tied", false, &["model.tied=false"], &["model.tied=true"]),
 ];
 
-/// The recipe of such a name.
+/// The recipe of a custom workload.
 pub(super) fn recipe(name: &str) -> Result<Recipe> {
     let bad = |what: String| Error::Invalid(format!("work '{name}': {what}"));
     let mut recipe = Recipe::open("tiny")?;
@@ -63,7 +63,7 @@ pub(super) fn recipe(name: &str) -> Result<Recipe> {
     for ((_, _, off, on), is) in SWITCHES.iter().zip(switches) {
         (if is { on } else { off }).iter().try_for_each(|assignment| recipe.set(assignment))?;
     }
-    // Nothing is generated, and the sizes above may be too small for it.
+    // No sample is generated: the sizes may be too small for it.
     for assignment in
         ["data.path=embedded", "optimizer.state_dtype=bf16", "precision.dtype=bf16", "generate.tokens=0"]
     {

@@ -1,4 +1,4 @@
-//! Measuring single kernels at the shapes a model gives them.
+//! Benchmark of single kernels at the shapes of a model.
 
 use super::cases::{KernelCase, cases};
 use super::ceiling::{MemoryProbe, gemm_ceiling, median, time_back_to_back};
@@ -7,21 +7,21 @@ use crate::config::Resolved;
 use ferrotron_engine::Rank;
 use std::time::Instant;
 
-/// What one call of a kernel does.
+/// Work of one call of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KernelWork {
-    /// Multiplications and additions; counted against a large matrix product.
+    /// Floating-point operations; compared with a large GEMM.
     Flops(f64),
-    /// Bytes that have to be read or written once; counted against moving as many.
+    /// Bytes that must be read or written once; compared with memory traffic of that size.
     Bytes(f64),
 }
 
-/// What was measured of one kernel.
+/// Measurements of one kernel.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelBench {
-    /// Family, place and direction, such as `gemm.mlp_up.weight_grad`.
+    /// Family, module and pass, such as `gemm.mlp_up.weight_grad`.
     pub name: String,
-    /// The sizes, for people.
+    /// The sizes, for display.
     pub shape: String,
     /// Work of one call.
     pub work: KernelWork,
@@ -29,32 +29,32 @@ pub struct KernelBench {
     pub calls: usize,
     /// Median seconds of a call.
     pub seconds: f64,
-    /// Median seconds that queueing a call keeps the host busy; on the CPU that is the call.
+    /// Median CPU launch overhead of a call in seconds; on the CPU, the call itself.
     pub host_s: f64,
     /// GFLOP/s or GB/s of the ceiling, measured in the same run.
     pub ceiling: f64,
 }
 
 impl KernelBench {
-    /// GFLOP/s or GB/s.
+    /// Achieved GFLOP/s or GB/s.
     pub fn rate(&self) -> f64 {
         let (KernelWork::Flops(x) | KernelWork::Bytes(x)) = self.work;
         x / self.seconds / 1e9
     }
 
-    /// Rate as a part of the ceiling.
+    /// Achieved rate as a fraction of the ceiling.
     pub fn share(&self) -> f64 {
         self.rate() / self.ceiling
     }
 }
 
-/// Names of the kernels of a model that `filter` is part of.
+/// Names of a model's kernels that contain `filter`.
 pub fn names(r: &Resolved, filter: &str) -> Vec<String> {
     cases(r).into_iter().map(|c| c.name).filter(|n| n.contains(filter)).collect()
 }
 
-/// Times every kernel of the recipe's model whose name contains `filter`, each for about `budget` seconds. `done` hears
-/// of each as it is finished.
+/// Times every kernel of the recipe's model whose name contains `filter`, each for about `budget` seconds. `done` is called after
+/// each.
 pub fn kernels(
     rank: &Rank,
     r: &Resolved,
@@ -87,16 +87,16 @@ pub fn kernels(
 
 struct Timed {
     calls: usize,
-    /// Medians: of calls on the device and on the host, and of the faster way to move memory.
+    /// Medians: on the device, of the launch on the host, and of memory traffic of the same size.
     seconds: f64,
     host_s: f64,
     moved: f64,
 }
 
-/// Times a kernel and, in turn with it, moving as much memory: a card's clocks change within a tenth of a second.
+/// Times a kernel, alternating with memory traffic of the same size: GPU clocks change within a tenth of a second.
 fn time(rank: &Rank, case: &KernelCase, moves: Option<&MemoryProbe>, budget: f64) -> Result<Timed> {
     let mut run = (case.prepare)(rank)?;
-    // The first call pages memory in, and chooses between ways to do it.
+    // The first call pages memory in and may autotune.
     run(rank)?;
     let begin = Instant::now();
     let (mut times, mut copies, mut in_place) = (Vec::new(), Vec::new(), Vec::new());
@@ -112,7 +112,7 @@ fn time(rank: &Rank, case: &KernelCase, moves: Option<&MemoryProbe>, budget: f64
     if rank.device().gpu().is_none() {
         return Ok(Timed { calls, seconds, host_s: seconds, moved });
     }
-    // One after the other, as in a step: a host that has just waited for the card is slower.
+    // Back to back, as in a training step: a host that has just waited for the GPU launches more slowly.
     rank.compute.synchronize()?;
     let mut host = Vec::new();
     for _ in 0..32 {

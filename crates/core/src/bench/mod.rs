@@ -1,4 +1,4 @@
-//! Measuring speed: whole training steps, single kernels, and the ceilings both are counted against.
+//! Benchmarks: training steps, single kernels and collectives, and the ceilings they are compared with.
 
 mod cases;
 mod ceiling;

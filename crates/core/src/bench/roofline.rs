@@ -1,4 +1,4 @@
-//! The parts of a measured step beside the least time each can take.
+//! The parts of a measured step next to the least time each can take.
 
 use super::train::TrainBench;
 use crate::Result;
@@ -90,15 +90,15 @@ mod tests {
 
     const CEILINGS: Ceilings =
         Ceilings { gemm: 660.0, fp8_gemm: None, attention: (554.0, 480.0), memory: 4270.0 };
-    /// Short sequences of narrow heads are slower.
+    /// Short sequences with a small head dim are slower.
     const SHORT: Ceilings = Ceilings { gemm: 620.0, attention: (331.0, 256.0), ..CEILINGS };
 
-    /// The ceilings of its products and attention, measured for its shapes.
+    /// Ceilings of GEMMs and attention, measured for its shapes.
     const MOE: Ceilings = Ceilings { gemm: 609.0, attention: (543.0, 442.0), ..CEILINGS };
 
     #[test]
     fn floors_are_those_of_the_yardsticks() {
-        // Estimates made by hand for these ceilings: 217, 116 and 205 ms.
+        // Estimates by hand for these ceilings: 217, 116 and 205 ms.
         for (name, tokens, c, ms) in [
             ("llama-8b-8l", 8192, CEILINGS, 217.0),
             ("gpt2-124m", 65_536, SHORT, 116.0),
@@ -123,7 +123,7 @@ mod tests {
         assert!((ms(PERMUTE) - 4.53).abs() < 0.01, "{}", ms(PERMUTE));
         assert!((ms(ROUTER) - 0.063).abs() < 0.001, "{}", ms(ROUTER));
         assert!(!parts.iter().any(|p| p.name == ACTIVATION), "there is no MLP");
-        // All matrix products together are the model's, and those of the routers.
+        // All GEMMs together are the model's FLOPs and those of the routers.
         let flops = r.model.flops_per_token(4096.0).unwrap();
         let all = 16_384.0 * (flops.projections + flops.mlp + flops.logits + 6.0 * 8.0 * 2048.0 * 128.0);
         assert!(((ms(GROUPED_GEMM) + ms(GEMM)) * 609e9 / all - 1.0).abs() < 1e-9);
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn fp8_gemms_have_their_own_ceiling() {
-        // The estimate of the yardsticks for FP8 with the head in bf16: 168 ms.
+        // The estimate for FP8 with the LM head in bf16: 168 ms.
         let mut recipe = workload("llama-8b-8l").unwrap();
         recipe.set("precision.recipe=fp8-current").unwrap();
         let r = recipe.resolve(None).unwrap();

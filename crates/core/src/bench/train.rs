@@ -1,4 +1,4 @@
-//! Measuring whole training steps.
+//! Benchmark of training steps.
 
 use crate::Result;
 use crate::config::Resolved;
@@ -9,11 +9,11 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
 use std::time::Instant;
 
-/// Random tokens: every step is as hard as the next, and nothing is read from disk.
+/// Random tokens: every step does the same work, and nothing is read from disk.
 pub struct RandomTokens {
     seq: usize,
     vocab: u64,
-    /// Tokens of a document; attention starts anew at each.
+    /// Tokens per document; attention does not cross documents.
     document: usize,
 }
 
@@ -47,53 +47,53 @@ impl Batches for RandomTokens {
     }
 }
 
-/// What was measured.
+/// Measurements of a training benchmark.
 #[derive(Clone, Debug)]
 pub struct TrainBench {
     /// Seconds of each timed step, sorted.
     pub step_s: Vec<f64>,
-    /// Seconds in which the host gave each step to the device, sorted. On the CPU that is the step itself.
+    /// CPU launch overhead of each step in seconds, sorted. On the CPU that is the step itself.
     pub host_s: Vec<f64>,
-    /// Tokens of a step.
+    /// Tokens per step.
     pub tokens: u64,
-    /// Tokens of a document.
+    /// Tokens per document.
     pub context: usize,
-    /// Model FLOPs of a token.
+    /// Model FLOPs per token.
     pub flops_per_token: f64,
-    /// Seconds from nothing to the first timed step.
+    /// Seconds from building the trainer to the first timed step.
     pub start_s: f64,
     /// Seconds from the start of the process to the end of its first step.
     pub first_step_s: f64,
     /// Memory by category.
     pub memory: MemoryReport,
-    /// Time by kernel over the timed steps, if the device watches it.
+    /// Time by kernel over the timed steps, if the device profiles.
     pub profile: Profile,
     /// Loss of the last step.
     pub loss: f64,
-    /// Was every timed step replayed as a graph?
+    /// Was every timed step replayed as a CUDA graph?
     pub graph: bool,
     /// Why, or why not.
     pub cuda_graph_decision: CudaGraphDecision,
-    /// How tokens came to their experts; nothing without mixtures.
+    /// How tokens were routed; none without MoE layers.
     pub routing: Option<RoutingReport>,
 }
 
-/// How tokens came to their experts.
+/// How tokens were routed to experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RoutingReport {
-    /// At random, in place of the router's choices?
+    /// Was routing random and nearly balanced, instead of the router's?
     pub forced: bool,
-    /// Loads of the last step, by name.
+    /// Routing metrics of the last step, by name.
     pub loads: StepMetrics,
 }
 
 impl RoutingReport {
-    /// In a word.
+    /// `forced` or `learned`.
     pub fn name(&self) -> &'static str {
         if self.forced { "forced" } else { "learned" }
     }
 
-    /// The most loaded expert over the mean, of the worst layer in the last step.
+    /// Tokens of the most loaded expert over the mean, of the worst layer in the last step.
     pub fn imbalance(&self) -> Option<f64> {
         self.loads.get("imbalance")?.as_f64()
     }
@@ -105,8 +105,8 @@ impl TrainBench {
         self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// Least seconds in which the host gave a step to the device: with nothing in_flight before it. Later steps also wait
-    /// for room in the card's queue.
+    /// Least CPU launch overhead of a step: with an empty queue before it. Later steps also wait for space in the launch
+    /// queue.
     pub fn host_least(&self) -> f64 {
         self.host_s.first().copied().unwrap_or(f64::NAN)
     }
@@ -122,11 +122,11 @@ impl TrainBench {
     }
 }
 
-/// Steps after which it is known whether steps are replayed on a card.
+/// Steps after which the trainer has decided whether to replay a CUDA graph.
 const GRAPH_DECIDED: usize = 4;
 
-/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
-/// if that is given. The process started at `begun`.
+/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens, packed into documents of `document` tokens if that
+/// is given. `begun` is when the process started.
 pub fn train(
     rank: Rank,
     r: &Resolved,
@@ -140,7 +140,7 @@ pub fn train(
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
     let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-    // Timed steps are all of one kind: whether they are replayed is seen before. As many come before them either way.
+    // Timed steps are all replayed or all launched: that is decided before them, after the same number of steps either way.
     let least = if trainer.rank.device().gpu().is_some() { GRAPH_DECIDED } else { 0 };
     let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < 2 * GRAPH_DECIDED as u64;
     while trainer.step() < warmup.max(least) as u64 || graph_undecided(&trainer) {
@@ -150,7 +150,7 @@ pub fn train(
     let launched = trainer.step() - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
-    // As a run does it: every step is given to the device before the loss of the one before is read.
+    // As in a run: a step is launched before the loss of the previous one is read.
     let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     let mut events = vec![trainer.rank.compute.record()?];
     let mut last = None;
@@ -195,7 +195,7 @@ pub fn train(
     })
 }
 
-/// Makes `steps` optimizer steps on random tokens that `observer` hears of, after `warmup` that it does not.
+/// Runs `steps` optimizer steps on random tokens with an observer, after `warmup` without it.
 pub fn train_with_observer(
     rank: Rank,
     r: &Resolved,

@@ -1,11 +1,11 @@
-//! The work that speed is measured on: recipes with one step's batch fixed, so that figures can be compared. Master
-//! weights and gradients are f32, moments bf16.
+//! Workloads of the benchmarks: recipes with one step's batch fixed, so that results are comparable. Master weights and
+//! gradients are f32, moments bf16.
 
 use super::custom;
 use crate::Result;
 use crate::config::Recipe;
 
-/// A name, the recipe it starts from and what is changed.
+/// A workload: its name, the recipe it starts from, and what it changes.
 struct Yardstick {
     name: &'static str,
     recipe: &'static str,
@@ -59,14 +59,14 @@ const YARDSTICKS: &[Yardstick] = &[
     },
 ];
 
-/// The yardstick of that name, a `custom/…` shape, or else the recipe or file.
+/// The workload of that name, a `custom/…` shape, or else the recipe or file.
 pub fn workload(name: &str) -> Result<Recipe> {
     if name.starts_with(custom::PREFIX) {
         return custom::recipe(name);
     }
     let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else { return Recipe::open(name) };
     let mut recipe = Recipe::open(y.recipe)?;
-    // Tokens are drawn at random; the recipe only has to name some data.
+    // Tokens are random; the recipe only has to name some data.
     recipe.set("data.path=embedded")?;
     for change in y.changes {
         recipe.set(change)?;

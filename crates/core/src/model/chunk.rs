@@ -1,5 +1,5 @@
-//! A run of consecutive parts of a decoder: what one pipeline stage holds. Without a pipeline there is one chunk with
-//! everything.
+//! A model chunk: the consecutive layers that one pipeline stage holds. Without pipeline parallelism the whole model is one
+//! chunk.
 
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
@@ -16,17 +16,17 @@ use ferrotron_engine::{
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
-/// GroupRank of the dropout after the embedding; layers count from 0, so it has the layer number past them.
+/// Dropout site after the embedding; its layer number is the number of decoder layers.
 const AFTER_EMBEDDING: u32 = 0;
 
-/// Embedding (on the first stage), layers, final norm and head (on the last).
+/// Embedding (first stage), decoder layers, final norm and LM head (last stage).
 pub struct Chunk {
     embedding: Option<Embedding>,
     layers: Vec<Layer>,
     output: Option<(NormLayer, LmHead)>,
-    /// MtpBlock of further tokens, on the last stage.
+    /// MTP layers, on the last stage.
     mtp: Option<MtpBlock>,
-    /// Layers of the whole model.
+    /// Decoder layers of the whole model.
     total_layers: u32,
 }
 
@@ -41,18 +41,18 @@ pub(super) fn embedding_config(c: &ModelConfig) -> EmbeddingConfig {
     }
 }
 
-/// What comes out at the end of the model.
+/// What forward returns at the end of the model.
 #[derive(Clone, Copy)]
 pub enum ForwardMode<'a> {
     /// Logits `[tokens, V]`.
     Logits,
-    /// Loss of each token f32 `[tokens]`, without weights.
+    /// Unweighted loss of each token, f32 `[tokens]`.
     Loss(&'a Targets),
-    /// The same; and backward will follow.
+    /// The same, with everything saved for backward.
     Train(&'a Targets),
 }
 
-/// What backward needs of a chunk.
+/// What a chunk saves for backward.
 pub struct ChunkSaved {
     mtp: Option<MtpBlockSaved>,
     output: Option<(LmHeadSaved, NormSaved)>,
@@ -73,7 +73,7 @@ impl Saved for ChunkSaved {
 }
 
 impl ChunkSaved {
-    /// Calls `f` with every saved tensor and the block it belongs to. A tensor that two modules share comes twice.
+    /// Calls `f` with every saved tensor and the block it belongs to. A tensor that two modules share appears twice.
     pub fn blocks(&mut self, f: &mut dyn FnMut(Block, &mut SavedTensor)) {
         if let Some((head, norm)) = &mut self.output {
             head.tensors(&mut |t| f(Block::Output, t));
@@ -86,14 +86,14 @@ impl ChunkSaved {
         self.embedding.tensors(&mut |t| f(Block::Embedding, t));
     }
 
-    /// f32 `[D]`: `Σ weight·loss` of the mtp of further tokens, where they are here.
+    /// f32 `[D]`: `Σ weight·loss` of each MTP layer, on the last stage.
     pub fn mtp_losses(&self) -> Option<&Tensor> {
         self.mtp.as_ref().map(|p| &p.losses)
     }
 }
 
 impl Chunk {
-    /// Declares what `stage` holds of a model.
+    /// Declares the parameters of `stage`.
     pub(super) fn declare(model: &mut ModelDeclaration, stage: &Stage) -> Result<Chunk> {
         let (c, pipelined) = (model.config, model.pipelined);
         let d = &mut model.params;
@@ -138,23 +138,23 @@ impl Chunk {
         Ok(Chunk { embedding, layers, output, mtp, total_layers: c.layers as u32 })
     }
 
-    /// Its layers, in order.
+    /// Its decoder layers, in order.
     pub(super) fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
-    /// Does it hold the end of the model?
+    /// Does it hold the LM head?
     pub fn is_last(&self) -> bool {
         self.output.is_some()
     }
 
-    /// Output matrix and loss, on the last stage.
+    /// The LM head, on the last stage.
     pub fn head_mut(&mut self) -> Option<&mut LmHead> {
         self.output.as_mut().map(|(_, head)| head)
     }
 
-    /// From the stage before (`x [rows, hidden]`, nothing on the first stage) to what the next stage gets, or, at the
-    /// end of the model, what `mode` says.
+    /// Forward of the chunk: `x [T, hidden]` from the previous stage (none on the first) → the next stage's input, or on the last
+    /// stage what `mode` asks for.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -165,7 +165,7 @@ impl Chunk {
         run_to_completion(self.forward_in_turns(p, input, x, mode))
     }
 
-    /// [`Chunk::forward`] beside another pass: see [`interleave`](ferrotron_engine::interleave).
+    /// [`Chunk::forward`] as a future that yields while MoE tokens are dispatched, for [`interleave`](ferrotron_engine::interleave).
     pub async fn forward_in_turns(
         &self,
         p: &StepContext<'_>,
@@ -193,7 +193,7 @@ impl Chunk {
         Ok((rows, train.then_some(ChunkSaved { mtp, output, layers, embedding })))
     }
 
-    /// Logits `[tokens, V]` of each depth of the mtp of further tokens, of a chunk that is the whole model.
+    /// Logits `[tokens, V]` of every MTP layer, of a chunk that is the whole model.
     pub fn mtp_logits(&self, p: &StepContext, input: &Input) -> Result<Vec<Tensor>> {
         let (Some((norm, head)), Some(block)) = (&self.output, &self.mtp) else {
             return Ok(Vec::new());
@@ -203,7 +203,7 @@ impl Chunk {
         block.logits(p, input, head, &y.values)
     }
 
-    /// Embedding and layers.
+    /// Embedding and decoder layers.
     async fn decoder_layers(
         &self,
         p: &StepContext<'_>,
@@ -228,9 +228,8 @@ impl Chunk {
         Ok((x, layers, embedding))
     }
 
-    /// From the gradient of the output (nothing at the end of the model: there the loss starts it) to that of the
-    /// input (nothing on the first stage). Weight gradients go to `put` as they become possible, to be run there or
-    /// later.
+    /// Backward of the chunk: gradient of the output (none on the last stage, where the loss begins) → gradient of the input (none
+    /// on the first). `put` receives each weight gradient as soon as its operands exist, to run it now or later.
     pub fn backward(
         &self,
         p: &StepContext,
@@ -242,7 +241,7 @@ impl Chunk {
         run_to_completion(self.backward_in_turns(p, saved, input, dy, put))
     }
 
-    /// [`Chunk::backward`] beside another pass: see [`interleave`](ferrotron_engine::interleave).
+    /// [`Chunk::backward`] as a future that yields while MoE gradients are dispatched.
     pub async fn backward_in_turns(
         &self,
         p: &StepContext<'_>,
@@ -280,8 +279,8 @@ impl Chunk {
         }
     }
 
-    /// Logits `[batch, V]` of the last of the new tokens of each of `batch` sequences; all of them join the caches.
-    /// For a chunk that is the whole model.
+    /// Logits `[batch, V]` of the last new token of each of `batch` sequences, for a chunk that is the whole model. All new
+    /// tokens are appended to the caches.
     pub(super) fn decode(
         &self,
         p: &StepContext,

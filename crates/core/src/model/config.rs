@@ -1,4 +1,4 @@
-//! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
+//! The architecture of a decoder-only transformer as plain data. Every supported model family is a setting of these fields.
 
 use super::moe_config::MoeConfig;
 use super::mtp_config::MtpConfig;
@@ -13,21 +13,21 @@ pub struct ModelConfig {
     pub layers: usize,
     /// Width of the residual stream (h).
     pub hidden: usize,
-    /// Width inside the MLP (f), of one half when gated.
+    /// MLP width (f); of one of gate and up where gated.
     pub ffn: usize,
     /// Query heads (n).
     pub heads: usize,
     /// Key/value heads (g); divides `heads`.
     pub kv_heads: usize,
-    /// Channels per head (d). Not always hidden / heads.
+    /// Channels per head (d); not always hidden / heads.
     pub head_dim: usize,
-    /// Rows of the embedding (V).
+    /// Vocabulary (V): rows of the embedding.
     pub vocab: usize,
-    /// Longest sequence the model is made for.
+    /// Longest sequence the model supports.
     pub max_positions: usize,
-    /// The normalisation everywhere in the model.
+    /// The norm used everywhere in the model.
     pub norm: NormConfig,
-    /// The non-linearity of the MLP.
+    /// Activation function of the MLP.
     pub activation: Activation,
     /// Does the MLP have a gate branch (`act(gate) * up`)?
     pub gated: bool,
@@ -41,7 +41,7 @@ pub struct ModelConfig {
     pub qk_norm: bool,
     /// Norms after attention and after the MLP, before the residual addition (Gemma 2 and 3).
     pub post_norms: bool,
-    /// How positions enter.
+    /// Position encoding.
     pub positions: Positions,
     /// RoPE of the sliding-window layers where it differs (Gemma 3).
     pub rope_local: Option<RopeConfig>,
@@ -59,25 +59,25 @@ pub struct ModelConfig {
     pub attn_scale_by_layer: bool,
     /// `c * tanh(score / c)` on attention scores.
     pub attn_softcap: Option<f32>,
-    /// A learned logit of each head beside its scores in the softmax (GPT-OSS).
+    /// A learned attention sink: one more logit per head in the softmax's denominator (GPT-OSS).
     #[serde(default)]
     pub attn_sink: bool,
-    /// Keys and values from one narrow row of each token (DeepSeek). Every head then has keys of its own (`kv_heads` is
-    /// `heads`), `head_dim` is a query's and a key's width, and `qkv_bias` is about the maps to narrow rows.
+    /// Multi-head latent attention (DeepSeek). Every head then has its own keys (`kv_heads` equals `heads`), `head_dim` is the
+    /// width of a query and key, and `qkv_bias` applies to the down-projections.
     #[serde(default)]
     pub mla: Option<MlaConfig>,
     /// `c * tanh(logit / c)` on the output logits.
     pub final_softcap: Option<f32>,
     /// Factor on embeddings after lookup (Gemma: sqrt(hidden)).
     pub embed_scale: f32,
-    /// Is the output matrix the embedding matrix?
+    /// Does the LM head share the token embedding?
     pub tied: bool,
     /// Standard deviation of initial weights.
     pub init_std: f32,
-    /// MoeState of experts in place of MLPs.
+    /// Mixture-of-experts layers in place of MLPs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moe: Option<MoeConfig>,
-    /// Layers that predict further tokens.
+    /// Multi-token prediction layers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtp: Option<MtpConfig>,
 }
@@ -98,17 +98,17 @@ pub struct NormConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MlaConfig {
-    /// Width of the narrow row that queries come from; none: they come from the residual stream.
+    /// Rank of the query down-projection; none: queries are projected from the hidden states.
     pub q_lora_rank: Option<usize>,
-    /// Width of the narrow row that keys and values come from.
+    /// Rank of the key/value down-projection.
     pub kv_lora_rank: usize,
-    /// Channels of a query or key without positions.
+    /// Channels of a query or key without RoPE.
     pub nope_dim: usize,
-    /// Channels with rotary positions, which all keys of a token share.
+    /// Channels with RoPE; a token's keys share them.
     pub rope_dim: usize,
     /// Channels of a value.
     pub v_dim: usize,
-    /// Added to the mean square in the norms of narrow rows.
+    /// Added to the mean square in the norms of the compressed rows.
     pub norm_eps: f32,
 }
 
@@ -122,7 +122,7 @@ pub enum NormKind {
     RmsNorm,
 }
 
-/// The non-linearity of the MLP.
+/// Activation function of the MLP.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Activation {
@@ -136,11 +136,11 @@ pub enum Activation {
     SquaredRelu,
 }
 
-/// How the model knows where a token is.
+/// Position encoding.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Positions {
-    /// A learned vector per position, added to the embedding (GPT-2).
+    /// A learned vector per position, added to the token embedding (GPT-2).
     Learned,
     /// Rotary embedding of q and k.
     Rope(RopeConfig),
@@ -150,19 +150,19 @@ pub enum Positions {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RopeConfig {
-    /// Base of the wavelengths.
+    /// Base of the wavelengths (θ).
     pub theta: f64,
-    /// Channels of each head that are rotated: the first ones, in latent attention the last.
+    /// Channels of each head that are rotated: the first ones, or with MLA the last.
     pub rotary_dim: usize,
     /// Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     pub interleaved: bool,
-    /// Stretching of wavelengths for long contexts.
+    /// Scaling of the wavelengths for long contexts.
     pub scaling: RopeScaling,
 }
 
 impl ModelConfig {
-    /// The same model with latent attention: heads as wide as it says, positions on its channels in pairs side by side,
-    /// scores scaled by their width.
+    /// The same model with MLA: `head_dim`, `attn_scale` and RoPE follow from its dimensions, and RoPE pairs neighbouring
+    /// channels.
     pub fn with_mla(mut self, mla: MlaConfig) -> ModelConfig {
         self.head_dim = mla.nope_dim.saturating_add(mla.rope_dim);
         self.kv_heads = self.heads;
@@ -177,7 +177,7 @@ impl ModelConfig {
         ModelConfig { mla: Some(mla), ..self }
     }
 
-    /// Channels of a head's values.
+    /// Channels per head of the values.
     pub fn value_dim(&self) -> usize {
         self.mla.as_ref().map_or(self.head_dim, |m| m.v_dim)
     }
@@ -187,12 +187,12 @@ impl ModelConfig {
         if self.attn_scale_by_layer { self.attn_scale / (i + 1) as f32 } else { self.attn_scale }
     }
 
-    /// Does layer `i` see only a window?
+    /// Does layer `i` use the sliding window?
     pub fn is_local(&self, i: usize) -> bool {
         self.window.is_some() && self.local_layers.get(self.template_layer(i)).copied().unwrap_or(false)
     }
 
-    /// RoPE of layer `i`, if the model uses it.
+    /// RoPE of layer `i`, if it has one.
     pub fn rope(&self, i: usize) -> Option<&RopeConfig> {
         if self.no_rope_layers.get(self.template_layer(i)).copied().unwrap_or(false) {
             return None;

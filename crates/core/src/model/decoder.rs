@@ -1,4 +1,4 @@
-//! A decoder as this rank holds it: all of it, or its stages of a pipeline.
+//! A decoder as one rank holds it: the whole model, or its pipeline stages.
 
 use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
@@ -15,7 +15,7 @@ use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
 use std::sync::Arc;
 
-/// A decoder-only transformer, or this rank's stages of one.
+/// A decoder-only transformer, or this rank's pipeline stages of one.
 pub struct Decoder {
     config: ModelConfig,
     placement: LayerPlacement,
@@ -27,49 +27,49 @@ pub struct Decoder {
     mtp: MtpTraining,
 }
 
-/// What a model is told besides its architecture.
+/// Options of a model besides its architecture.
 #[derive(Clone, Debug, Default)]
 pub struct ModelOptions {
-    /// Which products are narrow.
+    /// Which GEMMs run in FP8, and by which recipe.
     pub policy: Policy,
-    /// How moe_layers are trained.
+    /// Router, losses, capacity and dispatch of MoE layers.
     pub moe_training: Arc<MoeTraining>,
-    /// How predictions of further tokens are trained.
+    /// Loss weight and detachment of MTP layers.
     pub mtp: MtpTraining,
     /// How the LM head computes the loss: in chunks of tokens, with label smoothing.
     pub loss: LossOptions,
 }
 
-/// Token ids with their places, on the device.
+/// Token ids and positions of a micro-batch, on the device.
 pub struct Input {
-    /// i32 `[rows]`, of the tokens of this context-parallel rank.
+    /// i32 `[N]`: token ids of this context-parallel rank.
     pub ids: Tensor,
-    /// i32 `[rows]`
+    /// i32 `[N]`: positions.
     pub positions: Tensor,
-    /// Which tokens see each other, all ranks' together.
+    /// Sequences of the whole micro-batch: which tokens attend to each other.
     pub layout: Layout,
-    /// Which token of the batch each row is.
+    /// The token of the micro-batch in each row.
     pub tokens: Tokens,
-    /// Rows of the residual stream on this rank: its share of those above among tensor-parallel ranks.
+    /// T = N / tp: rows of the residual stream on this rank (sequence parallelism).
     pub rows: usize,
-    /// What moe_layers are told of the rows.
+    /// Which rows are tokens, and of which sequence, for MoE layers.
     pub moe: Option<MoeInput>,
-    /// What predictions of further tokens are given, for each depth; empty outside of training.
+    /// Inputs of the MTP layers, one for each depth; empty outside of training.
     pub mtp: Vec<MtpInput>,
 }
 
-/// The tokens some places further on, of the rows of an [`Input`].
+/// Inputs of the MTP layer that looks d tokens ahead, for the rows of an [`Input`].
 pub struct MtpInput {
-    /// i32 `[rows]`: their ids, 0 behind the end of a document.
+    /// i32 `[N]`: ids of the tokens d ahead, 0 past the end of a document.
     pub ids: Tensor,
-    /// i32 `[rows]`: their positions, likewise.
+    /// i32 `[N]`: their positions, likewise.
     pub positions: Tensor,
-    /// What follows them.
+    /// Labels of the tokens after them.
     pub targets: Targets,
 }
 
 impl Decoder {
-    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters.
+    /// Builds this rank's chunks for sequences of up to `positions` tokens and declares their parameters.
     pub fn new(
         rank: &Rank,
         config: &ModelConfig,
@@ -112,37 +112,37 @@ impl Decoder {
         ))
     }
 
-    /// This rank's moe_layers.
+    /// This rank's MoE layers.
     pub fn moe_layers(&self) -> &[MoeLayerSpec] {
         &self.moe_layers
     }
 
-    /// How moe_layers are trained.
+    /// Training options of MoE layers.
     pub fn moe_training(&self) -> &MoeTraining {
         &self.moe_training
     }
 
-    /// How predictions of further tokens are trained.
+    /// Training options of MTP layers.
     pub fn mtp(&self) -> MtpTraining {
         self.mtp
     }
 
-    /// Which layers are where.
+    /// Which layers are on which pipeline stage.
     pub fn placement(&self) -> &LayerPlacement {
         &self.placement
     }
 
-    /// This rank's stages, in order.
+    /// This rank's model chunks, in order.
     pub fn chunks(&self) -> &[Chunk] {
         &self.chunks
     }
 
-    /// The same, to be changed.
+    /// This rank's model chunks, mutable.
     pub fn chunks_mut(&mut self) -> &mut [Chunk] {
         &mut self.chunks
     }
 
-    /// Streams for messages to later and to earlier stages.
+    /// Streams for point-to-point messages: activations to later stages, gradients to earlier ones.
     pub(crate) fn p2p_streams(&self) -> &[Stream; 2] {
         &self.p2p_streams
     }
@@ -152,12 +152,12 @@ impl Decoder {
         &self.config
     }
 
-    /// Sequences can be this long.
+    /// Longest sequence this decoder was built for.
     pub fn max_positions(&self) -> usize {
         self.positions
     }
 
-    /// Uploads a batch, checking ids, positions and lengths. Without `positions`, sequences count from 0.
+    /// Uploads a micro-batch after checking ids, positions and lengths. Without `positions`, every sequence counts from 0.
     pub fn input(
         &self,
         rank: &Rank,
@@ -168,7 +168,7 @@ impl Decoder {
         self.input_with(rank, ids, positions, layout, None)
     }
 
-    /// The same, with `padding` that says of each token whether it only fills a place: moe_layers send it to no expert.
+    /// The same with `padding`, true for tokens that are padding: MoE layers route them to no expert.
     pub fn input_with(
         &self,
         rank: &Rank,
@@ -200,7 +200,7 @@ impl Decoder {
         Ok(Input { ids, positions, layout, tokens, rows, moe: moe.transpose()?, mtp: Vec::new() })
     }
 
-    /// Refuses ids and positions that the model has no place for, and lengths that do not agree.
+    /// Rejects ids outside the vocabulary, positions past the model's, and lengths that differ.
     pub(crate) fn check_input(&self, ids: &[i32], positions: &[i32], layout: &Layout) -> Result<()> {
         layout.check(ids.len())?;
         let inside = |x: &i32, n: usize| usize::try_from(*x).is_ok_and(|x| x < n);
@@ -222,13 +222,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// Empty caches for `batch` sequences of up to `capacity` tokens.
+    /// Empty KV caches for `batch` sequences of up to `capacity` tokens.
     pub fn caches(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
         self.chunks.iter().flat_map(Chunk::layers).map(|layer| layer.cache(p, batch, capacity)).collect()
     }
 
-    /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens
-    /// join the caches.
+    /// Logits `[batch, V/tp]` of the last new token of each sequence, of this rank's vocabulary shard; all new tokens are
+    /// appended to the caches.
     pub fn decode(&self, p: &StepContext, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
         let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
             return shape_error("decode", "sequences of equal length on one stage are needed");

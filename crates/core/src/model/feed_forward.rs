@@ -1,4 +1,4 @@
-//! What stands between the second norm of a layer and its residual: an MLP, or a mixture of experts.
+//! The feed-forward block of a layer: a dense MLP or an MoE block.
 
 use super::description::Block;
 use ferrotron_engine::moe::{Moe, MoeSaved, SavedRouting};
@@ -9,15 +9,15 @@ use ferrotron_tensor::{Result, Tensor};
 pub enum FeedForward {
     /// One MLP for all tokens.
     Dense(Mlp),
-    /// Some of many for each.
+    /// Top-k of E experts per token.
     Moe(Box<Moe>),
 }
 
 /// What backward needs.
 pub enum FeedForwardSaved {
-    /// Of an MLP.
+    /// Saved by a dense MLP.
     Dense(Box<MlpSaved>),
-    /// Of a mixture.
+    /// Saved by an MoE block.
     Moe(Box<MoeSaved>),
 }
 
@@ -46,19 +46,19 @@ impl FeedForwardSaved {
         }
     }
 
-    /// Drops the block's input, which the caller can make again. A mixture keeps it.
+    /// Frees the block's input, which the caller can recompute. An MoE block keeps it for its router.
     pub fn drop_input(&mut self) {
         if let FeedForwardSaved::Dense(s) = self {
             s.drop_input();
         }
     }
 
-    /// Was the input dropped, so that it must be put back?
+    /// Was the input freed, so that backward needs it restored?
     pub fn needs_input(&self) -> bool {
         matches!(self, FeedForwardSaved::Dense(_))
     }
 
-    /// Puts the input back.
+    /// Restores the recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         if let FeedForwardSaved::Dense(s) = self {
             s.restore_input(x);
@@ -67,7 +67,7 @@ impl FeedForwardSaved {
 }
 
 impl FeedForward {
-    /// Does it need the largest magnitude of its input?
+    /// Does it need the amax of its input?
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         match self {
             FeedForward::Dense(m) => m.needs_input_amax(p),
@@ -75,7 +75,7 @@ impl FeedForward {
         }
     }
 
-    /// `[rows, hidden] → [rows, hidden]`, in turns.
+    /// `[T, hidden] → [T, hidden]`; yields while MoE tokens are dispatched.
     pub async fn forward(
         &self,
         p: &StepContext<'_>,
@@ -91,7 +91,7 @@ impl FeedForward {
         })
     }
 
-    /// Gradient of the input, in turns.
+    /// Gradient of the input; yields while MoE gradients are dispatched.
     pub async fn backward(
         &self,
         p: &StepContext<'_>,

@@ -1,4 +1,4 @@
-//! Drawing text from a model.
+//! Text generation: sampling tokens from a model.
 
 use super::Decoder;
 use crate::{Error, Result};
@@ -7,21 +7,21 @@ use ferrotron_engine::attention::Layout;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{DType, Tensor, bf16, f16};
 
-/// How the next token is chosen.
+/// How the next token is sampled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// 0: always the likeliest. 1: the model's own distribution.
+    /// Divides the logits; 0 always takes the most probable token.
     pub temperature: f32,
-    /// Only this many likeliest tokens; 0: all.
+    /// Sample from this many of the most probable tokens; 0 for all.
     pub top_k: usize,
-    /// Only the likeliest tokens that together hold this share of the probability; 1: all.
+    /// Sample from the most probable tokens that together have this probability; 1 for all.
     pub top_p: f32,
-    /// Equal seeds draw equal text.
+    /// Equal seeds sample equal text.
     pub seed: u64,
 }
 
 impl Sampling {
-    /// Refuses settings that mean nothing.
+    /// Rejects values out of range.
     pub fn check(&self) -> Result<()> {
         if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
             return Err(Error::Invalid(format!("temperature {} must be 0 or more", self.temperature)));
@@ -32,14 +32,14 @@ impl Sampling {
         Ok(())
     }
 
-    /// The token drawn from `logits` at the `n`-th draw.
+    /// Samples a token from `logits`, as draw number `n` of the seed.
     pub fn sample(&self, logits: &[f32], n: u64) -> usize {
         let best = (0..logits.len()).fold(0, |b, i| if logits[i] > logits[b] { i } else { b });
         if self.temperature == 0.0 || logits.is_empty() {
             return best;
         }
         let mut order: Vec<usize> = (0..logits.len()).collect();
-        // Likeliest first, ties to the lower id: the same draw on every machine.
+        // Most probable first, ties to the lower id: the same sample on every machine.
         order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]).then(a.cmp(b)));
         if self.top_k > 0 {
             order.truncate(self.top_k);
@@ -70,26 +70,35 @@ impl Sampling {
     }
 }
 
-/// Continues `prompt` (at least one token) by up to `max_new` tokens. Stops early at one of `stop`, or when
-/// `on_token` returns false, or where the model's positions end. Ranks that share the model call it together and draw
-/// the same tokens; it ends for all when `on_token` ends it for one.
+/// What to continue, and how far.
+#[derive(Clone, Copy, Debug)]
+pub struct Prompt<'a> {
+    /// At least one token.
+    pub tokens: &'a [i32],
+    /// New tokens at most.
+    pub max_new: usize,
+    /// Tokens that end the text.
+    pub stop: &'a [i32],
+}
+
+/// Continues a prompt and returns the new tokens. Ends after `max_new` tokens, at a stop token, when `on_token` returns
+/// false, or at the model's last position. Ranks that share the model call it together and sample the same tokens; it ends
+/// for all of them when `on_token` returns false on one.
 pub fn generate(
     decoder: &Decoder,
     pass: &StepContext,
-    prompt: &[i32],
-    max_new: usize,
+    prompt: Prompt,
     sampling: Sampling,
-    stop: &[i32],
     on_token: &mut dyn FnMut(i32) -> bool,
 ) -> Result<Vec<i32>> {
     sampling.check()?;
-    // Weights stay what they are, and nothing here is part of a training step.
+    // This is no part of a training step, and quantized weights stay valid.
     let pass = &StepContext { train: false, ..*pass };
     let quant = pass.state.quant();
     if let Some(quant) = quant {
         quant.begin_evaluation();
     }
-    let output = continue_prompt(decoder, pass, prompt, max_new, sampling, stop, on_token);
+    let output = continue_prompt(decoder, pass, prompt, sampling, on_token);
     if let Some(quant) = quant {
         quant.end_evaluation();
     }
@@ -99,10 +108,8 @@ pub fn generate(
 fn continue_prompt(
     decoder: &Decoder,
     pass: &StepContext,
-    prompt: &[i32],
-    max_new: usize,
+    Prompt { tokens: prompt, max_new, stop }: Prompt,
     sampling: Sampling,
-    stop: &[i32],
     on_token: &mut dyn FnMut(i32) -> bool,
 ) -> Result<Vec<i32>> {
     let max_positions = decoder.max_positions();
@@ -133,7 +140,7 @@ fn continue_prompt(
     Ok(out)
 }
 
-/// One row of logits from every rank's columns of it.
+/// One row of logits from the vocabulary shards of all tensor-parallel ranks.
 fn gather_logits(pass: &StepContext, mine: Vec<f32>) -> Result<Vec<f32>> {
     if pass.rank.tp.size() == 1 {
         return Ok(mine);
@@ -142,7 +149,7 @@ fn gather_logits(pass: &StepContext, mine: Vec<f32>) -> Result<Vec<f32>> {
     Ok(all.iter().flat_map(|b| b.chunks_exact(4)).map(bytemuck::pod_read_unaligned).collect())
 }
 
-/// Does every rank want to go on?
+/// Does every rank want to continue?
 fn all_continue(pass: &StepContext, mine: bool) -> Result<bool> {
     if pass.rank.tp.size() == 1 {
         return Ok(mine);
@@ -151,7 +158,7 @@ fn all_continue(pass: &StepContext, mine: bool) -> Result<bool> {
     Ok(all.iter().all(|b| b == &[1]))
 }
 
-/// Float values of a tensor on the host as f32.
+/// Values of a float tensor on the host, as f32.
 pub fn to_host(pass: &StepContext, t: &Tensor) -> Result<Vec<f32>> {
     Ok(match t.dtype() {
         DType::F16 => pass.rank.compute.download::<f16>(t)?.into_iter().map(f32::from).collect(),

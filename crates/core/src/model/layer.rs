@@ -1,5 +1,5 @@
-//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too
-//! where the family has them.
+//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too (post-norms) where
+//! the family has them.
 
 use super::config::{ModelConfig, NormKind};
 use super::description::Block;
@@ -17,7 +17,7 @@ use ferrotron_engine::{
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm};
 use ferrotron_tensor::{Result, Tensor};
 
-/// Places where dropout acts.
+/// Dropout sites of a layer.
 const AFTER_ATTENTION: u32 = 1;
 const AFTER_MLP: u32 = 2;
 
@@ -32,7 +32,7 @@ pub struct Layer {
     mlp_post: Option<NormLayer>,
 }
 
-/// What backward needs; blocks that are computed again are absent.
+/// What backward needs; recomputed blocks are absent.
 pub struct LayerSaved {
     mlp_post: Option<NormSaved>,
     mlp: Option<FeedForwardSaved>,
@@ -76,7 +76,7 @@ impl LayerSaved {
     }
 }
 
-/// The same of a layer that may be recomputed, of which the input alone is saved.
+/// The same for a layer under full recomputation, which saves its input alone.
 pub(super) fn checkpointed_blocks(
     saved: &mut Checkpointed<LayerSaved>,
     f: &mut dyn FnMut(Block, &mut SavedTensor),
@@ -87,7 +87,7 @@ pub(super) fn checkpointed_blocks(
     }
 }
 
-/// The kernels' view of the configured norm.
+/// The configured norm as kernels take it.
 pub(super) fn norm_of(c: &ModelConfig) -> Norm {
     Norm {
         subtract_mean: c.norm.kind == NormKind::LayerNorm,
@@ -110,7 +110,7 @@ fn attention(
         softcap: c.attn_softcap,
         causal: true,
         align: MaskAlign::TopLeft,
-        // A window of W lets a token see itself and W-1 before it.
+        // With a window of W, a token attends to itself and the W-1 tokens before it.
         left: local.map(|w| w.saturating_sub(1)),
         right: None,
         fp8: false,
@@ -172,7 +172,7 @@ impl Layer {
         rope: Option<RopeTable>,
     ) -> Result<Layer> {
         let norm = norm_of(c);
-        // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
+        // Blocks write into the residual stream 2L times: a smaller initial output keeps its variance from growing.
         let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());
         let post = |d: &mut Declarations, kind: &str| {
             c.post_norms.then(|| NormLayer::declare(d, &format!("{name}.{kind}"), c.hidden, norm)).transpose()
@@ -205,7 +205,7 @@ impl Layer {
         })
     }
 
-    /// `[tokens, hidden] → [tokens, hidden]`, in turns.
+    /// `[T, hidden] → [T, hidden]`; yields while MoE tokens are dispatched.
     pub async fn forward(
         &self,
         p: &StepContext<'_>,
@@ -217,7 +217,7 @@ impl Layer {
         Ok((y, Checkpointed::new(p.recompute.layer, &x, saved)))
     }
 
-    /// The output, the input as a whole, and what backward needs.
+    /// The output, the formed input, and what backward needs.
     async fn run(
         &self,
         p: &StepContext<'_>,
@@ -244,7 +244,7 @@ impl Layer {
         Ok((y, x, LayerSaved { mlp_post, mlp, routing, mlp_norm, attn_post, attn, attn_norm }))
     }
 
-    /// Gradient of the input, in turns.
+    /// Gradient of the input; yields while MoE gradients are dispatched.
     pub async fn backward(
         &self,
         p: &StepContext<'_>,
@@ -301,12 +301,12 @@ impl Layer {
         Ok((dx, grads.and(g)))
     }
 
-    /// An empty cache for `batch` sequences of up to `capacity` tokens.
+    /// An empty KV cache for `batch` sequences of up to `capacity` tokens.
     pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
         self.attn.cache(p, batch, capacity)
     }
 
-    /// Forward of new tokens over remembered ones.
+    /// Forward of new tokens over the cached ones.
     pub fn decode(
         &self,
         p: &StepContext,

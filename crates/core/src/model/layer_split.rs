@@ -1,4 +1,4 @@
-//! Which layers live on which stage.
+//! Which layers are on which pipeline stage.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ pub struct Stage {
     pub layers: Range<usize>,
     /// Multi-token-prediction layers.
     pub mtp: Range<usize>,
-    /// The final norm, the head and the loss.
+    /// The final norm, LM head and loss.
     pub loss: bool,
 }
 
@@ -24,7 +24,7 @@ pub struct LayerPlacement {
     pub(super) stages: Vec<Stage>,
 }
 
-/// A split by numbers.
+/// A division of the layers by numbers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LayerSplit {
     /// Decoder layers of the model.
@@ -39,9 +39,9 @@ pub struct LayerSplit {
     pub first: Option<usize>,
     /// Layers of the last rank, over all its chunks.
     pub last: Option<usize>,
-    /// The embedding weighs as much as a layer.
+    /// Does the embedding count as a layer?
     pub count_embedding: bool,
-    /// The loss weighs as much as a layer.
+    /// Does the loss count as a layer?
     pub count_loss: bool,
 }
 
@@ -51,8 +51,7 @@ impl LayerSplit {
         LayerSplit { layers, pp, vp, ..LayerSplit::default() }
     }
 
-    /// The stages. What does not divide is spread as evenly as possible, with the larger shares in the middle, away from
-    /// embedding and loss.
+    /// The stages. A remainder goes to the stages in the middle, away from embedding and loss.
     pub fn place(&self) -> Result<LayerPlacement> {
         let LayerSplit { pp, vp, layers, .. } = *self;
         let stages = pp.checked_mul(vp).filter(|n| (1..=1 << 20).contains(n)).ok_or_else(|| {
@@ -112,7 +111,7 @@ impl LayerSplit {
     }
 }
 
-/// `layers` over `slots`, where the first and the last slot may already carry the weight of one layer.
+/// `layers` over `slots`, where the first and the last slot may already count one layer.
 fn balanced(layers: usize, slots: usize, first: bool, last: bool) -> Vec<usize> {
     if slots == 0 {
         return Vec::new();
@@ -122,7 +121,7 @@ fn balanced(layers: usize, slots: usize, first: bool, last: bool) -> Vec<usize> 
     let all = layers + first + last;
     let (share, more) = (all / slots, all % slots);
     if share == 0 {
-        // Fewer than slots: those that carry something already get nothing.
+        // Fewer layers than slots: slots that count embedding or loss get none.
         let free = slots - first - last;
         let start = first + (free - layers) / 2;
         counts[start..start + layers].fill(1);
@@ -147,22 +146,22 @@ impl LayerPlacement {
         self.stages.len() / self.pp
     }
 
-    /// All stages, in the order in which a token passes them.
+    /// All stages, in the order of forward.
     pub fn stages(&self) -> &[Stage] {
         &self.stages
     }
 
-    /// What a rank's chunk holds: stage `chunk·P + rank`.
+    /// What chunk `chunk` of pipeline rank `rank` holds: stage `chunk·P + rank`.
     pub fn at(&self, rank: usize, chunk: usize) -> Option<&Stage> {
         if rank < self.pp { self.stages.get(chunk * self.pp + rank) } else { None }
     }
 
-    /// Decoder layers in all.
+    /// Decoder layers of the model.
     pub fn layers(&self) -> usize {
         self.stages.last().map_or(0, |s| s.layers.end)
     }
 
-    /// Rank and chunk of a layer.
+    /// Pipeline rank and chunk of a layer.
     pub fn home(&self, layer: usize) -> Option<(usize, usize)> {
         let stage = self.stages.iter().position(|s| s.layers.contains(&layer))?;
         Some((stage % self.pp, stage / self.pp))

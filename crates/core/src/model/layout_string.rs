@@ -1,7 +1,7 @@
-//! Placements as text: `Et*3|(tt|)*29,m|L`.
+//! Pipeline layouts as strings: `Et*3|(tt|)*29,m|L`.
 //!
 //! `E` embedding, `t` decoder layer, `m` multi-token-prediction layer, `L` loss, `|` between stages, `*n` repeats the
-//! letter or the parentheses before it, commas are for the eye.
+//! letter or the parentheses before it, commas are ignored.
 
 use super::layer_split::{LayerPlacement, Stage};
 use crate::{Error, Result};

@@ -1,4 +1,4 @@
-//! A model with weights, for everything but training.
+//! A model with weights, for inference, evaluation and single passes.
 
 use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout};
 use crate::Result;
@@ -9,9 +9,9 @@ use ferrotron_tensor::{DType, shape_error};
 
 /// A decoder and its weights on one rank.
 pub struct Model {
-    /// The worker.
+    /// The rank.
     pub rank: Rank,
-    /// The architecture.
+    /// The decoder.
     pub decoder: Decoder,
     /// The weights.
     pub params: Params,
@@ -20,9 +20,9 @@ pub struct Model {
 }
 
 impl Model {
-    /// A model for sequences of up to `positions` tokens. `source(name)` gives the little-endian `dtype` bytes of
-    /// each logical tensor, and f32 bytes of those of [`super::logical_buffers`]; one tensor is in memory at a time
-    /// besides the model.
+    /// Builds a model for sequences of up to `positions` tokens and loads its weights. `source(name)` returns the little-endian
+    /// `dtype` bytes of a logical tensor, and f32 bytes of those of [`super::logical_buffers`]; besides the model one tensor is in
+    /// memory at a time.
     pub fn load(
         rank: Rank,
         config: &ModelConfig,
@@ -34,7 +34,7 @@ impl Model {
         Model::load_with(rank, config, positions, dtype, (layout, &ModelOptions::default()), source)
     }
 
-    /// The same, told more.
+    /// [`Model::load`] with model options.
     pub fn load_with(
         rank: Rank,
         config: &ModelConfig,
@@ -64,14 +64,14 @@ impl Model {
         Ok(Model { rank, decoder, params, step_state })
     }
 
-    /// Logits `[tokens, V]` of sequences of that layout on every rank, from the rows and columns that the ranks of the
-    /// last stage have.
+    /// Gathers logits `[tokens, V]` of sequences of that layout on every rank, from the row and vocabulary shards of the last
+    /// pipeline stage.
     pub fn join_logits(&self, layout: &Layout, mine: &[f32]) -> Result<Vec<f32>> {
         let (rank, vocab) = (&self.rank, self.decoder.config().vocab);
         // Other stages have none.
         let some = usize::from(rank.pp.rank() + 1 == rank.pp.size());
         let floats = |bytes: &[u8]| bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
-        // Columns of this rank's tokens side by side, then all tokens in their order, then to the other stages.
+        // Vocabulary shards side by side, then the tokens in order, then to the other stages.
         let columns = rank.tp.all_gather_bytes(bytemuck::cast_slice(mine), "columns of logits")?;
         let mut rows = vec![0f32; some * rank.tokens(layout)?.rows().len() * vocab];
         let mut first = 0;
@@ -94,8 +94,8 @@ impl Model {
         Ok(stages.last().map_or(Vec::new(), |bytes| floats(bytes)))
     }
 
-    /// Tokens that each expert of each mixture took in the passes for gradients so far, by layer: those of all ranks, on
-    /// every rank.
+    /// Tokens per expert of every MoE layer in the training passes so far, by layer number: of all ranks' tokens, on every
+    /// rank.
     pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
@@ -118,13 +118,13 @@ impl Model {
         Ok(all)
     }
 
-    /// A pass without dropout.
+    /// A context without dropout.
     pub fn pass(&self) -> StepContext<'_> {
         StepContext::new(&self.rank, &self.params, &self.step_state)
     }
 }
 
-/// Puts the biases of choices in place: `source(name)` gives f32 values.
+/// Sets the expert biases: `source(name)` returns f32 values.
 pub fn set_expert_biases(
     rank: &Rank,
     step_state: &StepState,

@@ -1,29 +1,29 @@
-//! MoeState of experts in an architecture, as plain data.
+//! Mixture-of-experts layers of an architecture, as plain data.
 
 use super::config::{Activation, ModelConfig};
 use ferrotron_engine::moe::MoeShape;
 use ferrotron_kernels::{Act, GroupLimit, RouterParams, ScoreFunction};
 use serde::{Deserialize, Serialize};
 
-/// The mixtures that stand in place of MLPs.
+/// MoE layers in place of MLPs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MoeConfig {
     /// Experts of a layer (E).
     pub experts: usize,
-    /// Experts of each token (k).
+    /// Experts per token (k).
     pub topk: usize,
-    /// Width inside an expert, of one half when gated.
+    /// Width of an expert (f); of one of gate and up where gated.
     pub ffn: usize,
-    /// Which layers are mixtures; empty when all are. Otherwise one entry per layer.
+    /// Which layers are MoE layers; empty when all are. Otherwise one entry per layer.
     #[serde(default)]
     pub layers: Vec<bool>,
-    /// From logits to scores.
+    /// Score function of the router.
     pub score: ScoreKind,
-    /// Are softmax scores those over all experts, and not only over the chosen?
+    /// Is the softmax taken over all experts before top-k, instead of over the top-k logits?
     #[serde(default)]
     pub pre_softmax: bool,
-    /// Groups of neighbouring experts, of which only the best few are chosen from: [groups, kept].
+    /// Group-limited routing: experts are divided into groups, and only the best groups are routed to: [groups, top groups].
     #[serde(default)]
     pub groups: Option<[usize; 2]>,
     /// Experts whose scores rank a group (DeepSeek-V3: 2); none: topk / kept groups, as Megatron Core does.
@@ -32,9 +32,9 @@ pub struct MoeConfig {
     /// Divide sigmoid and sqrt-softplus scores of the chosen experts by their sum; none: where topk is above 1.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub normalize: Option<bool>,
-    /// Factor on probabilities.
+    /// Scaling factor of the routing probabilities.
     pub scale: f32,
-    /// Is a bias that follows the load added to scores for the choice?
+    /// Is an expert bias added to the scores for top-k, updated from the load (auxiliary-loss-free balancing)?
     #[serde(default)]
     pub expert_bias: bool,
     /// Does the router have a bias?
@@ -43,25 +43,25 @@ pub struct MoeConfig {
     /// Do experts have biases?
     #[serde(default)]
     pub bias: bool,
-    /// Bounds on both halves of a gated expert (GPT-OSS).
+    /// Clamped SwiGLU of the experts (GPT-OSS).
     #[serde(default)]
     pub clamp: Option<Clamp>,
-    /// Width that experts work in, if it is not that of the residual stream.
+    /// Width that experts work in, if it differs from the hidden size.
     #[serde(default)]
     pub latent: Option<usize>,
-    /// Width inside the expert that every token goes to.
+    /// Width of the shared expert, which every token goes to.
     #[serde(default)]
     pub shared_ffn: Option<usize>,
-    /// Is that expert weighted by a gate?
+    /// Is the shared expert's output weighted by a sigmoid gate?
     #[serde(default)]
     pub shared_gate: bool,
 }
 
-/// From logits to scores.
+/// Score function of the router.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ScoreKind {
-    /// exp(x) over a sum.
+    /// Softmax.
     Softmax,
     /// 1 / (1 + exp(-x))
     Sigmoid,
@@ -73,11 +73,11 @@ pub enum ScoreKind {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Clamp {
-    /// Bound of both halves.
+    /// Bound of gate and up.
     pub limit: f32,
     /// Steepness of the sigmoid.
     pub alpha: f32,
-    /// Added to the linear half.
+    /// Added to the clamped up branch.
     pub offset: f32,
 }
 
@@ -87,7 +87,7 @@ impl MoeConfig {
         self.topk == 1 && self.score == ScoreKind::Softmax && !self.pre_softmax
     }
 
-    /// Every layer a mixture, with a softmax over the chosen.
+    /// All layers MoE layers, with a softmax over the top-k logits.
     pub fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
         MoeConfig {
             experts,
@@ -110,12 +110,12 @@ impl MoeConfig {
         }
     }
 
-    /// Is layer `i` a mixture?
+    /// Is layer `i` an MoE layer?
     pub fn is_moe_layer(&self, i: usize) -> bool {
         self.layers.is_empty() || self.layers.get(i).copied().unwrap_or(false)
     }
 
-    /// As the router knows it.
+    /// The router's parameters as kernels take them.
     pub fn routing(&self) -> RouterParams {
         let score = match self.score {
             ScoreKind::Softmax if self.pre_softmax => ScoreFunction::Softmax,
@@ -130,7 +130,7 @@ impl MoeConfig {
     }
 }
 
-/// The non-linearity of a model's MLPs.
+/// The activation function of a model's MLPs.
 pub(super) fn act_of(c: &ModelConfig) -> Act {
     match c.activation {
         Activation::GeluTanh => Act::GeluTanh,
@@ -141,17 +141,17 @@ pub(super) fn act_of(c: &ModelConfig) -> Act {
 }
 
 impl ModelConfig {
-    /// Is layer `i` a mixture?
+    /// The MoE settings of layer `i`, if it is an MoE layer.
     pub fn moe_layer(&self, i: usize) -> Option<&MoeConfig> {
         self.moe.as_ref().filter(|m| m.is_moe_layer(self.template_layer(i)))
     }
 
-    /// Decoder layers that are mixtures.
+    /// Decoder layers that are MoE layers.
     pub fn moe_layer_count(&self) -> usize {
         (0..self.layers).filter(|i| self.moe_layer(*i).is_some()).count()
     }
 
-    /// A mixture as the engine knows it; `std`: of initial weights, and of those that write into the residual stream.
+    /// The MoE block as the engine takes it; `std`: of initial weights, and of those that write into the residual stream.
     pub(super) fn moe_shape(&self, m: &MoeConfig, std: (f32, f32)) -> MoeShape {
         let clamped = |c: Clamp| Act::ClampedSilu { limit: c.limit, alpha: c.alpha, offset: c.offset };
         MoeShape {
@@ -172,7 +172,7 @@ impl ModelConfig {
         }
     }
 
-    /// What is wrong with the mixtures, one sentence each.
+    /// Appends what is wrong with the MoE settings, one sentence each.
     pub(super) fn check_moe(&self, bad: &mut Vec<String>) {
         const MAX_SIZE: usize = 1 << 20;
         let Some(m) = &self.moe else { return };

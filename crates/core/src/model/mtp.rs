@@ -1,4 +1,4 @@
-//! The modules that predict further tokens; [`super::mtp`] has the maths.
+//! Multi-token prediction layers; [`super::mtp_config`] has the maths.
 
 use super::chunk::embedding_config;
 use super::config::{ModelConfig, Positions};
@@ -13,17 +13,17 @@ use ferrotron_engine::{
 };
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
-/// GroupRank of the dropout after the embedding of a depth: that of a layer one further on, where a layer has none.
+/// Dropout site after the embedding of an MTP layer, under the layer number after its own.
 const AFTER_EMBEDDING: u32 = 0;
 
-/// All depths.
+/// All MTP layers, on the last pipeline stage.
 pub(super) struct MtpBlock {
     embedding: Embedding,
-    /// One for each depth, or one for all.
+    /// One layer for each depth, or one for all.
     layers: Vec<MtpLayer>,
     depth: usize,
     hidden: usize,
-    /// Layers of the decoder.
+    /// Decoder layers of the model.
     decoder_layers: u32,
     detach: bool,
 }
@@ -36,8 +36,9 @@ pub(super) struct MtpLayer {
     norm: NormLayer,
 }
 
-/// What backward needs of one depth.
+/// What one MTP layer saves for backward.
 struct MtpLayerSaved {
+    depth: usize,
     head: Option<LmHeadSaved>,
     norm: NormSaved,
     layer: Checkpointed<LayerSaved>,
@@ -59,7 +60,7 @@ impl Saved for MtpLayerSaved {
     }
 }
 
-/// What backward needs of all.
+/// What all MTP layers save for backward.
 pub(super) struct MtpBlockSaved {
     depths: Vec<MtpLayerSaved>,
     /// f32 `[D]`: `Σ weight·loss` of each depth.
@@ -121,14 +122,14 @@ impl MtpBlock {
         Ok(MtpBlock { embedding, layers, depth, hidden, decoder_layers, detach: training.detach })
     }
 
-    /// The module of a depth, and the pass as it sees it.
+    /// The layer of a depth, and the context with its number of earlier uses.
     fn at<'a>(&self, p: &StepContext<'a>, depth: usize) -> (&MtpLayer, StepContext<'a>) {
         let own = depth.min(self.layers.len() - 1);
         (&self.layers[own], StepContext { repeat: (depth - own) as u32, ..*p })
     }
 
-    /// What depth `depth` makes of `h [rows, hidden]` of the depth before: its own, and what backward needs besides that
-    /// of the head.
+    /// The hidden states of depth `depth` from `h [T, hidden]` of the depth before, and what backward needs apart from the LM
+    /// head's part.
     async fn layer_forward(
         &self,
         p: &StepContext<'_>,
@@ -149,10 +150,10 @@ impl MtpBlock {
         let (y, layer) =
             m.layer.forward(&inner, HiddenStates::of(x), &input.layout, &input.positions).await?;
         let (y, _, norm) = m.norm.forward_pending(p, y, false)?;
-        Ok((y.values, MtpLayerSaved { head: None, norm, layer, eh, hnorm, enorm, embedding }))
+        Ok((y.values, MtpLayerSaved { depth, head: None, norm, layer, eh, hnorm, enorm, embedding }))
     }
 
-    /// Losses of all depths, from `h [rows, hidden]`, the decoder's output after its final norm, in turns.
+    /// Losses of all depths from `h [T, hidden]`, the decoder's output after the final norm.
     pub(super) async fn forward(
         &self,
         p: &StepContext<'_>,
@@ -176,7 +177,7 @@ impl MtpBlock {
         Ok(MtpBlockSaved { depths, losses })
     }
 
-    /// Logits `[tokens, V]` of every depth, of the columns this rank holds.
+    /// Logits `[tokens, V/tp]` of every depth, of this rank's vocabulary shard.
     pub(super) fn logits(
         &self,
         p: &StepContext,
@@ -193,7 +194,7 @@ impl MtpBlock {
         Ok(out)
     }
 
-    /// The gradient of the decoder's output: `dh` of the model's own loss, and that of all depths; in turns.
+    /// Gradient of the decoder's output: `dh` from the main loss plus that of all depths.
     pub(super) async fn backward(
         &self,
         p: &StepContext<'_>,
@@ -204,7 +205,7 @@ impl MtpBlock {
         put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Tensor> {
         let mut depths = saved.depths;
-        // Of the last depth's output; then of the one before, with what flows back from behind it.
+        // Start with the last depth; every earlier one adds the gradient of its own loss.
         let mut dy = self.loss_backward(p, head, depths.last_mut(), put)?;
         while let Some(saved) = depths.pop() {
             let depth = depths.len();
@@ -213,7 +214,7 @@ impl MtpBlock {
                 0 => Some(dh.clone()),
                 _ => Some(self.loss_backward(p, head, depths.last_mut(), put)?),
             };
-            dy = self.layer_backward(p, saved, input, depth, &dy, before.as_ref(), put).await?;
+            dy = self.layer_backward(p, saved, input, &dy, before.as_ref(), put).await?;
         }
         Ok(if self.detach { dh } else { dy })
     }
@@ -237,18 +238,17 @@ impl MtpBlock {
         Ok(dy)
     }
 
-    /// Gradient of the output of the depth before, plus `before`, which its own loss gives it.
-    #[allow(clippy::too_many_arguments)]
+    /// Gradient of the previous depth's output, plus `before` from that depth's own loss.
     async fn layer_backward(
         &self,
         p: &StepContext<'_>,
         saved: MtpLayerSaved,
         input: &Input,
-        depth: usize,
         dy: &Tensor,
         before: Option<&Tensor>,
         put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Tensor> {
+        let depth = saved.depth;
         let (m, inner) = self.at(p, depth);
         let (dy, g) = m.norm.backward(p, saved.norm, dy, None)?;
         put(g)?;
@@ -287,11 +287,11 @@ impl MtpLayer {
     }
 }
 
-/// The tables of the first stage once more, used `uses` times here.
+/// Declares the embedding tables of the first stage a second time, used `uses` times here.
 fn declare_mirror(d: &mut Declarations, c: &ModelConfig, head: &LmHead, uses: u32) -> Result<Embedding> {
     let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
     let (embedding, new) = match c.tied {
-        // The head's copy of the table.
+        // A tied LM head already holds the token table.
         true => {
             let e = Embedding::over(d, head.weight(), "embed", learned, c.embed_scale, c.init_std)?;
             d.set_uses(e.tokens, d.spec(e.tokens).uses + uses);

@@ -1,39 +1,39 @@
-//! Multi-token prediction in an architecture: layers after the decoder that predict tokens further ahead.
+//! Multi-token prediction (MTP): layers after the decoder that predict tokens further ahead.
 //!
-//! With h₀ the decoder's output after its final norm, depth d = 1..D looks at the token d places ahead:
-//! `h_d = norm(layer(W_eh·[enorm(emb(id of the token d ahead)); hnorm(h_{d−1})]))`, and the model's own output matrix
-//! turns h_d into a prediction of the token after that one. Embedding and output matrix are those of the model.
+//! With h₀ the decoder's output after its final norm, depth d = 1..D embeds the token d places ahead:
+//! `h_d = norm(layer(W_eh·[enorm(emb(token d ahead)); hnorm(h_{d−1})]))`, and the model's LM head predicts from h_d the token
+//! after that one. Embedding and LM head are shared with the model.
 //!
-//! Names count from 0: `mtp.<d−1>.{enorm,hnorm,eh,norm}.weight` and `mtp.<d−1>.layer.*`, with the parts of a decoder
-//! layer. Numbers of layers go on where the decoder's end: layer `L + d − 1`, of the kind of the decoder's last.
+//! Names count from 0: `mtp.<d−1>.{enorm,hnorm,eh,norm}.weight` and `mtp.<d−1>.layer.*`, a decoder layer. Layer numbers continue
+//! after the decoder's: layer `L + d − 1`, of the same kind (dense or MoE, local or global) as the decoder's last layer.
 
 use super::config::ModelConfig;
 use serde::{Deserialize, Serialize};
 
-/// Layers that predict further tokens.
+/// Multi-token prediction layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MtpConfig {
-    /// Tokens predicted besides the next (D).
+    /// Depth D: tokens predicted besides the next.
     pub layers: usize,
-    /// Is one module used for all of them?
+    /// Do all depths share one layer?
     #[serde(default, rename = "repeated")]
     pub shared_layer: bool,
 }
 
 impl MtpConfig {
-    /// Modules with weights of their own.
+    /// Layers with their own weights.
     pub fn modules(&self) -> usize {
         if self.shared_layer { 1 } else { self.layers }
     }
 }
 
-/// How they are trained.
+/// How MTP layers are trained.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MtpTraining {
-    /// Weight of the mean of their losses beside the model's own loss.
+    /// Weight of their mean loss, added to the main loss.
     pub loss_weight: f64,
-    /// Do decoder, embedding and output matrix get no gradient of them?
+    /// Detach MTP layers: their loss sends no gradient into the decoder, embedding or LM head.
     pub detach: bool,
 }
 
@@ -43,26 +43,26 @@ impl Default for MtpTraining {
     }
 }
 
-/// Depths beyond this are refused.
+/// Largest accepted depth.
 const MAX_DEPTH: usize = 64;
 
 impl ModelConfig {
-    /// Tokens predicted besides the next (D).
+    /// Depth D: tokens predicted besides the next.
     pub fn mtp_depth(&self) -> usize {
         self.mtp.map_or(0, |m| m.layers)
     }
 
-    /// Prediction modules with weights of their own.
+    /// MTP layers with their own weights.
     pub(super) fn mtp_modules(&self) -> usize {
         self.mtp.map_or(0, |m| m.modules())
     }
 
-    /// The decoder layer that layer `i` is like: itself; the last, for layers that come after it.
+    /// The decoder layer whose kind layer `i` has: itself, or for MTP layers the last.
     pub(super) fn template_layer(&self, i: usize) -> usize {
         i.min(self.layers.saturating_sub(1))
     }
 
-    /// What is wrong with the prediction layers, one sentence each.
+    /// Appends what is wrong with the MTP settings, one sentence each.
     pub(super) fn check_mtp(&self, bad: &mut Vec<String>) {
         if let Some(m) = &self.mtp
             && !(1..=MAX_DEPTH).contains(&m.layers)

@@ -4,12 +4,12 @@ use super::config::ModelConfig;
 use super::layer_split::{LayerPlacement, LayerSplit};
 use crate::{Error, Result};
 
-/// How a model is cut into the stages of a pipeline.
+/// How a model is divided into pipeline stages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelineLayout {
-    /// PipelineLayout per rank.
+    /// Model chunks per pipeline rank (virtual pipeline size).
     pub vp: usize,
-    /// Layers of each stage, as [`LayerPlacement::parse`] reads it; none: as even as possible.
+    /// A layout string, as [`LayerPlacement::parse`] reads it; none divides the layers as evenly as possible.
     pub layout: Option<String>,
 }
 
@@ -20,7 +20,7 @@ impl Default for PipelineLayout {
 }
 
 impl PipelineLayout {
-    /// Which layers of a model are where, over `pp` ranks. Layers that predict further tokens are on the last stage.
+    /// The stages of a model over `pp` ranks. MTP layers are on the last stage.
     pub fn place(&self, model: &ModelConfig, pp: usize) -> Result<LayerPlacement> {
         let (layers, depth) = (model.layers, model.mtp_depth());
         let Some(text) = &self.layout else {

@@ -1,33 +1,31 @@
-//! A dense model made into one of experts: every group of experts is one of its MLPs, cut into pieces, and the router
-//! chooses among groups that are still equal.
+//! Upcycling a dense model into an MoE model: each MLP is cut into g slices, and every group of g experts holds one copy of it.
 //!
-//! With g pieces to an MLP and E experts there are r = E/g groups. Expert e holds piece e mod g of the MLP: some rows of
-//! gate and up, the same columns of down. The router has r random rows, each g times in a row, so that tokens go to values
-//! groups. What probabilities take away from the sum of pieces is α = g where they are a softmax over the chosen, and
-//! r·g²/k where it is over all experts, of which few are chosen; weights are scaled by α^⅓ (α^½ without a gate) to make
-//! up for it. With α = 1 the model computes what it did.
+//! E experts make r = E/g groups. Expert e holds slice e mod g of the MLP: rows of gate and up, the same columns of down. The
+//! router has r random rows, each repeated g times, so that a token is routed to whole groups. Routing probabilities scale the
+//! sum of the slices by 1/α, where α = g with a softmax over the top-k logits and r·g²/k with a softmax over all experts; expert
+//! weights are scaled by α^⅓ (α^½ without a gate) to compensate. With α = 1 the new model computes what the dense one does.
 
 use super::moe_config::{MoeConfig, ScoreKind};
 use super::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::initial_values;
 
-/// What a dense model is to become.
+/// Target of an upcycling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UpcycleConfig {
-    /// Experts of each layer (E).
+    /// Experts per layer (E).
     pub experts: usize,
-    /// Experts of each token (k).
+    /// Experts per token (k).
     pub topk: usize,
-    /// Pieces that an MLP is cut into (g).
+    /// Slices of an MLP (g).
     pub granularity: usize,
-    /// Are probabilities a softmax over all experts?
+    /// Is the softmax taken over all experts before top-k?
     pub pre_softmax: bool,
-    /// Of the router's random rows.
+    /// Seed of the router's random rows.
     pub seed: u64,
 }
 
-/// A dense model and the one it becomes.
+/// A dense model and its upcycled architecture.
 #[derive(Clone, Debug)]
 pub struct Upcycled {
     config: UpcycleConfig,
@@ -36,7 +34,7 @@ pub struct Upcycled {
 }
 
 impl UpcycleConfig {
-    /// The model that `dense` becomes; or why it cannot.
+    /// The upcycled architecture of `dense`, or why there is none.
     pub fn apply(self, dense: &ModelConfig) -> Result<Upcycled> {
         let UpcycleConfig { experts, topk, granularity: g, .. } = self;
         let refuse = |what: String| Err(Error::Invalid(format!("upcycling: {what}")));
@@ -80,7 +78,7 @@ impl UpcycleConfig {
         if moe.router_is_constant() {
             return refuse("topk=1 gives every token the probability 1; add pre_softmax=true".into());
         }
-        // No MLP is left to be as wide as it was.
+        // No MLP of the old width is left.
         let model = ModelConfig { moe: Some(moe), ffn: dense.ffn / g, ..dense.clone() };
         model.validate().map_err(|e| Error::Invalid(format!("upcycling: {e}")))?;
         Ok(Upcycled { config: self, dense: dense.clone(), model })
@@ -88,12 +86,12 @@ impl UpcycleConfig {
 }
 
 impl Upcycled {
-    /// The model with experts.
+    /// The MoE model.
     pub fn model(&self) -> &ModelConfig {
         &self.model
     }
 
-    /// What weights of experts are multiplied by.
+    /// Factor on the weights of experts.
     pub fn scale(&self) -> f64 {
         let UpcycleConfig { experts, topk, granularity, pre_softmax, .. } = self.config;
         let (g, k, r) = (granularity as f64, topk as f64, (experts / granularity.max(1)) as f64);
@@ -101,7 +99,7 @@ impl Upcycled {
         if self.dense.gated { alpha.cbrt() } else { alpha.sqrt() }
     }
 
-    /// The dense tensor that a tensor of the new model is made of; none for routers.
+    /// The dense tensor that a tensor of the MoE model is made of; none for routers.
     pub fn source_name(&self, name: &str) -> Option<String> {
         match name.split_once(".moe.") {
             None => Some(name.into()),
@@ -112,7 +110,7 @@ impl Upcycled {
         }
     }
 
-    /// A logical tensor of the new model, row-major; `source` gives those of the dense one.
+    /// A logical tensor of the MoE model, row-major; `source` returns tensors of the dense model.
     pub fn values(&self, name: &str, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<Vec<f32>> {
         let (h, f, g) = (self.dense.hidden, self.dense.ffn, self.config.granularity);
         let width = f / g;
@@ -139,7 +137,7 @@ impl Upcycled {
         })
     }
 
-    /// Rows of the first r of a random router, g times each.
+    /// The first r rows of a random router, each repeated g times.
     fn router_weight(&self, name: &str) -> Result<Vec<f32>> {
         let part = logical_parts(&self.model)?.into_iter().find(|p| p.name == name);
         let part = part.ok_or_else(|| Error::Invalid(format!("{name}: the model has no such tensor")))?;
@@ -152,7 +150,7 @@ impl Upcycled {
 impl std::str::FromStr for UpcycleConfig {
     type Err = String;
 
-    /// `experts=8,topk=2,granularity=1,pre_softmax=false,seed=0`; only experts must be there.
+    /// Parses `experts=8,topk=2,granularity=1,pre_softmax=false,seed=0`; only `experts` is required.
     fn from_str(text: &str) -> std::result::Result<UpcycleConfig, String> {
         let mut config = UpcycleConfig { experts: 0, topk: 0, granularity: 1, pre_softmax: false, seed: 0 };
         for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
@@ -181,7 +179,7 @@ impl std::str::FromStr for UpcycleConfig {
             return Err("experts is missing: how many? such as experts=8".into());
         }
         if config.topk == 0 {
-            // Two MLPs for each token.
+            // Two copies of the MLP per token.
             config.topk = 2 * config.granularity;
         }
         Ok(config)

@@ -1,17 +1,17 @@
-//! Refusing an architecture that cannot be built, before anything is allocated for it.
+//! Validation of an architecture, before anything is allocated for it.
 
 use super::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 
-/// Channels per head that the attention kernels take at most.
+/// Largest head dim of the attention kernels.
 pub const MAX_HEAD_DIM: usize = 256;
 
-// Far above any real model, and small enough that no product of sizes overflows later.
+// Far above any real model, and small enough that the size of every single weight fits in 64 bits.
 const MAX_LAYERS: usize = 1 << 14;
 pub(super) const MAX_SIZE: usize = 1 << 30;
 const MAX_HEADS: usize = 1 << 20;
 const MAX_PARAMETERS: u128 = 1 << 48;
 
-/// An architecture that cannot be built; every reason at once.
+/// An architecture that cannot be built, with every reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("this model cannot be built: {}", .0.join("; "))]
 pub struct InvalidModel(pub Vec<String>);
@@ -29,7 +29,7 @@ impl ModelConfig {
         if let Some(mla) = &self.mla {
             self.check_latent(mla, &mut bad);
         }
-        // Only sane sizes can be multiplied.
+        // Declarations multiply sizes, which must be sane for that.
         if bad.is_empty() && self.parameters_u128() > MAX_PARAMETERS {
             bad.push(format!("{} parameters are more than can be addressed", self.parameters_u128()));
         }

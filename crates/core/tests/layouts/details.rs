@@ -2,7 +2,7 @@
 
 use super::attention::{LATENT, STREAM};
 use super::*;
-use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::model::generate::{Prompt, Sampling, generate};
 use ferrotron_core::parity::first_step;
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::StepContext;
@@ -84,10 +84,8 @@ fn generation_matches_one_rank() {
                     texts.push(generate(
                         &trainer.model.decoder,
                         &pass,
-                        prompt,
-                        9,
+                        Prompt { tokens: prompt, max_new: 9, stop: &[] },
                         sampling,
-                        &[],
                         &mut |_| true,
                     )?);
                 }
@@ -97,7 +95,13 @@ fn generation_matches_one_rank() {
                     heard += 1;
                     !first || heard < 3
                 };
-                let cut = generate(&trainer.model.decoder, &pass, &[7], 9, cold, &[], &mut enough)?;
+                let cut = generate(
+                    &trainer.model.decoder,
+                    &pass,
+                    Prompt { tokens: &[7], max_new: 9, stop: &[] },
+                    cold,
+                    &mut enough,
+                )?;
                 assert_eq!(cut, texts[0][..3]);
                 Ok(texts)
             },

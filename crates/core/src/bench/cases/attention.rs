@@ -7,7 +7,7 @@ use ferrotron_engine::Rank;
 use ferrotron_kernels::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{DType, Tensor};
 
-/// Scores, softmax and values: of full layers, and of windowed ones where the model has both or only those.
+/// Core attention of global layers, and of local ones with a window where the model has them.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let m = &z.model;
     let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
@@ -60,7 +60,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     out
 }
 
-/// q, k, v side by side in one buffer, as the projection leaves them, and the same for their gradients.
+/// q, k and v side by side in one buffer, as the projection writes them, and their gradients likewise.
 struct AttentionBuffers {
     qkv: [Tensor; 3],
     dqkv: [Tensor; 3],
@@ -97,8 +97,8 @@ impl AttentionBuffers {
         Ok(rank.kernels.attention_forward(&rank.compute, scores, Sequences::Batch, &self.operands())?)
     }
 
-    /// Forward with products of bytes, largest amax and casts counted; where there are none, with rounded weights of
-    /// values alone.
+    /// Forward in FP8, amax and casts included; on devices without FP8 attention, forward with rounded softmax weights
+    /// alone.
     fn forward_fp8(&self, rank: &Rank, scores: &AttentionParams, amax: &Tensor) -> Result<()> {
         let (k, s) = (&rank.kernels, &rank.compute);
         for (i, t) in self.qkv.iter().enumerate() {

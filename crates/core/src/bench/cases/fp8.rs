@@ -1,4 +1,4 @@
-//! LinearQuant-bit products, and what makes bytes of their factors.
+//! FP8 GEMMs, and the quantization of their operands.
 
 use super::{KernelCase, Sizes, attention_linears, case, empty, random};
 use crate::Result;
@@ -9,7 +9,7 @@ use ferrotron_kernels::{
 };
 use ferrotron_tensor::{Category, DType};
 
-/// Bytes of random numbers `[r, c]`.
+/// An FP8 tensor `[r, c]` of random values.
 pub(in crate::bench) fn bytes(
     rank: &Rank,
     shape: [usize; 2],
@@ -29,7 +29,7 @@ pub(in crate::bench) fn bytes(
     Ok(out)
 }
 
-/// Which scale a cast uses.
+/// Where the scale of a cast comes from.
 #[derive(Clone, Copy, PartialEq)]
 enum CastScale {
     Amax,
@@ -38,8 +38,8 @@ enum CastScale {
     Tiles,
 }
 
-/// The casts of the widest activation, and the products of every linear map of a layer: with one scale for a tensor
-/// (the output with fast sums, gradients of the output in E5M2) and with blocks.
+/// Casts of the widest activation, and the GEMMs of every linear layer: with per-tensor scaling (fast accumulation in fprop,
+/// gradients in E5M2) and with block scaling.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     if z.dtype != DType::BF16 {
         return Vec::new();
@@ -58,7 +58,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
                 true => (ScalingMode::Block1x128, ScalingMode::Block128x128, DType::E4M3),
                 false => (ScalingMode::PerTensor, ScalingMode::PerTensor, DType::E5M2),
             };
-            // Factors, contracted along their second axis, and the type of the result.
+            // Operands, contracted along their second axis, and the dtype of the result.
             let kinds = [
                 ("forward", ([t, i], DType::E4M3, lines), ([o, i], tiles), DType::BF16),
                 ("input_grad", ([t, o], back, lines), ([i, o], tiles), DType::BF16),
@@ -127,7 +127,7 @@ fn casts([r, c]: [usize; 2]) -> Vec<KernelCase> {
     out
 }
 
-/// Activations that are measured on the scale_from; `activation.*` is without.
+/// Activation functions that also compute the amax; `activation.*` are those that do not.
 fn activations_with_amax([r, f]: [usize; 2], gated: bool) -> Vec<KernelCase> {
     let up_width = if gated { 2 * f } else { f };
     let act = if gated { Act::Silu } else { Act::GeluTanh };

@@ -1,11 +1,11 @@
-//! Matrix products.
+//! GEMMs of linear layers.
 
 use super::{KernelCase, Sizes, attention_linears, case, empty, random};
 use crate::bench::KernelWork;
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::DType;
 
-/// `y = x·Wᵀ`, `dx = dy·W` and `dW = dyᵀ·x` of every linear map of a layer, and of the head.
+/// Fprop `y = x·Wᵀ`, dgrad `dx = dy·W` and wgrad `dW = dyᵀ·x` of every linear layer of a layer, and of the LM head.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let (m, t, dtype) = (&z.model, z.tokens, z.dtype);
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
@@ -14,7 +14,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let mut out = Vec::new();
     for (place, i, o) in attention.into_iter().chain(rest) {
         let flops = KernelWork::Flops(2.0 * t as f64 * i as f64 * o as f64);
-        // Operands as stored, which are transposed, the result and its type.
+        // Operands as stored, which are transposed, and the result with its dtype.
         let kinds = [
             ("forward", [[t, i], [o, i], [t, o]], (false, true), dtype),
             ("input_grad", [[t, o], [o, i], [t, i]], (false, false), dtype),

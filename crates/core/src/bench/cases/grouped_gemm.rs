@@ -1,4 +1,4 @@
-//! Products of tokens sorted by expert.
+//! Grouped GEMMs of experts, over tokens sorted by expert.
 
 use super::fp8::bytes;
 use super::{KernelCase, Sizes, case, empty, random};
@@ -10,11 +10,11 @@ use ferrotron_kernels::{
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Experts, and those a token goes to.
+/// Experts, and experts per token.
 const EXPERTS: usize = 128;
 const TOP_K: usize = 8;
 
-/// Rows of each expert: as many for all; or half of them for one, none for three in ten, and the rest in unequal parts.
+/// Tokens per expert: balanced; or skewed, with half of them on one expert, none on three in ten, and the rest uneven.
 fn tokens_per_expert(rows: usize, skewed: bool) -> Vec<i32> {
     let parts: Vec<usize> = (0..EXPERTS)
         .map(|e| match e {
@@ -26,7 +26,7 @@ fn tokens_per_expert(rows: usize, skewed: bool) -> Vec<i32> {
         .collect();
     let (total, shared) = (parts.iter().sum::<usize>(), if skewed { rows - rows / 2 } else { rows });
     let mut counts: Vec<usize> = parts.iter().map(|p| shared * p / total.max(1)).collect();
-    // What is left over by rounding goes where the half does.
+    // The remainder of the division goes to the most loaded expert.
     counts[5] += rows - counts.iter().sum::<usize>();
     counts.into_iter().map(|n| n as i32).collect()
 }
@@ -42,7 +42,7 @@ fn segments(rank: &Rank, rows: usize, skewed: bool) -> Result<[Tensor; 2]> {
     Ok([up(&offsets)?, up(&counts)?])
 }
 
-/// The same for equal loads, each starting at a multiple of 128, and how many rows there are with those between.
+/// The same for a balanced load with every expert's rows at a multiple of 128, and the rows including that padding.
 fn aligned_segments(rank: &Rank, rows: usize) -> Result<([Tensor; 2], usize)> {
     let counts = tokens_per_expert(rows, false);
     let mut offsets = vec![0];
@@ -55,8 +55,8 @@ fn aligned_segments(rank: &Rank, rows: usize) -> Result<([Tensor; 2], usize)> {
     Ok(([up(&offsets)?, up(&counts)?], all))
 }
 
-/// Both maps of experts three eighths as wide as the model: `y = x·Wᵀ`, `dx = dy·W`, `dW (+)= dyᵀ·x`, with equal loads and
-/// unequal ones.
+/// Both linear layers of experts three eighths as wide as the model: fprop, dgrad and wgrad (`dW (+)= dyᵀ·x`), with balanced and
+/// skewed load.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let (rows, hidden, dtype) = (z.tokens * TOP_K, z.model.hidden, z.dtype);
     let ffn = (hidden * 3 / 8).next_multiple_of(8);
@@ -100,8 +100,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     out
 }
 
-/// The same of bytes, with equal loads: with one scale for a tensor (the output with fast sums, gradients of the output in
-/// E5M2) and with blocks.
+/// The same in FP8 with balanced load: with per-tensor scaling (fast accumulation in fprop, gradients in E5M2) and with block
+/// scaling.
 fn fp8_cases(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: KernelWork) -> Vec<KernelCase> {
     let mut out = Vec::new();
     for blocks in [false, true] {

@@ -1,4 +1,4 @@
-//! Kernels that go over rows once: their ceiling is memory.
+//! Kernels that read and write every row once: memory bandwidth is their ceiling.
 
 use super::{KernelCase, Run, Sizes, case, empty, random};
 use crate::Result;
@@ -42,7 +42,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     add(&mut out, "activation.forward", &f, bytes(z, c.ffn, forward), |r, z| activation(r, z, false));
     add(&mut out, "activation.backward", &f, bytes(z, c.ffn, backward), |r, z| activation(r, z, true));
     let v = format!("{}x{}", z.tokens, c.vocab);
-    // Read for the sums, read again, overwritten: no cache holds the logits.
+    // Read for the maximum and sum, read again, overwritten: no cache holds the logits.
     add(&mut out, "cross_entropy", &v, bytes(z, c.vocab, 3), cross_entropy);
     let table = format!("{}x{} of {}", z.tokens, c.hidden, c.vocab);
     add(&mut out, "embedding.forward", &table, bytes(z, c.hidden, 2), |r, z| embedding(r, z, false));

@@ -1,4 +1,4 @@
-//! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
+//! The kernels of a training step, at the shapes of one micro-batch of a recipe.
 
 mod attention;
 mod fp8;
@@ -53,7 +53,7 @@ pub(super) fn cases(r: &Resolved) -> Vec<KernelCase> {
     cases_of(r, r.plan.seq_len)
 }
 
-/// The same with as many tokens in documents of `seq`.
+/// The same number of tokens in documents of `seq`.
 pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<KernelCase> {
     let tokens = r.plan.micro_batch * r.plan.seq_len;
     let batch = tokens / seq.max(1);
@@ -92,7 +92,7 @@ fn attention_linears(m: &ModelConfig) -> Vec<(&'static str, usize, usize)> {
     linears.iter().filter_map(|l| label(l).map(|label| (label, l.input, l.output))).collect()
 }
 
-/// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on. Large
+/// Normally distributed values, as kernels get them in training: without zeros and denormals, which change the speed. Large
 /// tensors repeat them.
 pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
     const MAX_DISTINCT: usize = 1 << 24;

@@ -9,11 +9,11 @@ use ferrotron_kernels::moments::BLOCK;
 use ferrotron_kernels::{Adam, Fp8DataOut, Fp8WeightOut, Moment, ParamUpdate, Sgd, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Large models are measured on a part of their parameters, as many as this: beyond the caches it makes no
-/// difference, and memory for all of them would.
+/// Elements that are updated at most. Beyond the caches the rate does not depend on the size, and large models would not fit
+/// beside their copy.
 const MAX_ELEMENTS: usize = 1 << 26;
 
-/// Sizes of the parameters of layer after layer, up to [`MAX_ELEMENTS`] in all.
+/// Sizes of the parameters, layer after layer, up to [`MAX_ELEMENTS`] in all.
 fn parameters(z: &Sizes) -> Vec<usize> {
     let c = &z.model;
     let up = if c.gated { 2 * c.ffn } else { c.ffn };
@@ -42,8 +42,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     for master in masters {
         for moments in StateDtype::ALL.iter().copied() {
             let (name, count) = if z.optimizer == OptimizerKind::Sgd { ("sgd", 1.0) } else { ("adam", 2.0) };
-            // Masters and moments are read and written, gradients read, bf16 weights written, and read too where they
-            // are half of the master.
+            // Masters and moments are read and written, gradients read, bf16 weights written; they are read too where they are the
+            // upper half of the master.
             let weight = if z.dtype == DType::F32 { 0.0 } else { z.dtype.size() as f64 };
             let (kind, master_bytes) = match master {
                 MasterDtype::F32 => (format!("{name}.{moments}"), 2.0 * 4.0 + weight),
@@ -56,7 +56,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
             out.push(case(kind, shape.clone(), work, move |rank| step(rank, &z, variant, &sizes)));
         }
     }
-    // What narrow products need of weights beside: nothing more is read, and a byte written, or not, in place of two.
+    // For FP8 the optimizer also computes the amax of the new weights, or writes FP8 weights in place of bf16.
     for (kind, weight_output, weight) in
         [("measured", WeightOutput::Amax, 2.0), ("bytes", WeightOutput::Bytes, 1.0)]
     {
@@ -72,12 +72,12 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     out
 }
 
-/// What is quantized of new weights.
+/// What the optimizer writes of a new weight for FP8.
 #[derive(Clone, Copy, PartialEq)]
 enum WeightOutput {
     Nothing,
     Amax,
-    /// In place of the weights.
+    /// FP8 in place of bf16.
     Bytes,
 }
 
@@ -107,7 +107,7 @@ struct Parameter {
     grad: Tensor,
     first: (Tensor, Option<Tensor>),
     second: Option<(Tensor, Option<Tensor>)>,
-    /// Largest magnitude; bytes, scale and inverse scale.
+    /// Amax; FP8 data, scale and inverse scale.
     quantized: Option<(Tensor, Option<[Tensor; 3]>)>,
 }
 

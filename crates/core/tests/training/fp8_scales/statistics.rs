@@ -77,7 +77,7 @@ fn statistics_over_ranks_match_one_rank() {
 /// Generation or evaluation between steps leaves no trace.
 #[test]
 fn inference_between_steps_leaves_no_trace() {
-    use ferrotron_core::model::generate::{Sampling, generate};
+    use ferrotron_core::model::generate::{Prompt, Sampling, generate};
     use ferrotron_engine::StepContext;
     for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
         let r = narrow(scaling, &[]);
@@ -89,10 +89,8 @@ fn inference_between_steps_leaves_no_trace() {
             generate(
                 &b.model.decoder,
                 &StepContext::new(&b.rank, &b.model.params, &b.model.step_state),
-                &[3],
-                5,
+                Prompt { tokens: &[3], max_new: 5, stop: &[] },
                 cold,
-                &[],
                 &mut |_| true,
             )
             .unwrap();
