@@ -34,8 +34,8 @@ pub fn logical_buffers(c: &ModelConfig) -> Vec<LogicalTensor> {
     buffers.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: true }).collect()
 }
 
-/// Every parameter of a model, as the model declares it: embedding, layers, LM head, MTP layers. The matrices of an expert
-/// stand together, and a bias follows its weight.
+/// Every parameter of a model, as the model declares it: embedding, layers, LM head, MTP layers. The matrices of an
+/// expert stand together, and a bias follows its weight.
 pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
     let mut modules: Vec<Vec<LogicalTensor>> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();

@@ -56,8 +56,9 @@ impl Outcome {
     }
 }
 
-/// The first training step of a recipe. `initial_weights` fills the model where the recipe starts from given ones. Delayed
-/// scaling has the scales that calibrating magnitudes in this same step leads to: without any it would say nothing.
+/// The first training step of a recipe. `initial_weights` fills the model where the recipe starts from given ones.
+/// Delayed scaling has the scales that calibrating magnitudes in this same step leads to: without any it would say
+/// nothing.
 pub fn first_step(
     rank: Rank,
     resolved: &Resolved,

@@ -10,9 +10,9 @@ use ferrotron_kernels::{Fp8Gemm, Gemm};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::time::Instant;
 
-/// Seconds of calls of `work` by the device's clock, appended to `times`. On a GPU several calls are queued back to back, as in a
-/// training step: a call on an idle GPU includes some microseconds of launch latency. (So does any kernel shorter than its own
-/// launch overhead.)
+/// Seconds of calls of `work` by the device's clock, appended to `times`. On a GPU several calls are queued back to
+/// back, as in a training step: a call on an idle GPU includes some microseconds of launch latency. (So does any
+/// kernel shorter than its own launch overhead.)
 pub(super) fn time_back_to_back(
     rank: &Rank,
     times: &mut Vec<f64>,
@@ -35,8 +35,8 @@ pub fn gemm_ceiling_size(rank: &Rank) -> usize {
     if rank.device().gpu().is_some() { 8192 } else { 1536 }
 }
 
-/// Median seconds of a call of `work`, once the device has run it for a while: the clock rate that a training step sustains, which
-/// a few calls after a pause can exceed.
+/// Median seconds of a call of `work`, once the device has run it for a while: the clock rate that a training step
+/// sustains, which a few calls after a pause can exceed.
 pub(super) fn sustained_seconds(rank: &Rank, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     const WARM: f64 = 0.05;
     const LOOK: f64 = 0.2;
@@ -88,8 +88,8 @@ pub fn fp8_gemm_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>>
     Ok(Some((rate(Role::Input, recipe.fast_forward())?, rate(Role::Gradient, false)?)))
 }
 
-/// Sustained TFLOP/s of attention forward and backward over documents of `context` tokens; the mean of local and global layers
-/// where a model has both.
+/// Sustained TFLOP/s of attention forward and backward over documents of `context` tokens; the mean of local and
+/// global layers where a model has both.
 pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f64, f64)> {
     let m = &r.model;
     let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
@@ -116,8 +116,8 @@ pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f
     Ok(rates.into())
 }
 
-/// Memory traffic of a given size: the least that a kernel touching as many bytes has to do. Sizes that fit in a cache run at
-/// the speed of that cache, which then is the kernel's ceiling.
+/// Memory traffic of a given size: the least that a kernel touching as many bytes has to do. Sizes that fit in a
+/// cache run at the speed of that cache, which then is the kernel's ceiling.
 pub(super) struct MemoryProbe {
     from: Tensor,
     to: Tensor,

@@ -7,7 +7,8 @@ use ferrotron_tensor::{Category, DType, Tensor};
 use serde::Serialize;
 use std::time::Instant;
 
-/// The benchmarked operations. Send-receive goes round a ring: every rank sends to the next and receives from the previous.
+/// The benchmarked operations. Send-receive goes round a ring: every rank sends to the next and receives from the
+/// previous.
 pub const COLLECTIVES: [OpKind; 6] = [
     OpKind::AllReduce,
     OpKind::AllGather,
@@ -49,7 +50,8 @@ pub fn sizes(largest: usize) -> Vec<usize> {
     (5..).map(|i| 1usize << (2 * i)).take_while(|b| *b <= largest.max(1024)).collect()
 }
 
-/// Measures one collective over all ranks, which call it together, for about `seconds`. Returns the same result on every rank.
+/// Measures one collective over all ranks, which call it together, for about `seconds`. Returns the same result on
+/// every rank.
 pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64) -> Result<CommBench> {
     const ROUNDS: usize = 5;
     let all = rank.world.all();

@@ -53,8 +53,8 @@ pub fn names(r: &Resolved, filter: &str) -> Vec<String> {
     cases(r).into_iter().map(|c| c.name).filter(|n| n.contains(filter)).collect()
 }
 
-/// Times every kernel of the recipe's model whose name contains `filter`, each for about `budget` seconds. `done` is called after
-/// each.
+/// Times every kernel of the recipe's model whose name contains `filter`, each for about `budget` seconds. `done` is
+/// called after each.
 pub fn kernels(
     rank: &Rank,
     r: &Resolved,

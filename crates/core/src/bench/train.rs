@@ -105,8 +105,8 @@ impl TrainBench {
         self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// Least CPU launch overhead of a step: with an empty queue before it. Later steps also wait for space in the launch
-    /// queue.
+    /// Least CPU launch overhead of a step: with an empty queue before it. Later steps also wait for space in the
+    /// launch queue.
     pub fn host_least(&self) -> f64 {
         self.host_s.first().copied().unwrap_or(f64::NAN)
     }
@@ -125,8 +125,8 @@ impl TrainBench {
 /// Steps after which the trainer has decided whether to replay a CUDA graph.
 const GRAPH_DECIDED: usize = 4;
 
-/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens, packed into documents of `document` tokens if that
-/// is given. `begun` is when the process started.
+/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens, packed into documents of `document`
+/// tokens if that is given. `begun` is when the process started.
 pub fn train(
     rank: Rank,
     r: &Resolved,
@@ -140,7 +140,8 @@ pub fn train(
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
     let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-    // Timed steps are all replayed or all launched: that is decided before them, after the same number of steps either way.
+    // Timed steps are all replayed or all launched: that is decided before them, after the same number of steps
+    // either way.
     let least = if trainer.rank.device().gpu().is_some() { GRAPH_DECIDED } else { 0 };
     let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < 2 * GRAPH_DECIDED as u64;
     while trainer.step() < warmup.max(least) as u64 || graph_undecided(&trainer) {

@@ -1,7 +1,7 @@
 //! Memory of a training step, on the pipeline stage that needs most.
 //!
-//! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are the
-//! saved tensors of the micro-batches in flight, the recomputed tensors of one layer, and a few rows in transit.
+//! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are
+//! the saved tensors of the micro-batches in flight, the recomputed tensors of one layer, and a few rows in transit.
 
 use crate::Result;
 use crate::config::{MasterDtype, OptimizerKind, PipelineSchedule, Resolved, StateDtype};

@@ -1,5 +1,5 @@
-//! A model chunk: the consecutive layers that one pipeline stage holds. Without pipeline parallelism the whole model is one
-//! chunk.
+//! A model chunk: the consecutive layers that one pipeline stage holds. Without pipeline parallelism the whole model
+//! is one chunk.
 
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
@@ -153,8 +153,8 @@ impl Chunk {
         self.output.as_mut().map(|(_, head)| head)
     }
 
-    /// Forward of the chunk: `x [T, hidden]` from the previous stage (none on the first) → the next stage's input, or on the last
-    /// stage what `mode` asks for.
+    /// Forward of the chunk: `x [T, hidden]` from the previous stage (none on the first) → the next stage's input, or
+    /// on the last stage what `mode` asks for.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -165,7 +165,8 @@ impl Chunk {
         run_to_completion(self.forward_in_turns(p, input, x, mode))
     }
 
-    /// [`Chunk::forward`] as a future that yields while MoE tokens are dispatched, for [`interleave`](ferrotron_engine::interleave).
+    /// [`Chunk::forward`] as a future that yields while MoE tokens are dispatched, for
+    /// [`interleave`](ferrotron_engine::interleave).
     pub async fn forward_in_turns(
         &self,
         p: &StepContext<'_>,
@@ -228,8 +229,9 @@ impl Chunk {
         Ok((x, layers, embedding))
     }
 
-    /// Backward of the chunk: gradient of the output (none on the last stage, where the loss begins) → gradient of the input (none
-    /// on the first). `put` receives each weight gradient as soon as its operands exist, to run it now or later.
+    /// Backward of the chunk: gradient of the output (none on the last stage, where the loss begins) → gradient of
+    /// the input (none on the first). `put` receives each weight gradient as soon as its operands exist, to run it
+    /// now or later.
     pub fn backward(
         &self,
         p: &StepContext,
@@ -279,8 +281,8 @@ impl Chunk {
         }
     }
 
-    /// Logits `[batch, V]` of the last new token of each of `batch` sequences, for a chunk that is the whole model. All new
-    /// tokens are appended to the caches.
+    /// Logits `[batch, V]` of the last new token of each of `batch` sequences, for a chunk that is the whole model.
+    /// All new tokens are appended to the caches.
     pub(super) fn decode(
         &self,
         p: &StepContext,

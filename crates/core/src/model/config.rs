@@ -1,4 +1,5 @@
-//! The architecture of a decoder-only transformer as plain data. Every supported model family is a setting of these fields.
+//! The architecture of a decoder-only transformer as plain data. Every supported model family is a setting of these
+//! fields.
 
 use super::moe_config::MoeConfig;
 use super::mtp_config::MtpConfig;
@@ -62,8 +63,8 @@ pub struct ModelConfig {
     /// A learned attention sink: one more logit per head in the softmax's denominator (GPT-OSS).
     #[serde(default)]
     pub attn_sink: bool,
-    /// Multi-head latent attention (DeepSeek). Every head then has its own keys (`kv_heads` equals `heads`), `head_dim` is the
-    /// width of a query and key, and `qkv_bias` applies to the down-projections.
+    /// Multi-head latent attention (DeepSeek). Every head then has its own keys (`kv_heads` equals `heads`),
+    /// `head_dim` is the width of a query and key, and `qkv_bias` applies to the down-projections.
     #[serde(default)]
     pub mla: Option<MlaConfig>,
     /// `c * tanh(logit / c)` on the output logits.
@@ -161,8 +162,8 @@ pub struct RopeConfig {
 }
 
 impl ModelConfig {
-    /// The same model with MLA: `head_dim`, `attn_scale` and RoPE follow from its dimensions, and RoPE pairs neighbouring
-    /// channels.
+    /// The same model with MLA: `head_dim`, `attn_scale` and RoPE follow from its dimensions, and RoPE pairs
+    /// neighbouring channels.
     pub fn with_mla(mut self, mla: MlaConfig) -> ModelConfig {
         self.head_dim = mla.nope_dim.saturating_add(mla.rope_dim);
         self.kv_heads = self.heads;

@@ -157,7 +157,8 @@ impl Decoder {
         self.positions
     }
 
-    /// Uploads a micro-batch after checking ids, positions and lengths. Without `positions`, every sequence counts from 0.
+    /// Uploads a micro-batch after checking ids, positions and lengths. Without `positions`, every sequence counts
+    /// from 0.
     pub fn input(
         &self,
         rank: &Rank,
@@ -227,8 +228,8 @@ impl Decoder {
         self.chunks.iter().flat_map(Chunk::layers).map(|layer| layer.cache(p, batch, capacity)).collect()
     }
 
-    /// Logits `[batch, V/tp]` of the last new token of each sequence, of this rank's vocabulary shard; all new tokens are
-    /// appended to the caches.
+    /// Logits `[batch, V/tp]` of the last new token of each sequence, of this rank's vocabulary shard; all new tokens
+    /// are appended to the caches.
     pub fn decode(&self, p: &StepContext, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
         let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
             return shape_error("decode", "sequences of equal length on one stage are needed");

@@ -81,9 +81,9 @@ pub struct Prompt<'a> {
     pub stop: &'a [i32],
 }
 
-/// Continues a prompt and returns the new tokens. Ends after `max_new` tokens, at a stop token, when `on_token` returns
-/// false, or at the model's last position. Ranks that share the model call it together and sample the same tokens; it ends
-/// for all of them when `on_token` returns false on one.
+/// Continues a prompt and returns the new tokens. Ends after `max_new` tokens, at a stop token, when `on_token`
+/// returns false, or at the model's last position. Ranks that share the model call it together and sample the same
+/// tokens; it ends for all of them when `on_token` returns false on one.
 pub fn generate(
     decoder: &Decoder,
     pass: &StepContext,

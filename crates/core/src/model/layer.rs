@@ -1,5 +1,5 @@
-//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too (post-norms) where
-//! the family has them.
+//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too
+//! (post-norms) where the family has them.
 
 use super::config::{ModelConfig, NormKind};
 use super::description::Block;

@@ -20,9 +20,9 @@ pub struct Model {
 }
 
 impl Model {
-    /// Builds a model for sequences of up to `positions` tokens and loads its weights. `source(name)` returns the little-endian
-    /// `dtype` bytes of a logical tensor, and f32 bytes of those of [`super::logical_buffers`]; besides the model one tensor is in
-    /// memory at a time.
+    /// Builds a model for sequences of up to `positions` tokens and loads its weights. `source(name)` returns the
+    /// little-endian `dtype` bytes of a logical tensor, and f32 bytes of those of [`super::logical_buffers`]; besides
+    /// the model one tensor is in memory at a time.
     pub fn load(
         rank: Rank,
         config: &ModelConfig,
@@ -64,8 +64,8 @@ impl Model {
         Ok(Model { rank, decoder, params, step_state })
     }
 
-    /// Gathers logits `[tokens, V]` of sequences of that layout on every rank, from the row and vocabulary shards of the last
-    /// pipeline stage.
+    /// Gathers logits `[tokens, V]` of sequences of that layout on every rank, from the row and vocabulary shards of
+    /// the last pipeline stage.
     pub fn join_logits(&self, layout: &Layout, mine: &[f32]) -> Result<Vec<f32>> {
         let (rank, vocab) = (&self.rank, self.decoder.config().vocab);
         // Other stages have none.
@@ -94,8 +94,8 @@ impl Model {
         Ok(stages.last().map_or(Vec::new(), |bytes| floats(bytes)))
     }
 
-    /// Tokens per expert of every MoE layer in the training passes so far, by layer number: of all ranks' tokens, on every
-    /// rank.
+    /// Tokens per expert of every MoE layer in the training passes so far, by layer number: of all ranks' tokens, on
+    /// every rank.
     pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();

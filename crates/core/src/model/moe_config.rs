@@ -23,7 +23,8 @@ pub struct MoeConfig {
     /// Is the softmax taken over all experts before top-k, instead of over the top-k logits?
     #[serde(default)]
     pub pre_softmax: bool,
-    /// Group-limited routing: experts are divided into groups, and only the best groups are routed to: [groups, top groups].
+    /// Group-limited routing: experts are divided into groups, and only the best groups are routed to: [groups, top
+    /// groups].
     #[serde(default)]
     pub groups: Option<[usize; 2]>,
     /// Experts whose scores rank a group (DeepSeek-V3: 2); none: topk / kept groups, as Megatron Core does.
@@ -151,7 +152,8 @@ impl ModelConfig {
         (0..self.layers).filter(|i| self.moe_layer(*i).is_some()).count()
     }
 
-    /// The MoE block as the engine takes it; `std`: of initial weights, and of those that write into the residual stream.
+    /// The MoE block as the engine takes it; `std`: of initial weights, and of those that write into the residual
+    /// stream.
     pub(super) fn moe_shape(&self, m: &MoeConfig, std: (f32, f32)) -> MoeShape {
         let clamped = |c: Clamp| Act::ClampedSilu { limit: c.limit, alpha: c.alpha, offset: c.offset };
         MoeShape {

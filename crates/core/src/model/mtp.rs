@@ -128,8 +128,8 @@ impl MtpBlock {
         (&self.layers[own], StepContext { repeat: (depth - own) as u32, ..*p })
     }
 
-    /// The hidden states of depth `depth` from `h [T, hidden]` of the depth before, and what backward needs apart from the LM
-    /// head's part.
+    /// The hidden states of depth `depth` from `h [T, hidden]` of the depth before, and what backward needs apart
+    /// from the LM head's part.
     async fn layer_forward(
         &self,
         p: &StepContext<'_>,

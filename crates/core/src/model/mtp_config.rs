@@ -1,11 +1,12 @@
 //! Multi-token prediction (MTP): layers after the decoder that predict tokens further ahead.
 //!
-//! With h₀ the decoder's output after its final norm, depth d = 1..D embeds the token d places ahead:
-//! `h_d = norm(layer(W_eh·[enorm(emb(token d ahead)); hnorm(h_{d−1})]))`, and the model's LM head predicts from h_d the token
-//! after that one. Embedding and LM head are shared with the model.
+//! With h₀ the decoder's output after its final norm, depth d = 1..D embeds the token d places ahead: `h_d =
+//! norm(layer(W_eh·[enorm(emb(token d ahead)); hnorm(h_{d−1})]))`, and the model's LM head predicts from h_d the
+//! token after that one. Embedding and LM head are shared with the model.
 //!
-//! Names count from 0: `mtp.<d−1>.{enorm,hnorm,eh,norm}.weight` and `mtp.<d−1>.layer.*`, a decoder layer. Layer numbers continue
-//! after the decoder's: layer `L + d − 1`, of the same kind (dense or MoE, local or global) as the decoder's last layer.
+//! Names count from 0: `mtp.<d−1>.{enorm,hnorm,eh,norm}.weight` and `mtp.<d−1>.layer.*`, a decoder layer. Layer
+//! numbers continue after the decoder's: layer `L + d − 1`, of the same kind (dense or MoE, local or global) as the
+//! decoder's last layer.
 
 use super::config::ModelConfig;
 use serde::{Deserialize, Serialize};

@@ -1,9 +1,11 @@
-//! Upcycling a dense model into an MoE model: each MLP is cut into g slices, and every group of g experts holds one copy of it.
+//! Upcycling a dense model into an MoE model: each MLP is cut into g slices, and every group of g experts holds one
+//! copy of it.
 //!
-//! E experts make r = E/g groups. Expert e holds slice e mod g of the MLP: rows of gate and up, the same columns of down. The
-//! router has r random rows, each repeated g times, so that a token is routed to whole groups. Routing probabilities scale the
-//! sum of the slices by 1/α, where α = g with a softmax over the top-k logits and r·g²/k with a softmax over all experts; expert
-//! weights are scaled by α^⅓ (α^½ without a gate) to compensate. With α = 1 the new model computes what the dense one does.
+//! E experts make r = E/g groups. Expert e holds slice e mod g of the MLP: rows of gate and up, the same columns of
+//! down. The router has r random rows, each repeated g times, so that a token is routed to whole groups. Routing
+//! probabilities scale the sum of the slices by 1/α, where α = g with a softmax over the top-k logits and r·g²/k with
+//! a softmax over all experts; expert weights are scaled by α^⅓ (α^½ without a gate) to compensate. With α = 1 the
+//! new model computes what the dense one does.
 
 use super::moe_config::{MoeConfig, ScoreKind};
 use super::{ModelConfig, logical_parts};

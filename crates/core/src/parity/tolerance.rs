@@ -36,11 +36,11 @@ impl Tolerance {
     /// The same 8-bit products, where ranks or devices round before it.
     pub const FP8_SAME_SCALES: Tolerance =
         Tolerance { loss: 2e-3, logits: 5e-2, gradient: 5e-2, noise: 1e-2, weight: None, deviations: 3.0 };
-    /// The same where a scale holds for other values on both sides: they round independently of each other. Gradients in
-    /// E5M2 are off by 5 % each then.
+    /// The same where a scale holds for other values on both sides: they round independently of each other. Gradients
+    /// in E5M2 are off by 5 % each then.
     pub const FP8_OTHER_SCALES: Tolerance = Tolerance { gradient: 1e-1, ..Tolerance::FP8_SAME_SCALES };
-    /// 8-bit products against others. A gradient in E5M2 has two digits after the point: it is off by up to an eighth, and
-    /// so is what is made of it; an eighth more for everything before.
+    /// 8-bit products against others. A gradient in E5M2 has two digits after the point: it is off by up to an
+    /// eighth, and so is what is made of it; an eighth more for everything before.
     pub const FP8: Tolerance =
         Tolerance { loss: 2e-2, logits: 1e-1, gradient: 0.25, noise: 2e-2, weight: None, deviations: 3.0 };
     /// Four-bit products against others: one digit.
@@ -61,8 +61,8 @@ pub fn update_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
     2.0 * (epsilon / std::f64::consts::PI).sqrt().min(1.0) * lr * (n as f64).sqrt()
 }
 
-/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and some standard deviations
-/// above its mean are still likely. No more signs can differ than there are.
+/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and some standard
+/// deviations above its mean are still likely. No more signs can differ than there are.
 fn likely_distance(epsilon: f64, n: usize, lr: f64, deviations: f64) -> f64 {
     let expected = (update_distance(epsilon, n, 1.0) / 2.0).powi(2);
     2.0 * lr * (expected + deviations * expected.sqrt()).min(n as f64).sqrt()

@@ -38,8 +38,8 @@ enum CastScale {
     Tiles,
 }
 
-/// Casts of the widest activation, and the GEMMs of every linear layer: with per-tensor scaling (fast accumulation in fprop,
-/// gradients in E5M2) and with block scaling.
+/// Casts of the widest activation, and the GEMMs of every linear layer: with per-tensor scaling (fast accumulation in
+/// fprop, gradients in E5M2) and with block scaling.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     if z.dtype != DType::BF16 {
         return Vec::new();

@@ -55,8 +55,8 @@ fn aligned_segments(rank: &Rank, rows: usize) -> Result<([Tensor; 2], usize)> {
     Ok(([up(&offsets)?, up(&counts)?], all))
 }
 
-/// Both linear layers of experts three eighths as wide as the model: fprop, dgrad and wgrad (`dW (+)= dyᵀ·x`), with balanced and
-/// skewed load.
+/// Both linear layers of experts three eighths as wide as the model: fprop, dgrad and wgrad (`dW (+)= dyᵀ·x`), with
+/// balanced and skewed load.
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let (rows, hidden, dtype) = (z.tokens * TOP_K, z.model.hidden, z.dtype);
     let ffn = (hidden * 3 / 8).next_multiple_of(8);
@@ -100,8 +100,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     out
 }
 
-/// The same in FP8 with balanced load: with per-tensor scaling (fast accumulation in fprop, gradients in E5M2) and with block
-/// scaling.
+/// The same in FP8 with balanced load: with per-tensor scaling (fast accumulation in fprop, gradients in E5M2) and
+/// with block scaling.
 fn fp8_cases(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: KernelWork) -> Vec<KernelCase> {
     let mut out = Vec::new();
     for blocks in [false, true] {

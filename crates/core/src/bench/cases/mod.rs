@@ -92,8 +92,8 @@ fn attention_linears(m: &ModelConfig) -> Vec<(&'static str, usize, usize)> {
     linears.iter().filter_map(|l| label(l).map(|label| (label, l.input, l.output))).collect()
 }
 
-/// Normally distributed values, as kernels get them in training: without zeros and denormals, which change the speed. Large
-/// tensors repeat them.
+/// Normally distributed values, as kernels get them in training: without zeros and denormals, which change the speed.
+/// Large tensors repeat them.
 pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
     const MAX_DISTINCT: usize = 1 << 24;
     let n: usize = shape.iter().product();

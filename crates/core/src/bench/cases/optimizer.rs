@@ -9,8 +9,8 @@ use ferrotron_kernels::moments::BLOCK;
 use ferrotron_kernels::{Adam, Fp8DataOut, Fp8WeightOut, Moment, ParamUpdate, Sgd, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Elements that are updated at most. Beyond the caches the rate does not depend on the size, and large models would not fit
-/// beside their copy.
+/// Elements that are updated at most. Beyond the caches the rate does not depend on the size, and large models would
+/// not fit beside their copy.
 const MAX_ELEMENTS: usize = 1 << 26;
 
 /// Sizes of the parameters, layer after layer, up to [`MAX_ELEMENTS`] in all.
@@ -42,8 +42,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     for master in masters {
         for moments in StateDtype::ALL.iter().copied() {
             let (name, count) = if z.optimizer == OptimizerKind::Sgd { ("sgd", 1.0) } else { ("adam", 2.0) };
-            // Masters and moments are read and written, gradients read, bf16 weights written; they are read too where they are the
-            // upper half of the master.
+            // Masters and moments are read and written, gradients read, bf16 weights written; they are read too where
+            // they are the upper half of the master.
             let weight = if z.dtype == DType::F32 { 0.0 } else { z.dtype.size() as f64 };
             let (kind, master_bytes) = match master {
                 MasterDtype::F32 => (format!("{name}.{moments}"), 2.0 * 4.0 + weight),

@@ -8,8 +8,9 @@
 //!   split and FP8 recipe ([`layer::LayerBuilder::linear`]).
 //! - Attention, MLP, MoE, embedding and output list their linear layers and whatever else they save or send.
 //!
-//! Letters: a micro-batch has N rows on the tensor-parallel group, T = N / tp of them on each rank (sequence parallelism);
-//! h hidden, n query heads, g key heads, d head dim, f MLP width, E experts, k experts per token, V vocabulary.
+//! Letters: a micro-batch has N rows on the tensor-parallel group, T = N / tp of them on each rank (sequence
+//! parallelism); h hidden, n query heads, g key heads, d head dim, f MLP width, E experts, k experts per token, V
+//! vocabulary.
 
 mod attention;
 mod feed_forward;

@@ -1,8 +1,8 @@
 //! A mixture-of-experts layer: router, token dispatch, experts, shared expert.
 //!
-//! Dropless all-to-all dispatch sends as many rows as the router decides. The description assumes balanced routing: every
-//! expert gets `T·k/E` rows of each rank. It is exact where that cannot vary: capacity padded per rank, all-gather
-//! dispatch, experts on one rank, and `k = E`.
+//! Dropless all-to-all dispatch sends as many rows as the router decides. The description assumes balanced routing:
+//! every expert gets `T·k/E` rows of each rank. It is exact where that cannot vary: capacity padded per rank,
+//! all-gather dispatch, experts on one rank, and `k = E`.
 
 use super::Pass;
 use super::layer::{Input, LayerBuilder};
