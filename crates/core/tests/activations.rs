@@ -54,7 +54,11 @@ fn counted(rank: &Rank, resolved: &Resolved, shape: &StepShape) -> ferrotron_cor
     let rows = rank.compute.zeros(&[input.rows], DType::I32, Category::Workspace)?;
     let moe =
         input.moe.as_ref().map(|moe| MoeBatch { input: moe, step: 0, rows: &rows, micro_batch_weight: 1.0 });
-    let context = StepContext { recompute: shape.recompute, moe, ..StepContext::new(rank, &trainer.model.params, &trainer.model.step_state) };
+    let context = StepContext {
+        recompute: shape.recompute,
+        moe,
+        ..StepContext::new(rank, &trainer.model.params, &trainer.model.step_state)
+    };
     let chunk = &trainer.model.decoder.chunks()[0];
     let (_, saved) = chunk.forward(&context, &input, None, ForwardMode::Train(&targets))?;
     let (mut bytes, mut seen) = (ByBlock::new(), HashSet::new());

@@ -67,6 +67,7 @@ impl LayerSaved {
             let block = saved.block();
             saved.tensors(&mut |t| f(block, t));
         }
+        self.routing.tensors(&mut |t| f(Block::Moe, t));
         self.attn.tensors(&mut |t| f(Block::Attention, t));
         let mut norms = |t: &mut SavedTensor| f(Block::Norm, t);
         self.mlp_post.tensors(&mut norms);
@@ -76,14 +77,17 @@ impl LayerSaved {
     }
 }
 
-/// The same for a layer under full recomputation, which saves its input alone.
+/// The same for a layer under full recomputation, which saves its input and routing alone.
 pub(super) fn checkpointed_blocks(
     saved: &mut Checkpointed<LayerSaved>,
     f: &mut dyn FnMut(Block, &mut SavedTensor),
 ) {
     match saved {
         Checkpointed::Full(saved) => saved.blocks(f),
-        input => input.tensors(&mut |t| f(Block::Norm, t)),
+        Checkpointed::Input { x, routing } => {
+            f(Block::Norm, x);
+            routing.tensors(&mut |t| f(Block::Moe, t));
+        }
     }
 }
 

@@ -128,6 +128,13 @@ impl<'a> LayerBuilder<'a> {
         self.layer.saved.push(SavedTensor { name, block: self.block, shape, dtype, lifetime });
     }
 
+    /// A tensor that recomputation reads, so that it is stored even where its block is recomputed.
+    pub(super) fn save_for_recompute(&mut self, name: &str, shape: &[usize], dtype: DType) {
+        let recomputed = std::mem::replace(&mut self.recomputed, false);
+        self.save(name, shape, dtype);
+        self.recomputed = recomputed;
+    }
+
     /// Input and statistics of a norm over `rows` rows of `width`.
     pub(super) fn norm(&mut self, name: &str, rows: usize, width: usize) {
         self.save(&format!("{name}.x"), &[rows, width], self.shape.dtype);

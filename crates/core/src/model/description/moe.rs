@@ -37,7 +37,7 @@ impl LayerBuilder<'_> {
         self.linear(&format!("{name}.router"), Input::Kept(router_input));
         let logits = if training.router_dtype == RouterDtype::Model { dtype } else { DType::F32 };
         self.save("moe.logits", &[rows, moe.experts], logits);
-        self.save("moe.topk", &[rows, moe.topk], DType::I32);
+        self.save_for_recompute("moe.topk", &[rows, moe.topk], DType::I32);
         self.router_losses(moe);
         let width = moe.latent.unwrap_or(h);
         if moe.latent.is_some() {
@@ -73,11 +73,13 @@ impl LayerBuilder<'_> {
             let segments = if *kind == AuxLossKind::Sequence { sequences.max(1) } else { 1 };
             let bytes = self.all_reduce(group, segments * e * DType::I64.size());
             self.send(group, OpKind::AllReduce, bytes, Pass::Forward);
+            self.save_for_recompute(&format!("moe.aux_weights.{kind:?}"), &[segments, e], DType::F32);
         }
         let others = self.shape.ranks.size(Group::TpCp) - 1;
         if training.z_loss > 0.0 {
             let bytes = self.all_reduce(Group::TpCp, 2 * DType::F64.size());
             self.send(Group::TpCp, OpKind::AllReduce, bytes, Pass::Forward);
+            self.save_for_recompute("moe.z_loss", &[2], DType::F64);
         }
         if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
             let dtype = match training.router_dtype {
