@@ -1,4 +1,4 @@
-//! One training step under two settings, compared tensor by tensor.
+//! One training step under two layouts, precisions or devices, compared tensor by tensor.
 
 mod compare;
 mod tolerance;
@@ -13,13 +13,13 @@ use crate::train::{InitialWeights, LogicalValues, Trainer};
 use ferrotron_engine::Rank;
 use serde::Serialize;
 
-/// What a compared tensor is.
+/// Kind of a compared tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum TensorKind {
     /// The loss of the step.
     Loss,
-    /// Outputs of the model.
+    /// Logits of the model.
     Logits,
     /// The gradient of a parameter, before clipping.
     Gradient,
@@ -28,7 +28,7 @@ pub enum TensorKind {
 }
 
 impl TensorKind {
-    /// For people.
+    /// Name for display.
     pub fn name(self) -> &'static str {
         match self {
             TensorKind::Loss => "loss",
@@ -39,7 +39,7 @@ impl TensorKind {
     }
 }
 
-/// Everything one side has made.
+/// Everything one side computed.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// The loss, if there were labels.
@@ -56,9 +56,9 @@ impl Outcome {
     }
 }
 
-/// The first training step of a recipe. `initial_weights` fills the model where the recipe starts from given ones.
-/// Delayed scaling has the scales that calibrating magnitudes in this same step leads to: without any it would say
-/// nothing.
+/// The first training step of a recipe. `initial_weights` fills the model where the recipe starts from existing
+/// weights. Delayed scaling uses the scales that calibration on this same step gives: without any amax history the
+/// comparison would be of arbitrary scales.
 pub fn first_step(
     rank: Rank,
     resolved: &Resolved,

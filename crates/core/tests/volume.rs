@@ -79,7 +79,7 @@ fn zero_1_and_2() {
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
 }
 
-/// Weights in bytes are gathered as such.
+/// FP8 weights are gathered as FP8.
 #[test]
 fn fp8_params() {
     const SIZES: [&str; 3] = ["precision.dtype=bf16", "model.hidden=64", "model.ffn=144"];
@@ -177,7 +177,7 @@ fn multi_token_prediction() {
     assert!(more.contains_key("ends") && !check_volume("pp=2", &["model.tied=false"]).contains_key("ends"));
 }
 
-/// Bytes travel as bytes where a tensor has one scale, and magnitudes beside them.
+/// Per-tensor scaling gathers FP8 activations, and all-reduces their amax.
 #[test]
 fn fp8_gemms() {
     let set = |more: &[&'static str]| {

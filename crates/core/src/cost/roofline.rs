@@ -155,7 +155,7 @@ impl Work {
             match () {
                 () if experts && is(".down") => {
                     work.expert_activations += elements;
-                    // To the experts and back: one side of a token, the other of each of its choices.
+                    // Dispatch and combine: one row per token on one side, one per selected expert on the other.
                     work.permuted += 4.0 * (rows + tokens) * o;
                 }
                 () if is(".mlp.down") || is(".shared.down") => work.activations += elements,

@@ -144,7 +144,7 @@ impl StepVolume<'_> {
         if replicas > 1 { self.shape.zero } else { 0 }
     }
 
-    /// Largest magnitudes that ranks agree on once a step.
+    /// Amax all-reduces once a step.
     fn amax(&mut self) {
         let ranks = &self.shape.ranks;
         let quantized: Vec<_> = self.params.iter().filter_map(|p| p.quant.map(|q| (p, q))).collect();

@@ -99,11 +99,11 @@ impl Model {
     pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
-        if let Some(mixtures) = self.step_state.moe() {
-            let load = mixtures.tokens_per_expert(rank)?;
+        if let Some(moe) = self.step_state.moe() {
+            let load = moe.tokens_per_expert(rank)?;
             let load = rank.compute.download::<i64>(&load)?;
-            let width = load.len() / mixtures.specs().len().max(1);
-            for (spec, row) in mixtures.specs().iter().zip(load.chunks(width.max(1))) {
+            let width = load.len() / moe.specs().len().max(1);
+            for (spec, row) in moe.specs().iter().zip(load.chunks(width.max(1))) {
                 let layer = spec.name.split('.').nth(1).and_then(|n| n.parse().ok()).unwrap_or_default();
                 mine.push((layer, row[..spec.experts].to_vec()));
             }
@@ -130,10 +130,10 @@ pub fn set_expert_biases(
     step_state: &StepState,
     source: &dyn Fn(&str) -> Result<Vec<f32>>,
 ) -> Result<()> {
-    let Some(mixtures) = step_state.moe() else { return Ok(()) };
-    for (i, spec) in mixtures.specs().iter().enumerate().filter(|(_, m)| m.expert_bias) {
+    let Some(moe) = step_state.moe() else { return Ok(()) };
+    for (i, spec) in moe.specs().iter().enumerate().filter(|(_, m)| m.expert_bias) {
         let values = source(&format!("{}.expert_bias", spec.name))?;
-        rank.compute.upload_into(&mixtures.expert_bias.narrow(0, i, 1)?, &values)?;
+        rank.compute.upload_into(&moe.expert_bias.narrow(0, i, 1)?, &values)?;
     }
     Ok(())
 }

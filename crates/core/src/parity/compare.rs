@@ -1,4 +1,4 @@
-//! Both sides, tensor by tensor, with a verdict for each.
+//! Comparison of two sides, with a verdict for each tensor.
 
 use super::tolerance::AllowedDistances;
 use super::{Outcome, TensorKind, Tolerance};
@@ -9,25 +9,25 @@ use std::collections::{HashMap, HashSet};
 /// One tensor of both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Comparison {
-    /// What it is.
+    /// Its kind.
     pub kind: TensorKind,
     /// Its name.
     pub name: String,
     /// Elements.
     pub elements: usize,
-    /// Largest absolute difference; infinite where a value is missing or no number.
+    /// Largest absolute difference; infinite where a value is missing or not finite.
     pub max_abs: f64,
     /// `‖a − b‖ / ‖a‖`
     pub relative: f64,
     /// Are all bits equal?
     pub identical: bool,
-    /// The relative error that would still be agreement; 0: the same bits.
+    /// Largest relative error that still agrees; 0 requires equal bits.
     pub allowed: f64,
     /// The verdict.
     pub agrees: bool,
 }
 
-/// Compares two outcomes: one entry per tensor of either side, the worst (relative to what is allowed) first.
+/// Compares two outcomes: one entry per tensor of either side, the worst (relative to its tolerance) first.
 pub fn compare(a: &Outcome, b: &Outcome, tolerance: &Tolerance) -> Vec<Comparison> {
     let allowed = AllowedDistances::new(a, tolerance);
     let mut out = Vec::new();

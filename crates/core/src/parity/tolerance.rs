@@ -1,11 +1,11 @@
-//! How far two sides may be apart and still agree.
+//! Tolerances of a comparison.
 
 use super::{Outcome, TensorKind};
 use crate::train::LogicalValues;
 use serde::Serialize;
 use std::collections::HashMap;
 
-/// Largest errors that count as agreement, relative to the norm of side a.
+/// Largest errors that still agree, relative to the norm of side a.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Tolerance {
     /// Of the loss.
@@ -14,67 +14,67 @@ pub struct Tolerance {
     pub logits: f64,
     /// Of each gradient.
     pub gradient: f64,
-    /// Noise that a gradient may have however small it is, as a part of the root mean square of all gradients.
-    /// Some are zero but for rounding: a bias of keys moves all scores of a query alike, which softmax ignores.
+    /// Noise floor of a gradient, as a fraction of the root mean square of all gradients. Some gradients are zero but
+    /// for rounding: a key bias shifts all scores of a query alike, which softmax ignores.
     pub noise: f64,
-    /// Of each weight; none: what such gradients lead to in an update, see [`update_distance`].
+    /// Of each weight; none derives it from the gradients' tolerance, see [`update_distance`].
     pub weight: Option<f64>,
-    /// Standard deviations above the expected number of signs that may differ in an update.
+    /// Standard deviations above the expected number of sign flips that an update may have.
     pub deviations: f64,
 }
 
 impl Tolerance {
-    /// The same bits.
+    /// Equal bits.
     pub const EXACT: Tolerance = Tolerance::all(0.0);
-    /// The same products summed in another order. Sums are f32 whatever the products are.
+    /// The same GEMMs summed in another order. Sums are f32 whatever the operands are.
     pub const F32: Tolerance =
         Tolerance { loss: 1e-6, logits: 1e-5, gradient: 1e-5, noise: 1e-6, weight: None, deviations: 0.0 };
     /// bf16 against f32.
     pub const BF16: Tolerance =
         Tolerance { loss: 2e-2, logits: 2e-2, gradient: 1e-1, noise: 1e-2, weight: None, deviations: 0.0 };
 
-    /// The same 8-bit products, where ranks or devices round before it.
+    /// The same FP8 GEMMs, where ranks or devices round differently before them.
     pub const FP8_SAME_SCALES: Tolerance =
         Tolerance { loss: 2e-3, logits: 5e-2, gradient: 5e-2, noise: 1e-2, weight: None, deviations: 3.0 };
-    /// The same where a scale holds for other values on both sides: they round independently of each other. Gradients
-    /// in E5M2 are off by 5 % each then.
+    /// The same where a scale covers other values on both sides, which then round independently. Gradients in E5M2 are
+    /// off by 5 % each.
     pub const FP8_OTHER_SCALES: Tolerance = Tolerance { gradient: 1e-1, ..Tolerance::FP8_SAME_SCALES };
-    /// 8-bit products against others. A gradient in E5M2 has two digits after the point: it is off by up to an
-    /// eighth, and so is what is made of it; an eighth more for everything before.
+    /// FP8 against higher precision. E5M2 has two mantissa bits: a gradient is off by up to an eighth, and so is what
+    /// follows from it; another eighth covers everything before.
     pub const FP8: Tolerance =
         Tolerance { loss: 2e-2, logits: 1e-1, gradient: 0.25, noise: 2e-2, weight: None, deviations: 3.0 };
-    /// Four-bit products against others: one digit.
+    /// FP4 against higher precision: one mantissa bit.
     pub const FP4: Tolerance =
         Tolerance { loss: 2e-2, logits: 2e-1, gradient: 0.5, noise: 4e-2, weight: None, deviations: 3.0 };
 
-    /// One bound for everything.
+    /// One tolerance for everything.
     pub const fn all(x: f64) -> Tolerance {
         Tolerance { loss: x, logits: x, gradient: x, noise: 0.0, weight: Some(x), deviations: 0.0 }
     }
 }
 
-/// How far `n` weights may be apart after a step of `lr` with gradients that are off by a relative `epsilon`.
+/// How far apart `n` weights may be after a step of `lr` with gradients that are off by a relative `epsilon`.
 ///
 /// The first step of Adam is close to `lr·sign(g)`. Where a normally distributed gradient is off by a relative
-/// ε, a share ε/π of the signs differ, and each by 2·lr: a distance of `2·√(ε/π)·lr·√n`.
+/// ε, a fraction ε/π of the signs flip, and each moves a weight by 2·lr: a distance of `2·√(ε/π)·lr·√n`.
 pub fn update_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
     2.0 * (epsilon / std::f64::consts::PI).sqrt().min(1.0) * lr * (n as f64).sqrt()
 }
 
-/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and some standard
-/// deviations above its mean are still likely. No more signs can differ than there are.
+/// [`update_distance`] for few expected sign flips: their number is Poisson distributed, and a few standard deviations
+/// above its mean are still likely. No more signs can flip than there are.
 fn likely_distance(epsilon: f64, n: usize, lr: f64, deviations: f64) -> f64 {
     let expected = (update_distance(epsilon, n, 1.0) / 2.0).powi(2);
     2.0 * lr * (expected + deviations * expected.sqrt()).min(n as f64).sqrt()
 }
 
-/// The tolerance as distances for the tensors of one outcome.
+/// The tolerance as absolute distances for the tensors of one outcome.
 pub(super) struct AllowedDistances<'a> {
     tolerance: &'a Tolerance,
     lr: f64,
     /// Root mean square of all elements of all gradients.
     typical: f64,
-    /// Relative error allowed to each gradient.
+    /// Relative error allowed for each gradient.
     epsilon: HashMap<&'a str, f64>,
 }
 
@@ -96,7 +96,7 @@ impl<'a> AllowedDistances<'a> {
         allowed
     }
 
-    /// How far the other side may be from `a`.
+    /// Largest distance from `a` that still agrees.
     pub(super) fn distance(&self, kind: TensorKind, name: &str, a: &[f32]) -> f64 {
         let b = self.tolerance;
         match (kind, b.weight) {
@@ -123,7 +123,7 @@ fn norm(x: &[f32]) -> f64 {
 mod tests {
     use super::*;
 
-    /// Signs of few values: one may differ where half a one is expected, and none where hardly any is.
+    /// Few values: one sign may flip where half a flip is expected, and none where hardly any is.
     #[test]
     fn rare_signs_come_in_whole_numbers() {
         assert!(likely_distance(0.05, 32, 1.0, 3.0) > 2.0 * 2f64.sqrt());
@@ -131,7 +131,7 @@ mod tests {
         assert_eq!(likely_distance(100.0, 4, 1.0, 3.0), 4.0);
     }
 
-    /// The closed form against drawing: signs of normal numbers with a relative error.
+    /// The closed form against sampling: signs of normal values with a relative error.
     #[test]
     fn updates_differ_as_far_as_signs_do() {
         let draw = |stream: &str, n: usize| -> Vec<f64> {

@@ -139,8 +139,8 @@ impl LayerBuilder<'_> {
         self.dispatch(moe, (up, down), (width, biased), &rows);
         let align = if up.quant.is_some() || down.quant.is_some() { BLOCK } else { 1 };
         // Rows sorted by expert; memory is for the worst alignment.
-        let choices = if rows.to_each.is_some() { rows.arrived } else { rows.arrived * moe.topk };
-        let sorted = (choices + own * (align - 1)).next_multiple_of(align);
+        let selected = if rows.to_each.is_some() { rows.arrived } else { rows.arrived * moe.topk };
+        let sorted = (selected + own * (align - 1)).next_multiple_of(align);
         let ([inner, _], [_, ffn]) = (up.matrix(), down.matrix());
         self.save("experts.h", &[sorted, inner], dtype);
         self.save("experts.probs", &[sorted], DType::F32);
