@@ -47,7 +47,7 @@ fn of_all_experts(name: &str) -> String {
 
 const EXPERTS: &str = "experts";
 
-/// Is it a module of a model with the logical tensors `parts`?
+/// Is `name` a module of a model with the logical tensors `parts`?
 fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
     // The output matrix is `head`, or the table it shares.
     if name == "head" || name == "embed.tokens" {
@@ -65,7 +65,7 @@ fn delayed(t: &Trainer) -> Option<&DelayedState> {
     t.model.step_state.quant().and_then(QuantState::delayed)
 }
 
-/// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
+/// This rank's scales for a checkpoint: those of its stage, on the first data- and tensor-parallel rank.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
     let Some(d) = delayed(t).filter(|_| t.rank.dp_cp_group.rank() == 0 && t.rank.tp.rank() == 0) else {
         return Ok(Vec::new());
@@ -118,7 +118,7 @@ pub(super) fn check<'a>(loaded: &'a Loaded, parts: &HashSet<&str>) -> Result<Vec
     Ok(found)
 }
 
-/// Takes the scales of a checkpoint that was checked; what it has none of begins afresh.
+/// Restores the scales from a checked checkpoint; modules without saved scales start fresh.
 pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
     let Some(d) = delayed(t) else { return Ok(()) };
     let s = &t.rank.compute;
@@ -151,19 +151,19 @@ pub(crate) struct DelayedScales {
 }
 
 impl Trainer {
-    /// The state of delayed scaling, where there is one.
+    /// Reads the state of delayed scaling, if the recipe uses it.
     pub(crate) fn scales(&self) -> Result<Option<DelayedScales>> {
         let Some(d) = delayed(self) else { return Ok(None) };
         let s = &self.rank.compute;
         Ok(Some(DelayedScales { scale: s.download(&d.scale)?, history: s.download(&d.history)? }))
     }
 
-    /// Takes that of another trainer of the same recipe.
+    /// Sets the state of delayed scaling to that of another trainer of the same recipe.
     pub(crate) fn set_scales(&self, scales: &DelayedScales) -> Result<()> {
         let (Some(d), s) = (delayed(self), &self.rank.compute) else { return Ok(()) };
         s.upload_into(&d.scale, &scales.scale)?;
         s.upload_into(&d.history, &scales.history)?;
-        // Weights that are bytes are made with them.
+        // FP8 parameters are quantized with these scales.
         self.optimizer.sync_params(&self.rank, &self.model.params, &self.model.step_state)
     }
 }

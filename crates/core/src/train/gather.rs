@@ -1,4 +1,4 @@
-//! What the stages of a pipeline and the holders of experts have, brought together.
+//! Gathers logical tensors and small messages over pipeline stages and expert-parallel ranks.
 
 use super::LogicalValues;
 use crate::checkpoint::Item;
@@ -10,7 +10,7 @@ use ferrotron_engine::{Part, Rank};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::collections::HashMap;
 
-/// Logical tensors of all stages and experts in the order of the model, on every rank.
+/// Gathers the logical tensors of all stages and experts to every rank, in model order.
 pub fn gather_all_stages(
     rank: &Rank,
     model: &ModelConfig,
@@ -25,7 +25,7 @@ pub fn gather_all_stages(
     Ok(mine)
 }
 
-/// What the ranks of a group have, in the order of the model.
+/// All-gathers the logical tensors of a group, in model order.
 fn gather_group(
     group: &Communicator,
     model: &ModelConfig,
@@ -51,12 +51,12 @@ fn gather_group(
     Ok(parts.into_iter().filter_map(take).collect())
 }
 
-/// What each stage says, on every rank, in the order of stages.
+/// All-gathers a message of each pipeline stage, in stage order.
 pub(super) fn all_gather_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
-    Ok(rank.pp.all_gather_bytes(mine, "what stages say")?)
+    Ok(rank.pp.all_gather_bytes(mine, "messages of stages")?)
 }
 
-/// The items of all ranks on the first of the world; elsewhere, a rank's own. One tensor travels at a time.
+/// Gathers the checkpoint tensors of all ranks to the first rank, one tensor at a time; other ranks keep their own.
 pub(super) fn gather_to_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
     let (s, world) = (&rank.compute, rank.world.all());
     if world.size() == 1 {

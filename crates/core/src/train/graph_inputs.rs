@@ -1,4 +1,4 @@
-//! What a replayed step reads: one buffer on the device that is filled anew before every replay.
+//! Inputs of a replayed step: one device buffer that is filled before every replay.
 
 use super::cuda_graph::StepShape;
 use super::execute::MicroBatch;
@@ -10,11 +10,11 @@ use ferrotron_engine::{Rank, Targets};
 use ferrotron_kernels::{IGNORE, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Words between what begins on a boundary as wide as that of memory of its own: kernels see no difference.
+/// Rows start at multiples of this many words, as aligned as separate allocations: kernels choose the same code paths.
 const BOUNDARY: usize = 64;
 
-/// Micro-batches and scalars of a step, all of 4-byte words, that travel in one copy. The copy leaves pinned memory
-/// that is not written again before it is done, and is queued behind the replay before it: the host may be ahead.
+/// Micro-batches and scalars of a step as 4-byte words, copied to the device in one transfer from pinned memory. The copy is
+/// ordered after the previous replay on the stream, so the host may run ahead.
 pub(super) struct GraphInputs {
     shape: StepShape,
     /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, then scalars.
@@ -49,7 +49,7 @@ impl GraphInputs {
         Ok(MicroBatch { input, targets: Some(targets), position: None })
     }
 
-    /// Brings the next step's.
+    /// Copies the next step's inputs to the device.
     pub(super) fn fill(
         &self,
         rank: &Rank,

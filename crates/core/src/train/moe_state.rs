@@ -1,5 +1,5 @@
-//! What mixtures of experts remember, in checkpoints: f32 `[E]` of each that has it, `model/<mixture>.expert_bias` and
-//! `model/<mixture>.quantiles`. All ranks of a stage have the same. What a checkpoint has none of begins with zeros.
+//! Expert biases and quantiles of MoE layers in checkpoints: f32 `[E]` per layer, `model/<layer>.expert_bias` and
+//! `model/<layer>.quantiles`. They are equal on all ranks of a stage; a checkpoint without them starts from zeros.
 
 use super::{LogicalValues, Trainer, gather};
 use crate::checkpoint::{Item, Loaded};
@@ -11,12 +11,11 @@ use ferrotron_tensor::{DType, Tensor};
 const BIAS: &str = "expert_bias";
 const QUANTILES: &str = "quantiles";
 
-/// A mixture's tables that outlive a step: name, memory f32 `[E]`.
-fn tables(mixtures: &MoeState) -> Result<Vec<(String, Tensor)>> {
+/// The tables of MoE layers that persist between steps: name and f32 `[E]`.
+fn tables(moe: &MoeState) -> Result<Vec<(String, Tensor)>> {
     let mut out = Vec::new();
-    for (i, m) in mixtures.specs().iter().enumerate() {
-        let kinds =
-            [(BIAS, m.expert_bias, &mixtures.expert_bias), (QUANTILES, m.quantiles, &mixtures.quantiles)];
+    for (i, m) in moe.specs().iter().enumerate() {
+        let kinds = [(BIAS, m.expert_bias, &moe.expert_bias), (QUANTILES, m.quantiles, &moe.quantiles)];
         for (kind, _, table) in kinds.into_iter().filter(|k| k.1) {
             out.push((format!("{}.{kind}", m.name), table.narrow(0, i, 1)?));
         }
@@ -24,10 +23,9 @@ fn tables(mixtures: &MoeState) -> Result<Vec<(String, Tensor)>> {
     Ok(out)
 }
 
-/// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
+/// This rank's tables for a checkpoint: those of its stage, on the first data- and tensor-parallel rank.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
-    let (Some(mixtures), 0, 0) = (t.model.step_state.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank())
-    else {
+    let (Some(moe), 0, 0) = (t.model.step_state.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank()) else {
         return Ok(Vec::new());
     };
     let item = |(name, table): (String, Tensor)| {
@@ -35,13 +33,13 @@ pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         Ok(Item { name: format!("model/{name}"), dtype: DType::F32, shape: vec![values.len()], bytes })
     };
-    tables(mixtures)?.into_iter().map(item).collect()
+    tables(moe)?.into_iter().map(item).collect()
 }
 
-/// Names and shapes of a checkpoint's tables, which may be there or not.
+/// Names and shapes of the tables that a checkpoint has; each is optional.
 pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str, &'a [usize])> {
     let experts = model.moe.as_ref().map_or(0, |m| m.experts);
-    let is_mixture = |name: &str| {
+    let is_moe_table = |name: &str| {
         let Some((layer, kind)) = name.strip_prefix("model/").and_then(|rest| rest.split_once(".moe."))
         else {
             return false;
@@ -54,14 +52,14 @@ pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str
         };
         layer.is_some_and(|i| model.moe_layer(i).is_some()) && [BIAS, QUANTILES].contains(&kind)
     };
-    let tensors = loaded.tensors().filter(|t| is_mixture(&t.name) && t.shape == [experts]);
+    let tensors = loaded.tensors().filter(|t| is_moe_table(&t.name) && t.shape == [experts]);
     tensors.map(|t| (t.name.as_str(), t.shape.as_slice())).collect()
 }
 
-/// Takes the tables of a checkpoint that was checked.
+/// Restores the tables from a checked checkpoint.
 pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
-    let Some(mixtures) = t.model.step_state.moe() else { return Ok(()) };
-    for (name, table) in tables(mixtures)? {
+    let Some(moe) = t.model.step_state.moe() else { return Ok(()) };
+    for (name, table) in tables(moe)? {
         let name = format!("model/{name}");
         match loaded.get(&name) {
             Some(_) => {
@@ -74,7 +72,7 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
 }
 
 impl Trainer {
-    /// Biases and quantiles of the choices of all mixtures, by name. Every rank calls it.
+    /// Expert biases and quantiles of all MoE layers, by name. Every rank calls it.
     pub fn expert_tables(&self) -> Result<Vec<LogicalValues>> {
         let mut mine = Vec::new();
         for (name, table) in self.model.step_state.moe().map(tables).transpose()?.unwrap_or_default() {
@@ -82,7 +80,7 @@ impl Trainer {
             mine.push(LogicalValues { name, shape: vec![values.len()], values });
         }
         let text = serde_json::to_vec(&mine.iter().map(|v| (&v.name, &v.values)).collect::<Vec<_>>());
-        let broken = |e: serde_json::Error| Error::Invalid(format!("tables of experts: {e}"));
+        let broken = |e: serde_json::Error| Error::Invalid(format!("expert tables of other stages: {e}"));
         let mut all = Vec::new();
         for part in gather::all_gather_stages(&self.rank, &text.map_err(broken)?)? {
             let values: Vec<(String, Vec<f32>)> = serde_json::from_slice(&part).map_err(broken)?;

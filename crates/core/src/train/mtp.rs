@@ -1,5 +1,5 @@
-//! Tokens further ahead, for predictions of them: a batch is shifted here, whole, before ranks take their tokens of it,
-//! so that every layout sees the same.
+//! Inputs and labels of multi-token prediction: the global batch is shifted here, before ranks take their tokens of it, so
+//! that every layout sees the same values.
 
 use super::micro_batch::{sequence_layout, upload_targets};
 use crate::Result;
@@ -9,7 +9,7 @@ use ferrotron_engine::Rank;
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::Category;
 
-/// `values` of the tokens `by` places further on in their sequence; `fill` behind its end.
+/// `values` shifted left by `by` within each sequence; `fill` after its end.
 fn shifted(values: &[i32], lengths: &[usize], by: usize, fill: i32) -> Vec<i32> {
     let mut out = vec![fill; values.len()];
     let mut start = 0;
@@ -25,7 +25,7 @@ fn shifted(values: &[i32], lengths: &[usize], by: usize, fill: i32) -> Vec<i32> 
     out
 }
 
-/// Labels that a batch has for the model's own loss and for each of `depth` further ones.
+/// Number of labels of a batch in the language-modelling loss and at each of `depth` MTP depths.
 pub(super) fn labels(batch: &Batch, seq: usize, depth: usize) -> Result<Vec<f64>> {
     let lengths = sequence_layout(batch, seq)?.lengths();
     let count = |list: &[i32]| list.iter().filter(|l| **l != IGNORE).count() as f64;
@@ -35,7 +35,7 @@ pub(super) fn labels(batch: &Batch, seq: usize, depth: usize) -> Result<Vec<f64>
     Ok((0..=depth).map(of).collect())
 }
 
-/// The weight of each label of a step that has so many: 1/n in the model's own loss, factor/(D·n) in further ones.
+/// Weight of a label, given the number n of labels: `1/n` in the language-modelling loss, `loss_weight/(D·n)` at an MTP depth.
 pub(super) fn weights(counts: &[f64], factor: f64) -> Vec<f32> {
     let depth = counts.len().saturating_sub(1) as f64;
     let of = |(d, n): (usize, &f64)| match d {
@@ -45,8 +45,8 @@ pub(super) fn weights(counts: &[f64], factor: f64) -> Vec<f32> {
     counts.iter().enumerate().map(of).collect()
 }
 
-/// What predictions of further tokens are given of a batch: for each depth, this rank's rows of the tokens ahead, and
-/// `weights` for their labels. Nothing on ranks that do not predict.
+/// Copies the inputs of the MTP layers to the device: for each depth, this rank's rows of the shifted tokens, and labels
+/// with `weights`. Nothing on ranks without the last stage.
 pub fn upload(
     rank: &Rank,
     decoder: &Decoder,

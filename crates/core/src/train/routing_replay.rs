@@ -1,10 +1,10 @@
-//! Choices of experts in files: recorded as routers make them (`moe.record`), or taken in their place (`moe.replay`), as when a
-//! policy is trained on what another program sampled.
+//! Routing in files: recorded as the routers compute it (`moe.record`), or replayed in their place (`moe.replay`), as when a
+//! policy is trained on samples of an inference engine.
 //!
-//! A step has one file for each rank, `step-00000012.rank-003.safetensors`: of every mixture, `layers.3.moe` i32 `[rows, k]`,
-//! the experts of its rows, and `layers.3.moe.tokens` i32 `[rows]`, which of the step's tokens (counted from its first
-//! sample's first) they are. Who replays reads all of a step's files, so that they serve any layout. `:1` and so on behind the
-//! name are further uses of a layer that is used repeatedly.
+//! A step has one file per rank, `step-00000012.rank-003.safetensors`. For every MoE layer it holds `layers.3.moe` i32
+//! `[rows, k]`, the top-k experts of each row, and `layers.3.moe.tokens` i32 `[rows]`, the index of each row's token in the
+//! step. A replay reads all files of a step, so that they serve any layout. A suffix `:1` and so on marks further uses of a
+//! shared layer.
 
 use crate::config::Resolved;
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use ferrotron_tensor::{Category, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where choices go and come from.
+/// Folders of recorded and replayed routing.
 #[derive(Clone, Debug, Default)]
 pub(super) struct RoutingReplay {
     record: Option<PathBuf>,
@@ -23,7 +23,7 @@ pub(super) struct RoutingReplay {
 }
 
 impl RoutingReplay {
-    /// As the recipe says. The folder to record in is made, that to replay must be there.
+    /// Reads `moe.record` and `moe.replay`: creates the first folder; the second must exist.
     pub(super) fn new(r: &Resolved) -> Result<RoutingReplay> {
         let path = |p: &Option<String>| p.as_ref().map(PathBuf::from);
         let made = RoutingReplay { record: path(&r.config.moe.record), replay: path(&r.config.moe.replay) };
@@ -31,7 +31,9 @@ impl RoutingReplay {
             std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
         }
         if let Some(folder) = made.replay.as_ref().filter(|f| !f.is_dir()) {
-            let what = "moe.replay names no folder of choices; moe.record makes one, or leave it out".into();
+            let what =
+                "moe.replay is not a folder of recorded routing; record one with moe.record, or leave it out"
+                    .into();
             return Err(Error::Missing { path: folder.clone(), what });
         }
         Ok(made)
@@ -64,25 +66,25 @@ impl RoutingReplay {
     }
 }
 
-fn name(mixtures: &MoeState, (i, repeat): LayerUse) -> String {
-    let name = &mixtures.specs()[i].name;
+fn name(moe: &MoeState, (i, repeat): LayerUse) -> String {
+    let name = &moe.specs()[i].name;
     if repeat == 0 { name.clone() } else { format!("{name}:{repeat}") }
 }
 
-/// Tokens of a name.
+/// The tensor with the token indices of a layer.
 fn tokens_of(name: &str) -> String {
     format!("{name}.tokens")
 }
 
-fn write(rank: &Rank, mixtures: &MoeState, folder: &Path, step: u64) -> Result<()> {
-    // By name: numbers of tokens, choices of each.
+fn write(rank: &Rank, moe: &MoeState, folder: &Path, step: u64) -> Result<()> {
+    // By layer: token indices, their experts, and k.
     let mut all: BTreeMap<String, (Vec<i32>, Vec<i32>, usize)> = BTreeMap::new();
-    for c in mixtures.take_routing() {
+    for c in moe.take_routing() {
         let (rows, index) = (rank.compute.download::<i32>(&c.rows)?, rank.compute.download::<i32>(&c.index)?);
         let k = c.index.shape()[1];
-        let (tokens, choices, width) = all.entry(name(mixtures, c.of)).or_default();
+        let (tokens, choices, width) = all.entry(name(moe, c.of)).or_default();
         *width = k;
-        // Rows that are no tokens chose nobody.
+        // Padding rows have no experts.
         for (row, chosen) in rows.iter().zip(index.chunks(k)).filter(|(_, chosen)| chosen[0] >= 0) {
             tokens.push(*row);
             choices.extend_from_slice(chosen);
@@ -107,7 +109,7 @@ fn write(rank: &Rank, mixtures: &MoeState, folder: &Path, step: u64) -> Result<(
     std::fs::rename(&unfinished, &path).map_err(Error::io(&path))
 }
 
-/// The files of a step, in order.
+/// The files of a step, sorted.
 fn files(folder: &Path, step: u64) -> Result<Vec<PathBuf>> {
     let prefix = format!("step-{step:08}.");
     let mut found = Vec::new();
@@ -122,47 +124,47 @@ fn files(folder: &Path, step: u64) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Of each mixture here that files speak of, i32 `[tokens, k]`.
+/// The routing of each MoE layer of this stage: i32 `[tokens, k]`.
 fn read(
     rank: &Rank,
-    mixtures: &MoeState,
+    moe: &MoeState,
     folder: &Path,
     step: u64,
-    needed: &[bool],
+    local: &[bool],
 ) -> Result<Vec<(LayerUse, Tensor)>> {
     let found = files(folder, step)?;
     if found.is_empty() {
         let what = format!(
-            "holds no choices of step {step}, which moe.replay asks for; leave it out to go on without"
+            "holds no routing of step {step}, which moe.replay asks for; leave it out to route by the router"
         );
         return Err(Error::Missing { path: folder.into(), what });
     }
     let files = found.iter().map(|p| TensorFile::open(p)).collect::<Result<Vec<_>>>()?;
     let mut tables = Vec::new();
-    for (i, spec) in mixtures.specs().iter().enumerate() {
+    for (i, spec) in moe.specs().iter().enumerate() {
         let mut repeat = 0;
         loop {
-            let name = name(mixtures, (i, repeat));
+            let name = name(moe, (i, repeat));
             let mine: Vec<&TensorFile> = files.iter().filter(|f| f.get(&name).is_some()).collect();
             if mine.is_empty() {
                 break;
             }
-            let (values, k) = table(&mine, &name, needed, spec.experts)?;
-            let table = rank.compute.upload(&values, &[needed.len(), k], Category::Activations)?;
+            let (values, k) = table(&mine, &name, local, spec.experts)?;
+            let table = rank.compute.upload(&values, &[local.len(), k], Category::Activations)?;
             tables.push(((i, repeat), table));
             repeat += 1;
         }
         if repeat == 0 {
-            let what = format!("the choices of step {step} have none of {}", spec.name);
+            let what = format!("the routing of step {step} lacks {}", spec.name);
             return Err(Error::Missing { path: folder.into(), what });
         }
     }
     Ok(tables)
 }
 
-/// Choices of all tokens in one mixture, put together from files, and how many each has.
-fn table(files: &[&TensorFile], name: &str, needed: &[bool], experts: usize) -> Result<(Vec<i32>, usize)> {
-    let tokens = needed.len();
+/// The experts of all tokens in one MoE layer, merged from the files of all ranks, and k.
+fn table(files: &[&TensorFile], name: &str, local: &[bool], experts: usize) -> Result<(Vec<i32>, usize)> {
+    let tokens = local.len();
     let mut out: Vec<i32> = Vec::new();
     let mut width = 0;
     for file in files {
@@ -174,36 +176,36 @@ fn table(files: &[&TensorFile], name: &str, needed: &[bool], experts: usize) -> 
         };
         let shape = file.get(name).map(|t| (t.dtype, t.shape.clone()));
         let Some((FileDType::I32, [_, k])) = shape.as_ref().map(|(d, s)| (*d, s.as_slice())) else {
-            return Err(damaged("choices must be i32 [rows, k]".into()));
+            return Err(damaged("routing must be i32 [rows, k]".into()));
         };
         if *k == 0 || (width != 0 && *k != width) {
-            return Err(damaged(format!("{k} choices of a token where others have {width}")));
+            return Err(damaged(format!("top-k is {k} here and {width} in another file")));
         }
         width = *k;
         out.resize(tokens * width, -1);
         let (rows, choices) = (ints(&tokens_of(name))?, ints(name)?);
         if rows.len() * width != choices.len() {
-            return Err(damaged(format!("{} tokens have {} choices", rows.len(), choices.len())));
+            return Err(damaged(format!("{} tokens have {} expert indices", rows.len(), choices.len())));
         }
         for (row, chosen) in rows.iter().zip(choices.chunks(width)) {
             let to = usize::try_from(*row).ok().and_then(|r| out.get_mut(r * width..(r + 1) * width));
             let Some(to) = to else {
-                return Err(damaged(format!("token {row} is none of the {tokens} of the step")));
+                return Err(damaged(format!("token {row} is not one of the {tokens} of the step")));
             };
             if to[0] >= 0 {
-                return Err(damaged(format!("token {row} stands twice; the folder has files of two runs")));
+                return Err(damaged(format!("token {row} appears twice; the folder has files of two runs")));
             }
             if let Some(e) = chosen.iter().find(|e| !(0..experts as i32).contains(*e)) {
-                return Err(damaged(format!("token {row} chose expert {e} of {experts}")));
+                return Err(damaged(format!("token {row} is routed to expert {e} of {experts}")));
             }
             to.copy_from_slice(chosen);
         }
     }
     let path = || files.first().map(|f| f.path().to_path_buf()).unwrap_or_default();
-    match out.chunks(width.max(1)).zip(needed).position(|(chosen, needed)| *needed && chosen[0] < 0) {
+    match out.chunks(width.max(1)).zip(local).position(|(chosen, local)| *local && chosen[0] < 0) {
         Some(token) => {
             let what =
-                format!("{name}: token {token} of {tokens} has no choices; are files of the step missing?");
+                format!("{name}: token {token} of {tokens} has no routing; are files of the step missing?");
             Err(Error::Damaged { path: path(), what })
         }
         None => Ok((out, width)),

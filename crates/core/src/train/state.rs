@@ -127,7 +127,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     Ok(Snapshot { step: t.step(), state, items })
 }
 
-/// Every logical tensor of one kind of state, whole, on the first rank of those that share it; nothing elsewhere. One
+/// Every logical tensor of one kind of optimizer state, unsharded, on the first rank of its replicas; nothing elsewhere. One
 /// bucket is gathered at a time.
 fn logical_state(t: &Trainer, state: &crate::optimizer::OptimizerState) -> Result<Vec<Item>> {
     let (specs, plan, size) = (t.model.params.specs(), t.model.params.plan(), state.saved().size());
@@ -187,8 +187,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         ));
     }
     let states = t.optimizer.states();
-    // Names, shapes and types of everything before the first byte is used. Moments may have been kept in another way:
-    // what is saved are numbers, and these are rounded to how this run keeps them.
+    // Check names, shapes and dtypes before anything is changed. Moments may have been stored in another dtype: checkpoints
+    // hold exact values, which are rounded to this run's dtype.
     let parts = logical_parts(t.model.decoder.config())?;
     let dtype = |state: &crate::optimizer::OptimizerState, name: &str| {
         let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());
@@ -231,7 +231,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let delayed = &mut t.runner.delayed_scaling;
     delayed.steps = state.scaled_steps.filter(|_| delayed.enabled).unwrap_or(0);
     t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };
-    // At the very end: weights that are bytes are made with the scales that are there.
+    // Last, because FP8 parameters are quantized with the restored scales.
     t.optimizer.sync_params(&t.rank, &t.model.params, &t.model.step_state)
 }
 

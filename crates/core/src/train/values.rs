@@ -19,7 +19,7 @@ pub struct LogicalValues {
 }
 
 impl Trainer {
-    /// Puts a value of every logical tensor in place: `source(name)` gives f32 values in row-major order.
+    /// Sets every logical tensor: `source(name)` gives its f32 values in row-major order.
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
         let values = |part: &Part, runs: &[Range<usize>]| {
             let whole = source(&part.name)?;
@@ -42,7 +42,7 @@ impl Trainer {
         Ok(all)
     }
 
-    /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
+    /// Number of zero elements in the gradients of the last step, each counted once. Every rank calls it.
     pub fn count_zero_grads(&self) -> Result<u64> {
         self.optimizer.count_zero_grads(&self.rank, &self.model.grads)
     }
@@ -52,7 +52,7 @@ impl Trainer {
         self.logical(&self.optimizer.gathered(&self.rank, &self.model.params)?)
     }
 
-    /// f32 tensors, one per parameter, cut into logical ones.
+    /// Splits f32 tensors, one per parameter, into logical tensors.
     fn logical(&self, tensors: &[Tensor]) -> Result<Vec<LogicalValues>> {
         let mut out = Vec::new();
         for (spec, tensor) in self.model.params.specs().iter().zip(tensors) {

@@ -92,14 +92,14 @@ fn routing_that_does_not_fit_is_refused() {
         assert!(error.contains(what), "{what}: {error}");
     };
     let file = |folder: &Path, rank: usize| folder.join(format!("step-00000001.rank-00{rank}.safetensors"));
-    refused("has no choices", &|f| std::fs::remove_file(file(f, 1)).unwrap(), &[]);
-    refused("stands twice", &|f| assert!(std::fs::copy(file(f, 1), file(f, 2)).is_ok()), &[]);
+    refused("has no routing", &|f| std::fs::remove_file(file(f, 1)).unwrap(), &[]);
+    refused("appears twice", &|f| assert!(std::fs::copy(file(f, 1), file(f, 2)).is_ok()), &[]);
     refused(
-        "holds no choices of step 1",
+        "holds no routing of step 1",
         &|f| (0..2).for_each(|r| std::fs::remove_file(file(f, r)).unwrap()),
         &[],
     );
-    refused("names no folder", &|f| std::fs::remove_dir_all(f).unwrap(), &[]);
-    refused("chose expert", &|_| (), &["moe.experts=4".into()]);
+    refused("is not a folder", &|f| std::fs::remove_dir_all(f).unwrap(), &[]);
+    refused("is routed to expert", &|_| (), &["moe.experts=4".into()]);
     refused("where each token has 3", &|_| (), &["moe.topk=3".into()]);
 }
