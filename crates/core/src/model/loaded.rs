@@ -2,7 +2,7 @@
 
 use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout};
 use crate::Result;
-use crate::train::to_f32;
+use crate::tensorfile::to_f32;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GroupRank, Params, Rank, StepContext, StepState, Tokens};
 use ferrotron_tensor::{DType, shape_error};

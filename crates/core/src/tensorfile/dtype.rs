@@ -1,6 +1,6 @@
 //! Element types of the safetensors format.
 
-use ferrotron_tensor::DType;
+use ferrotron_tensor::{DType, bf16};
 
 macro_rules! file_dtypes {
     ($($variant:ident $name:literal $bits:literal $doc:literal,)*) => {
@@ -119,5 +119,21 @@ impl From<DType> for FileDType {
 impl std::fmt::Display for FileDType {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// Converts little-endian bytes of f32 or bf16 values to f32.
+pub fn to_f32(dtype: DType, bytes: &[u8]) -> crate::Result<Vec<f32>> {
+    match dtype {
+        DType::F32 => {
+            Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+        }
+        DType::BF16 => Ok(bytes
+            .chunks_exact(2)
+            .map(|c| bf16::from_bits(u16::from_le_bytes([c[0], c[1]])).to_f32())
+            .collect()),
+        other => Err(crate::Error::Invalid(format!(
+            "weights of type {other} cannot be loaded here; use f32 or bf16"
+        ))),
     }
 }

@@ -12,7 +12,7 @@ mod reader;
 pub(crate) mod tests;
 mod writer;
 
-pub use dtype::FileDType;
+pub use dtype::{FileDType, to_f32};
 pub use reader::TensorFile;
 pub use writer::{TensorDecl, TensorFileWriter, Written};
 

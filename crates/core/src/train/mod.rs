@@ -21,6 +21,7 @@ mod step_runner;
 mod trainer;
 mod values;
 
+pub use crate::tensorfile::to_f32;
 pub use cuda_graph::CudaGraphDecision;
 pub use execute::{MicroBatch, MicroBatchLoader, StepMode, StepPosition, execute};
 pub use gather::gather_all_stages;
@@ -29,7 +30,7 @@ pub use model_state::ModelState;
 pub use moe_metrics::StepMetrics;
 pub use mtp::upload as upload_mtp_inputs;
 pub use run::{CHECKPOINTS, CONFIG, InitialWeights, Observer, Outcome, Run};
-pub use state::{model_of, to_f32, weights_only};
+pub use state::{model_of, weights_only};
 pub use step_runner::Progress;
 pub use trainer::{InFlightStep, StepReport, Trainer};
 pub use values::LogicalValues;

@@ -7,9 +7,10 @@ use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
 use crate::optimizer::{SavedLossScale, UpdateRule};
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
+use crate::tensorfile::to_f32;
 use crate::{Error, Result};
 use ferrotron_kernels::{Adam, Sgd};
-use ferrotron_tensor::{DType, bf16};
+use ferrotron_tensor::DType;
 use serde::{Deserialize, Serialize};
 
 pub(super) fn rule(o: &OptimizerSection) -> UpdateRule {
@@ -233,20 +234,4 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };
     // Last, because FP8 parameters are quantized with the restored scales.
     t.optimizer.sync_params(&t.rank, &t.model.params, &t.model.step_state)
-}
-
-/// f32 values of little-endian bytes of a float type.
-pub fn to_f32(dtype: DType, bytes: &[u8]) -> Result<Vec<f32>> {
-    match dtype {
-        DType::F32 => {
-            Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
-        }
-        DType::BF16 => Ok(bytes
-            .chunks_exact(2)
-            .map(|c| bf16::from_bits(u16::from_le_bytes([c[0], c[1]])).to_f32())
-            .collect()),
-        other => {
-            Err(Error::Invalid(format!("weights of type {other} cannot be loaded here; use f32 or bf16")))
-        }
-    }
 }
