@@ -36,7 +36,7 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
     || echo "test.sh: Open MPI could not be installed (apt-get install openmpi-bin)" >&2
 fi
 
-step scripts/words.sh || echo "test.sh: WARNING: home-made words (see above)"
+step scripts/words.sh
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step cargo test --workspace --locked --quiet

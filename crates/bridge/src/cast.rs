@@ -1,4 +1,4 @@
-//! Casts between f32, bf16 and f16 in little-endian bytes: exact to the wider type, to nearest even to the narrower.
+//! Casts between f32, bf16 and f16 in little-endian bytes: exact when widening, round to nearest even otherwise.
 
 use ferrotron_tensor::{DType, Float, bf16, f16};
 

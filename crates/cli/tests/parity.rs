@@ -111,10 +111,10 @@ fn what_cannot_be_compared_is_refused() {
     assert!(fails(&["parity", "f32", "f32", "--model", "nowhere", "--input", "x"], 1).contains("nowhere"));
 }
 
-/// Sizes that narrow products have, on two ranks too.
+/// Sizes that FP8 GEMMs support, on two ranks too.
 const NARROW: [&str; 4] = ["--set", "model.layers=2", "--set", "train.global_batch=8"];
 
-/// A recipe of text that does not change with the program, as the embedded corpus does. What narrow numbers of two
+/// A recipe of text that does not change with the program, as the embedded corpus does. What FP8 values of two
 /// layouts make of one tensor is near its bound, whose rounding differs wherever a sum differs in its last digit.
 fn lasting(dir: &Path) -> String {
     let text = dir.join("text");

@@ -331,7 +331,7 @@ impl Optimizer {
         let grads = (0..weights.len())
             .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
             .collect::<Result<Vec<Tensor>>>()?;
-        // Adam looks at new weights for narrow products while it has them in hand.
+        // Adam computes the amax of new FP8 weights (or casts them) in the same pass.
         let looks = matches!(self.rule, UpdateRule::Adam(_));
         let made = (0..weights.len())
             .map(|i| {

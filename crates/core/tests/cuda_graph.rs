@@ -149,9 +149,9 @@ fn replayed_steps_are_bit_equal_to_launched_ones() {
         ),
         ("fp8, delayed", [bf16, &["precision.recipe=fp8-delayed", "train.micro_batch=2"]].concat()),
         ("fp8, block", [bf16, &["precision.recipe=fp8-block"]].concat()),
-        ("weights in bytes", [bf16, &["precision.recipe=fp8-current", "precision.fp8_params=true"]].concat()),
+        ("FP8 parameters", [bf16, &["precision.recipe=fp8-current", "precision.fp8_params=true"]].concat()),
         (
-            "weights in bytes, delayed",
+            "FP8 parameters, delayed scaling",
             [bf16, &["precision.recipe=fp8-delayed", "precision.fp8_params=true", "train.micro_batch=2"]]
                 .concat(),
         ),

@@ -313,7 +313,7 @@ fn golden_schedules_layers() {
 
 fn layers(case: &Value) {
     let mut split = LayerSplit::even(count(case, "num_layers"), 1, 1);
-    for (key, value) in case.as_object().unwrap().iter().filter(|(_, value)| !value.is_null()) {
+    for (key, _) in case.as_object().unwrap().iter().filter(|(_, value)| !value.is_null()) {
         match key.as_str() {
             "name" | "num_layers" | "stages" | "covers_all_layers_once" => {}
             "pipeline_model_parallel_size" => split.pp = count(case, key),

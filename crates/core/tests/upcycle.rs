@@ -152,7 +152,7 @@ fn invalid_upcycling_is_refused() {
         let e = refused(text, &c);
         assert!(e.contains(want), "{text}: {e}");
     }
-    let mixture = "experts=4".parse::<UpcycleConfig>().unwrap().apply(&c).unwrap().model().clone();
-    assert!(refused("experts=4", &mixture).contains("experts already"));
+    let moe = "experts=4".parse::<UpcycleConfig>().unwrap().apply(&c).unwrap().model().clone();
+    assert!(refused("experts=4", &moe).contains("experts already"));
     assert!(refused("experts=4", &ModelConfig { mlp_bias: true, ..c }).contains("biases"));
 }

@@ -1,7 +1,7 @@
 //! Memory blocks, the caching pool they come from, and buffers that own them while in use.
 //!
 //! The pool is stream-ordered: a block freed on a stream is reused on that stream only, so work queued there stays
-//! ordered without any wait. If another stream used the block, its home stream must have waited for that stream
+//! ordered without any wait. If another stream used the block, its allocating stream must have waited for that stream
 //! before the block is freed; the race checker reports where it did not.
 
 use crate::arena::Arena;

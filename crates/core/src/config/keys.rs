@@ -138,7 +138,7 @@ keys! {
         replay: Option<String> = None, "moe_enable_routing_replay";
     }
 
-    /// Multi-token prediction (MTP): extra layers after the decoder that predict further tokens.
+    /// Multi-token prediction (MTP): extra layers after the decoder, each predicting one more token ahead.
     mtp: MtpSection {
         /// Number of MTP layers, one per additional predicted token; 0 means none.
         layers: usize = 0, "mtp_num_layers", "num_nextn_predict_layers", "num_mtp_layers";

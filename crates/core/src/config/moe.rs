@@ -124,8 +124,8 @@ impl Recipe {
         if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
             return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
         }
-        let mixing = r.moe_training();
-        if matches!(mixing.routing_method, RoutingMethod::Quantiles { .. }) {
+        let training = r.moe_training();
+        if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
             let tokens = r.plan.micro_batch * r.plan.seq_len;
             if moe.groups.is_some() {
                 return self
@@ -148,7 +148,7 @@ impl Recipe {
                 "is not supported with sinkhorn and quantile; leave one of them out",
             );
         }
-        if mixing.capacity.is_some() && choosers > 0 {
+        if training.capacity.is_some() && choosers > 0 {
             return self.refuse(
                 "moe.capacity",
                 "goes with the losses of moe.balance or none, not with sinkhorn and quantile",

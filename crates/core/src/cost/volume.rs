@@ -7,7 +7,7 @@
 //! - Gradients of replicated weights are all-reduced over the tensor-parallel group (experts: expert tensor parallel);
 //!   gradients of key heads that some ranks share are all-gathered.
 //! - Buckets of gradients are all-reduced over the replicas; with ZeRO-1 reduce-scattered and the weights all-gathered,
-//!   with ZeRO-2 reduce-scattered after every micro-batch. FP8 weights with one scale travel as FP8.
+//!   with ZeRO-2 reduce-scattered after every micro-batch. FP8 weights with one scale are gathered in FP8.
 //! - A parameter of the first and the last pipeline stage is all-reduced between the two.
 //! - FP8: amax of the weights (current scaling) or of every operand (delayed scaling).
 //! - MoE counters; token counts, losses and the gradient norm, in f64.

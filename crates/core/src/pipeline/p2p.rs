@@ -50,7 +50,7 @@ impl Writer<'_> {
     }
 }
 
-/// Plain 1F1B. In the steady state an output travels with the gradient that comes back, and a gradient with the next
+/// Plain 1F1B. In the steady state an output is sent with the gradient that arrives, and a gradient with the next
 /// input.
 pub(super) fn plain(plan: &PipelinePlan, shape: &ScheduleShape) -> Result<Vec<Vec<ScheduleStep>>> {
     let forward = |micro_batch| PipelineOp { kind: OpKind::Forward, micro_batch, chunk: 0 };

@@ -22,7 +22,7 @@ pub enum ScheduleKind {
     /// does under [`ScheduleKind::OneForwardOneBackward`].
     ZeroBubble,
     /// A forward and a backward of different micro-batches in turns, layer by layer ([`ScheduleStep::Pair`]): what one sends to
-    /// experts travels while the other computes. More forwards come before the first backward.
+    /// experts is in flight while the other computes. More forwards come before the first backward.
     Paired,
     /// No backward.
     ForwardOnly,
@@ -52,7 +52,7 @@ pub struct PipelinePlan {
     pub group_size: Option<usize>,
     /// What it is for.
     pub kind: ScheduleKind,
-    /// How messages travel.
+    /// How messages are matched.
     pub transport: Transport,
     /// Time of each operation. Only a zero-bubble order depends on it.
     pub costs: Costs,

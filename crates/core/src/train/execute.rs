@@ -1,6 +1,6 @@
 //! Executes a pipeline schedule on this rank: forward and backward passes of its chunks, and P2P between stages.
 //!
-//! Activations travel to the next stage and gradients to the previous one, each direction on a process group and stream
+//! Activations are sent to the next stage and gradients to the previous one, each direction on a process group and stream
 //! of its own, so that neither waits for the other. A sent tensor stays alive until its stream has read it; a received
 //! tensor is waited for where it is used.
 

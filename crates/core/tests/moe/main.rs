@@ -87,8 +87,8 @@ fn run<T: Send>(
     layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
 ) -> ferrotron_core::Result<Vec<T>> {
-    let patience = std::time::Duration::from_secs(20);
-    on_threads_with(layout, patience, Default::default(), || Ok(Rank::cpu(1, 1234)?), work)
+    let timeout = std::time::Duration::from_secs(20);
+    on_threads_with(layout, timeout, Default::default(), || Ok(Rank::cpu(1, 1234)?), work)
 }
 
 /// Recipe keys as pairs.

@@ -43,8 +43,8 @@ fn make(text: &str, schedule: &str, set: &[&str]) -> Vec<Made> {
         let rank = Rank::cuda(0, 1, 1234, watch).unwrap().0;
         return on_one_device(&at, DEFAULT_TIMEOUT, &rank, work).unwrap();
     }
-    let patience = std::time::Duration::from_secs(30);
-    on_threads_with(&at, patience, Default::default(), || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)
+    let timeout = std::time::Duration::from_secs(30);
+    on_threads_with(&at, timeout, Default::default(), || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)
         .unwrap()
 }
 
@@ -151,8 +151,8 @@ fn trace(text: &str, schedule: &str, set: &[&str]) -> Vec<Vec<(ActivityKind, Str
         devices.lock().unwrap().push(rank.device().clone());
         Ok(rank)
     };
-    let patience = std::time::Duration::from_secs(30);
-    let ranks = on_threads_with(&at, patience, Default::default(), make, |rank| {
+    let timeout = std::time::Duration::from_secs(30);
+    let ranks = on_threads_with(&at, timeout, Default::default(), make, |rank| {
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.train_step(&Numbers::of(&resolved))
     });

@@ -54,7 +54,7 @@ impl Twin<'_> {
         y
     }
 
-    fn turned(&self, mut x: Vec<f64>, position: usize) -> Vec<f64> {
+    fn rotated(&self, mut x: Vec<f64>, position: usize) -> Vec<f64> {
         let d = self.m.head_dim;
         for head in x.chunks_mut(d) {
             for i in 0..d / 2 {
@@ -73,9 +73,9 @@ impl Twin<'_> {
         let part = |kind: &str| -> Rows {
             normed.iter().map(|x| self.map(&format!("{name}.attn.{kind}"), x)).collect()
         };
-        let turned =
-            |rows: Rows| -> Rows { rows.into_iter().enumerate().map(|(t, x)| self.turned(x, t)).collect() };
-        let (q, k, v) = (turned(part("q")), turned(part("k")), part("v"));
+        let rotated =
+            |rows: Rows| -> Rows { rows.into_iter().enumerate().map(|(t, x)| self.rotated(x, t)).collect() };
+        let (q, k, v) = (rotated(part("q")), rotated(part("k")), part("v"));
         for t in 0..x.len() {
             let mut out = vec![0.0; self.m.heads * d];
             for h in 0..self.m.heads {

@@ -30,7 +30,7 @@ kernel_args! {
         rows: u64,
         /// i32 `[n]`: the choice of each row, or -1.
         source: u64,
-        /// u32 `[tiles, experts]`: how many choices of each expert a tile holds; then how many the tiles before it hold.
+        /// u32 `[tiles, experts]`: routed rows of each expert per tile; then their exclusive prefix sums over tiles.
         tiles: u64,
         choices: i64,
         /// Rows.

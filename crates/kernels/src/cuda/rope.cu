@@ -170,7 +170,7 @@ template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a
 
 // The same for heads wider than a warp handles: one block to a head, through shared memory, f32 [2·half].
 template <class T> __device__ __forceinline__ void rope_across_long(const RopeArgs& a) {
-    extern __shared__ float turned[];
+    extern __shared__ float rotated[];
     i32 head;
     const i64 token = divide(blockIdx.x, a.heads, head);
     const i32 p = position(a, token);
@@ -183,11 +183,11 @@ template <class T> __device__ __forceinline__ void rope_across_long(const RopeAr
         const i32 pair = 2 * i, other = i + a.half;
         float u = to_f32(x[inverse ? i : pair]), v = to_f32(x[inverse ? other : pair + 1]);
         rotate(u, v, cos[i], inverse ? -sin[i] : sin[i]);
-        turned[inverse ? pair : i] = u;
-        turned[inverse ? pair + 1 : other] = v;
+        rotated[inverse ? pair : i] = u;
+        rotated[inverse ? pair + 1 : other] = v;
     }
     __syncthreads();
-    for (i32 i = threadIdx.x; i < 2 * a.half; i += blockDim.x) x[i] = from_f32<T>(turned[i]);
+    for (i32 i = threadIdx.x; i < 2 * a.half; i += blockDim.x) x[i] = from_f32<T>(rotated[i]);
 }
 
 #define KERNELS(T, NAME)                                                                                          \

@@ -152,7 +152,7 @@ fn delayed(h: &Host, case: &Value, t: &Tensors) {
     let top = largest("test", format_of(text(case, "format"))).unwrap();
     let get = |what: &str| t.f32(&format!("{name}/{what}"));
     let (amax, history, scale) = (get("amax"), get("history"), get("scale"));
-    let reduced = t.has(&format!("{name}/reduced")).then(|| get("reduced")).unwrap_or_default();
+    let reduced = if t.has(&format!("{name}/reduced")) { get("reduced") } else { Vec::new() };
     let state = h.up(&vec![0f32; len * n], &[len, n]);
     let (ours, tops) = (h.up(&vec![1f32; n], &[n]), h.up(&vec![top; n], &[n]));
     for step in 0..steps {

@@ -1,4 +1,4 @@
-//! Choices of an architecture and its mixtures.
+//! Values of architecture and MoE keys.
 
 use super::{choice, one_of};
 use crate::config::KeyType;

@@ -27,7 +27,7 @@ impl Precision {
 }
 
 choice! {
-    /// How factors of products are brought into eight bits or fewer.
+    /// The low-precision recipe of GEMM operands.
     QuantRecipe {
         /// Not at all.
         None = "none",

@@ -88,7 +88,7 @@ choice! {
         OneForwardOneBackward = "1f1b",
         /// The same, with weight gradients put off to where a rank would wait.
         ZeroBubble = "zero-bubble",
-        /// A forward and a backward of different micro-batches in turns: what one sends to experts travels while the other
+        /// A forward and a backward of different micro-batches interleaved: one's expert exchange is in flight while the other
         /// computes. More micro-batches are in memory at a time; the results are the same bits.
         Paired = "paired",
     }

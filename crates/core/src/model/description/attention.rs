@@ -117,7 +117,7 @@ impl LayerBuilder<'_> {
         let divides = n.is_multiple_of(cp) && g.is_multiple_of(cp);
         Some(match (window.is_some(), divides) {
             (false, _) => {
-                // Keys and values travel round the ring; backward sends their f32 gradients one step behind them.
+                // Keys and values are sent around the ring; backward sends their f32 gradients one step behind them.
                 self.forward(Group::Cp, OpKind::SendRecv, (c - 1) * kv * e);
                 self.backward(Group::Cp, OpKind::SendRecv, (c - 2) * kv * e + (c - 1) * kv * 4);
                 self.save("attn.ring", &[tokens, kv_row], dtype);

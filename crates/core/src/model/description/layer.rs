@@ -231,7 +231,7 @@ impl<'a> LayerBuilder<'a> {
             Parallel::Replicated => {}
             Parallel::Column => {
                 let width = spec.parts[0].shape[1];
-                let fp8_forward = quant.is_some_and(|q| q.fprop && travels(&q));
+                let fp8_forward = quant.is_some_and(|q| q.fprop && gathers_fp8(&q));
                 let fp8_wgrad = quant.is_some_and(|q| {
                     q.wgrad && (q.recipe.per_tensor() || q.recipe.per_block() && own_blocks)
                 });
@@ -315,7 +315,7 @@ impl<'a> LayerBuilder<'a> {
 }
 
 /// Is a row quantized before it is gathered?
-fn travels(q: &LinearQuant) -> bool {
+fn gathers_fp8(q: &LinearQuant) -> bool {
     q.recipe.per_tensor() || q.recipe.per_block()
 }
 

@@ -188,7 +188,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     }
 #pragma unroll
                     for (int i = 0; i < NS / 2; i++) y[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
-                    const u32 side = count & 1, turned = side ^ 1;
+                    const u32 side = count & 1, previous = side ^ 1;
                     mbarrier_wait(bars.ds_free(side), ((count >> 1) & 1) ^ 1);
                     {
                         const int row = wg * 64 + warp * 16 + (lane & 15);
@@ -203,10 +203,10 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         __syncwarp();
                         if (first_lane) mbarrier_arrive(bars.ds_full(side));
                     }
-                    if (add) mbarrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
+                    if (add) mbarrier_wait(bars.ds_full(previous), ((count - 1) >> 1) & 1);
                     wgmma_fence();
                     // In the first iteration the result is discarded: a branch here would cost more.
-                    queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
+                    queries(dq, base + DS_AT + previous * DS_BYTES + dq_ds, dq_k);
                     wgmma_commit();
                     wgmma_ab<D, BM>(dk, y, q_at, add);
                     wgmma_commit();
@@ -218,7 +218,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     fence_operand(dq);
                     if (first_lane) mbarrier_arrive(bars.o_free(stage));
                     if (add) {
-                        if (first_lane) mbarrier_arrive(bars.ds_free(turned));
+                        if (first_lane) mbarrier_arrive(bars.ds_free(previous));
                         if constexpr (PER_HEAD) own.flush(m, p, dq, kept, wg);
                         else flush(dq, step0, step1, to, wg);
                     }

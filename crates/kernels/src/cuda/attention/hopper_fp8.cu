@@ -47,11 +47,11 @@ __device__ __forceinline__ int slot_of(int j) { return (j & 16) + (j & 6) * 2 + 
 // v transposed: 128 keys of a head. Keys past the end become 0.
 extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const __grid_constant__ QuantizeQkvArgs a) {
     constexpr int KEYS = 128, WORDS = KEYS / 4 + 1;
-    __shared__ u32 turned[128 * WORDS];
+    __shared__ u32 transposed[128 * WORDS];
     const i32 tiles = a.pitch / KEYS, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
     const i32 batch = pair / a.heads[1], head = pair - batch * a.heads[1], each = a.d_v / 16;
     const float scale = __fdiv_rn(1.0f, unit_of(a.amax, 2));
-    u8* bytes = reinterpret_cast<u8*>(turned);
+    u8* bytes = reinterpret_cast<u8*>(transposed);
     for (i32 i = threadIdx.x; i < KEYS * each; i += 256) {
         const i32 key = i / each, piece = i - key * each, token = tile * KEYS + key;
         const int slot = (key & ~31) + slot_of(key & 31);
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const
     u32* to = reinterpret_cast<u32*>(a.fp8[2]) + (i64(pair) * a.d_v * a.pitch + tile * KEYS) / 4;
     for (i32 i = threadIdx.x; i < a.d_v * (KEYS / 4); i += 256) {
         const i32 channel = i / (KEYS / 4), word = i % (KEYS / 4);
-        to[i64(channel) * (a.pitch / 4) + word] = turned[channel * WORDS + word];
+        to[i64(channel) * (a.pitch / 4) + word] = transposed[channel * WORDS + word];
     }
 }
 

@@ -1,4 +1,4 @@
-//! Eight-bit matrices: quantized by our own kernels, multiplied by cuBLASLt.
+//! FP8 matrices: quantized by our own kernels, multiplied by cuBLASLt.
 
 pub(super) mod amax;
 pub(super) mod emulate;

@@ -42,7 +42,7 @@ impl CudaKernels {
     pub(super) fn launch_amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
         let ([_, n, k], ..) = q.check("quantize_stack")?;
         let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
-        // Room for all blocks of a matrix at once, and for others beside them: three fit, or two of f32.
+        // All blocks of a matrix must be resident at once, beside others: three fit per SM, or two of f32.
         let aux = if q.x.dtype() == DType::F32 { 1 } else { 2 };
         let once = (1..=aux * self.multiprocessors() as usize).contains(&tiles);
         if once && matches!(q.range, ScaleSource::Amax { .. }) {
