@@ -185,6 +185,10 @@ pub fn forward(
     let valid = all.iter().filter(|l| **l != IGNORE).count();
     let labels = Some((&labels[..], 1.0 / valid.max(1) as f32));
     let mut grads = GradBuffer::new(model.params.specs());
+    // Tokens per expert are those of this pass, not of the pass for logits too.
+    if let Some(moe) = model.step_state.moe() {
+        moe.begin_step(&model.rank.compute).map_err(ferrotron_core::Error::from)?;
+    }
     let aim = if backward { StepMode::Train(&mut grads) } else { StepMode::Loss };
     let losses = run_pass(&model, input, labels, aim)?;
     let mine = losses.iter().map(|l| read_scalar(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;

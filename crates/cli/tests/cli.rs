@@ -125,7 +125,7 @@ fn explain_knows_every_key_and_names_from_elsewhere() {
     }
     let one = ok(&["explain", "train.global_batch"]);
     for word in [
-        "Sequences per optimizer step.",
+        "Global batch size in sequences.",
         "a whole number",
         "32",
         "global_batch_size",

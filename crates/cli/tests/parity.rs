@@ -56,7 +56,7 @@ fn micro_batches_and_precisions_agree_within_their_tolerances_and_not_within_les
         let args = [&sides[..], &base, &EVERYTHING].concat();
         let v = verdict(&args, 0);
         assert_ne!(v["identical"], v["tensors"]);
-        assert_eq!(v["bounds"]["gradient"], 1e-5);
+        assert_eq!(v["tolerance"]["gradient"], 1e-5);
         verdict(&[&args[..], &["--tolerance", "0"]].concat(), 1);
     }
     let args = [&["f32", "bf16"][..], &base, &EVERYTHING].concat();
@@ -112,7 +112,7 @@ fn what_cannot_be_compared_is_refused() {
 }
 
 /// Sizes that FP8 GEMMs support, on two ranks too.
-const NARROW: [&str; 4] = ["--set", "model.layers=2", "--set", "train.global_batch=8"];
+const FP8_SIZES: [&str; 4] = ["--set", "model.layers=2", "--set", "train.global_batch=8"];
 
 /// A recipe of text that does not change with the program, as the embedded corpus does. What FP8 values of two
 /// layouts make of one tensor is near its bound, whose rounding differs wherever a sum differs in its last digit.
@@ -128,7 +128,7 @@ fn fp8_gemms_agree_on_any_layout() {
     let (dir, recipe) = folder();
     let data = lasting(dir.path());
     let text = ["--set", &*data, "--set", "model.vocab=272"];
-    let base = [&["--recipe", path(&recipe)][..], &NARROW, &text].concat();
+    let base = [&["--recipe", path(&recipe)][..], &FP8_SIZES, &text].concat();
     for scaling in ["current", "delayed", "block"] {
         let one = format!("cpu,bf16,fp8={scaling},micro_batch=1");
         for layout in ["tp=2", "cp=2", "dp=2", "pp=2"] {
@@ -137,7 +137,7 @@ fn fp8_gemms_agree_on_any_layout() {
             let v = verdict(&[&sides[..], &base].concat(), 0);
             // Half of the tokens have another scale, and round their own way, unless it is a power of two.
             let rescaled = scaling == "current" && layout == "cp=2";
-            assert_eq!(v["bounds"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
+            assert_eq!(v["tolerance"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
             if rescaled {
                 let pow2 = ["--set", "precision.pow2_scales=true"];
                 assert_eq!(verdict(&[&sides[..], &base, &pow2].concat(), 0)["bounds"]["gradient"], 5e-2);
@@ -155,7 +155,7 @@ fn fp8_gemms_agree_on_any_layout() {
 fn fp8_attention_agrees_on_any_layout() {
     let (_dir, recipe) = folder();
     let base =
-        [&["--recipe", path(&recipe)][..], &NARROW, &["--set", "precision.fp8_attention=true"]].concat();
+        [&["--recipe", path(&recipe)][..], &FP8_SIZES, &["--set", "precision.fp8_attention=true"]].concat();
     let one = "cpu,bf16,micro_batch=1";
     for layout in ["tp=2", "pp=2", "cp=2"] {
         let other = format!("{one},{layout}");
@@ -171,7 +171,7 @@ fn fp8_attention_agrees_on_any_layout() {
 #[test]
 fn fp8_gemms_agree_with_bf16_within_their_tolerances_and_not_within_less() {
     let (_dir, recipe) = folder();
-    let base = [&["--recipe", path(&recipe)][..], &NARROW].concat();
+    let base = [&["--recipe", path(&recipe)][..], &FP8_SIZES].concat();
     for (scaling, bound) in
         [("current", 0.25), ("delayed", 0.25), ("block", 0.25), ("mxfp8", 0.25), ("nvfp4", 0.5)]
     {
@@ -180,7 +180,7 @@ fn fp8_gemms_agree_with_bf16_within_their_tolerances_and_not_within_less() {
             let args = [&["bf16", other.as_str()][..], &base].concat();
             let v = verdict(&args, 0);
             assert_eq!(
-                (v["bounds"]["gradient"].as_f64(), v["bounds"]["loss"].as_f64()),
+                (v["tolerance"]["gradient"].as_f64(), v["tolerance"]["loss"].as_f64()),
                 (Some(bound), Some(2e-2))
             );
             // They are narrow indeed.

@@ -160,7 +160,7 @@ impl std::str::FromStr for UpcycleConfig {
                 .split_once('=')
                 .ok_or_else(|| format!("{item:?} is not key=value, such as experts=8"))?;
             let number =
-                || value.parse::<usize>().map_err(|_| format!("{key} needs a values number, not {value:?}"));
+                || value.parse::<usize>().map_err(|_| format!("{key} needs a whole number, not {value:?}"));
             match key {
                 "experts" => config.experts = number()?,
                 "topk" => config.topk = number()?,

@@ -61,7 +61,6 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("generate.top_p = 0", "at most 1"),
         ("train.global_batch = 99999999999999", "too large"),
         ("optimizer.master_dtype = \"bf16\"", "expected one of \"f32\", \"remainder\", found \"bf16\""),
-        ("precision.master = \"f32\"", "optimizer.master_dtype"),
         ("optimizer.state_dtype = \"fp4\"", "expected one of \"f32\", \"bf16\", \"f16\", \"fp8\""),
         ("optimizer.master_dtype = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
         ("precision.fp8_params = true", "precision.fp8_params: FP8 parameters need an FP8 recipe"),

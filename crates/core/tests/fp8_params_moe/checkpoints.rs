@@ -33,11 +33,11 @@ fn only_experts_with_fp8_gemms_are_fp8_resident() {
 }
 
 /// Parameter bytes of a rank after a step, bytes sent in the step, and FP8-resident elements.
-fn taken(layout: &str, scaling: &str, zero: usize, weights: &str) -> Vec<[usize; 3]> {
+fn taken(layout: &str, scaling: &str, zero: usize, fp8_params: bool) -> Vec<[usize; 3]> {
     let set = [
         scaling,
         &format!("parallel.zero={zero}"),
-        &format!("precision.fp8_params={weights}"),
+        &format!("precision.fp8_params={fp8_params}"),
         "precision.amax_history=4",
         // Nothing else is FP8-resident.
         "precision.skip=[\"attn\", \"mlp\"]",
@@ -61,7 +61,7 @@ fn fp8_expert_weights_take_and_send_one_byte_per_element() {
         // Ranks on one GPU share its memory.
         let layouts = [("tp=1", 0), ("ep=2", 0), ("dp=2", 1)];
         for (layout, zero) in layouts.into_iter().filter(|(l, _)| *l == "tp=1" || !on_card()) {
-            let all = ["fp8", "bf16"].map(|weights| taken(layout, scaling, zero, weights));
+            let all = [true, false].map(|fp8_params| taken(layout, scaling, zero, fp8_params));
             for ([bytes, sent, stored], [numbers, before, _]) in all[0].iter().zip(&all[1]) {
                 // Scales, amax, and allocation rounding.
                 let near = |found: usize, wanted: usize| found.abs_diff(wanted) < wanted / 50 + 2048;

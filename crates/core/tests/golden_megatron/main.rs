@@ -10,6 +10,7 @@ mod weights;
 
 use ferrotron_core::grid::RankLayout as Ranks;
 use ferrotron_core::model::ModelConfig;
+use ferrotron_core::model::config::Positions;
 use ferrotron_engine::moe::{AuxLossKind, MoeTraining};
 use ferrotron_tensor::DType;
 use golden::{Area, Report, Tensors, count, list, number, only_keys, text};
@@ -169,6 +170,13 @@ fn compare_bf16(report: &Report, name: &str, case: &Case, exact: &Got, got: &Got
     for (name, theirs) in case.gradients() {
         let mine = &got.gradients[&name];
         let dot: f64 = mine.iter().zip(&theirs).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+        if case.model.positions == Positions::Learned && name.ends_with("attn.k.bias") {
+            // Softmax is invariant to a shift of all scores, so without RoPE this gradient is 0 up to rounding.
+            let scale = norm(got.gradients[&name.replace("attn.k", "attn.q")].iter().map(|x| f64::from(*x)));
+            let size = norm(mine.iter().map(|x| f64::from(*x)));
+            assert!(size <= 2e-2 * scale, "bf16 gradient of {name}: {size} beside {scale} of the query bias");
+            continue;
+        }
         let norms = norm(mine.iter().map(|x| f64::from(*x))) * norm(theirs.iter().map(|x| f64::from(*x)));
         assert!(dot >= 0.995 * norms, "bf16 gradient of {name}: cosine {}", dot / norms);
     }

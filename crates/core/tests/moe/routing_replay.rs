@@ -101,5 +101,5 @@ fn routing_that_does_not_fit_is_refused() {
     );
     refused("is not a folder", &|f| std::fs::remove_dir_all(f).unwrap(), &[]);
     refused("is routed to expert", &|_| (), &["moe.experts=4".into()]);
-    refused("where each token has 3", &|_| (), &["moe.topk=3".into()]);
+    refused("tokens have 3 experts", &|_| (), &["moe.topk=3".into()]);
 }

@@ -89,7 +89,7 @@ fn stored_keys_are_translated_and_written_keys_refused() {
     let text = std::fs::read_to_string(&path).unwrap();
     let e = Recipe::default().add("mine.toml", &text).unwrap_err().to_string();
     assert!(
-        e.starts_with("mine.toml:29: moe.every: unknown key; moe.every is now moe.layer_freq = 1"),
+        e.starts_with("mine.toml:28: moe.every: unknown key; moe.every is now moe.layer_freq = 1"),
         "{e}"
     );
     for (old, new) in [

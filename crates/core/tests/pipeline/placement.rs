@@ -79,7 +79,6 @@ fn layout_strings() {
         ("Et|m|tL", 3, "t after m"),
         ("Etm|t|t|tL", 2, "last chunk"),
         ("Et*|L", 2, "count"),
-        ("Et*0|L", 2, "count"),
         ("*3", 1, "nothing to repeat"),
         ("Et,*3L", 1, "nothing to repeat"),
         ("E(t|L", 2, "not closed"),

@@ -142,7 +142,7 @@ fn weights_that_do_not_fit_are_refused() {
         let (x, p, y) = (z(dtype, &[4, 6]), z(DType::F32, &[4]), z(dtype, &[4, 3]));
         let live = z(DType::I32, &[4]);
         let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
-        let clamped = ACTS[3];
+        let clamped = ACTS[4];
         for (what, act, gated, x, p, y) in [
             ("halves", Act::Silu, true, &z(dtype, &[4, 5]), &p, &y),
             ("rows", Act::Silu, true, &z(dtype, &[3, 6]), &p, &y),

@@ -113,8 +113,8 @@ fn forged_manifests_are_refused() {
         (body.replace("ferrotron checkpoint", "something"), "not the manifest of a checkpoint"),
         (body.replace("\"step\": 7", "\"step\": -7"), "not a valid manifest"),
         (body.replace("\"step\": 7", "\"step\": 7, \"more\": 1"), "not a valid manifest"),
-        (body.replace("model.safetensors", "../model.safetensors"), "no name of a checkpoint's file"),
-        (body.replace("model.safetensors", "/etc/passwd"), "no name of a checkpoint's file"),
+        (body.replace("model.safetensors", "../model.safetensors"), "not the name of a checkpoint file"),
+        (body.replace("model.safetensors", "/etc/passwd"), "not the name of a checkpoint file"),
         (body.replacen("model.safetensors\"", "other.safetensors\"", 1), "which it does not list"),
         (
             body.replace("\"model/scale\"", "\"model/scales\""),
