@@ -56,7 +56,7 @@ fn micro_batches_and_precisions_agree_within_their_tolerances_and_not_within_les
         let args = [&sides[..], &base, &EVERYTHING].concat();
         let v = verdict(&args, 0);
         assert_ne!(v["identical"], v["tensors"]);
-        assert_eq!(v["tolerance"]["gradient"], 1e-5);
+        assert_eq!(v["bounds"]["gradient"], 1e-5);
         verdict(&[&args[..], &["--tolerance", "0"]].concat(), 1);
     }
     let args = [&["f32", "bf16"][..], &base, &EVERYTHING].concat();
@@ -137,7 +137,7 @@ fn fp8_gemms_agree_on_any_layout() {
             let v = verdict(&[&sides[..], &base].concat(), 0);
             // Half of the tokens have another scale, and round their own way, unless it is a power of two.
             let rescaled = scaling == "current" && layout == "cp=2";
-            assert_eq!(v["tolerance"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
+            assert_eq!(v["bounds"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
             if rescaled {
                 let pow2 = ["--set", "precision.pow2_scales=true"];
                 assert_eq!(verdict(&[&sides[..], &base, &pow2].concat(), 0)["bounds"]["gradient"], 5e-2);
@@ -180,7 +180,7 @@ fn fp8_gemms_agree_with_bf16_within_their_tolerances_and_not_within_less() {
             let args = [&["bf16", other.as_str()][..], &base].concat();
             let v = verdict(&args, 0);
             assert_eq!(
-                (v["tolerance"]["gradient"].as_f64(), v["tolerance"]["loss"].as_f64()),
+                (v["bounds"]["gradient"].as_f64(), v["bounds"]["loss"].as_f64()),
                 (Some(bound), Some(2e-2))
             );
             // They are narrow indeed.

@@ -96,7 +96,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "different": differ,
             "identical": rows.iter().filter(|r| r.identical).count(),
             "loss": [a.outcome.loss, b.outcome.loss],
-            "tolerance": tolerance,
+            "bounds": tolerance,
             "report": rows,
         }))?;
     } else {
