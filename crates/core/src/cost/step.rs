@@ -23,7 +23,7 @@ impl StepShape {
             model: r.model.clone(),
             stages: chunks.collect(),
             micro_batch: Layout::Rows { count: r.plan.micro_batch, len: r.plan.seq_len },
-            micro_batches: (r.config.train.global_batch as usize / samples.max(1)).max(1),
+            micro_batches: (r.config.train.global_batch / samples.max(1)).max(1),
             dtype: r.config.precision.dtype.dtype(),
             recompute: r.config.train.recompute.modules(),
             options: options(r),

@@ -117,7 +117,7 @@ fn zero_gradients_are_counted_where_the_recipe_asks() {
     };
     let (counts, with, line) = steps(&["train.log_num_zeros=true"]);
     // The data has 16 of 24 tokens: the other eight rows of the embedding, 32 wide, get no gradient.
-    assert!(counts.iter().all(|n| n.is_some_and(|n| n >= 8 * 32 && n < 9 * 32)), "{counts:?}");
+    assert!(counts.iter().all(|n| n.is_some_and(|n| (8 * 32..9 * 32).contains(&n))), "{counts:?}");
     assert!(line.contains("\"num_zeros\":"), "{line}");
     let (counts, without, line) = steps(&[]);
     assert!(counts.iter().all(Option::is_none) && !line.contains("num_zeros"), "{line}");
