@@ -213,7 +213,7 @@ fn golden_hf_index() {
                         true => tensor.starts_with(*known),
                         false => tensor == **known,
                     };
-                    assert!(TENSORS.iter().any(|known| named(known)), "the format has no tensor {tensor}");
+                    assert!(TENSORS.iter().any(named), "the format has no tensor {tensor}");
                 }
                 assert_eq!(expected.shape("input_ids"), [count(entry, "batch"), count(entry, "seq")]);
                 assert!((f64::from(expected.f32("loss")[0]) - number(entry, "loss")).abs() < 1e-5);
