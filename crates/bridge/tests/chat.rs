@@ -1,4 +1,4 @@
-//! Chat templates: the features that published ones use, and what they must not be able to do.
+//! Chat templates: the features that published templates use, and limits on what a template may do.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 use ferrotron_bridge::{ChatTemplate, Message};

@@ -1,4 +1,4 @@
-//! A folder is accepted whole or refused with everything that is wrong with it.
+//! Checks of Hugging Face folders: every mismatch with the configuration is reported at once.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
@@ -44,7 +44,7 @@ fn case(name: &str) -> PathBuf {
     covered().into_iter().find(|d| d.ends_with(name)).unwrap()
 }
 
-/// A copy of a case with other tensors.
+/// A copy of a golden model with changed tensors.
 fn edited(name: &str, edit: impl FnOnce(&mut Tensors)) -> tempfile::TempDir {
     let from = case(name);
     let dir = tempfile::tempdir().unwrap();
@@ -300,7 +300,7 @@ fn an_export_that_cannot_be_finished_leaves_nothing() {
 }
 
 #[test]
-fn companions_travel() {
+fn tokenizer_files_are_copied() {
     let dir = edited("llama_tied", |_| {});
     let files =
         ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt", "LICENSE"];
@@ -320,9 +320,9 @@ fn companions_travel() {
     assert_eq!(std::fs::read_dir(&to).unwrap().count(), files.len() + 2);
 }
 
-/// A natively trained model of bytes becomes a folder that is complete: configuration, weights, tokenizer.
+/// A natively trained byte-level model is exported with configuration, weights and tokenizer.
 #[test]
-fn a_native_model_leaves_with_its_tokenizer() {
+fn a_native_model_is_exported_with_its_tokenizer() {
     let model = ModelConfig::preset("tiny").unwrap();
     let config = HfConfig::from_model(&model, DType::BF16).unwrap();
     let shapes = logical_tensors(&model);
@@ -343,7 +343,7 @@ fn a_native_model_leaves_with_its_tokenizer() {
 }
 
 #[test]
-fn questions_with_no_answer() {
+fn unknown_tensors_rows_and_dtypes_are_refused() {
     let plan = HfCheckpoint::open(&case("llama_tied")).unwrap();
     assert!(plan.read("layers.9.attn.q.weight", DType::F32).is_err());
     assert!(plan.read("embed.tokens", DType::E4M3).is_err());

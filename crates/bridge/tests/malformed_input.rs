@@ -1,4 +1,4 @@
-//! Damaged and malicious files give errors, never panics, and never take the machine's memory.
+//! Corrupt and malicious files give errors, never panics, and never exhaust memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
@@ -41,7 +41,7 @@ fn corrupt_configurations() {
 }
 
 #[test]
-fn values_that_cannot_be() {
+fn invalid_values_are_refused() {
     let dir = covered().into_iter().find(|d| d.ends_with("llama_gqa_llama3rope")).unwrap();
     let text = std::fs::read_to_string(dir.join("config_hub.json")).unwrap();
     let edits = [
@@ -117,7 +117,7 @@ fn values_that_cannot_be() {
     assert!(HfConfig::parse(&many, "config.json").is_err());
 }
 
-/// Harmless surprises are accepted.
+/// Unknown keys are accepted and kept.
 #[test]
 fn unknown_keys_are_kept() {
     let dir = covered().into_iter().find(|d| d.ends_with("llama_tied")).unwrap();
@@ -164,7 +164,7 @@ fn corrupt_weights_and_indices() {
         ] {
             let good = std::fs::read(dir.join(file)).unwrap();
             let mut refused = 0;
-            // Most of a weight file is numbers, in which nothing can be wrong: injure its header.
+            // Most of a weight file is numbers, in which nothing can be wrong: corrupt its header.
             let header = match file.ends_with("safetensors") {
                 true => 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize,
                 false => good.len(),

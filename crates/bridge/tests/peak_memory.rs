@@ -1,4 +1,4 @@
-//! Reading and writing take one tensor's memory, not the model's. Alone in its process, because the peak is
+//! Reading and writing hold one tensor in memory, not the model. In a test executable of its own, because the peak is
 //! the process's.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 #![cfg(target_os = "linux")]

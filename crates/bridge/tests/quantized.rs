@@ -1,4 +1,4 @@
-//! Weights stored in few bits, decoded by their definition.
+//! Quantized weights are dequantized according to their definition.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
@@ -54,7 +54,7 @@ fn e4m3(code: u8) -> f64 {
     }
 }
 
-/// A golden DeepSeek-V3 whose matrices of attention and MLPs are FP8 in blocks that do not divide them.
+/// The golden DeepSeek-V3 with FP8 attention and MLP matrices, in blocks that do not divide them.
 fn deepseek(dir: &Path, change: impl Fn(&mut Value, &mut Tensors)) -> Tensors {
     let (source, _) = support::cases().into_iter().find(|(_, k)| k == "deepseek_v3").unwrap();
     let text = std::fs::read_to_string(source.join("config_hub.json")).unwrap();

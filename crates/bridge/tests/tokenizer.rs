@@ -1,4 +1,4 @@
-//! Tokenizers on files built here, against a slow encoder by definition.
+//! Tokenizers built in the tests, against a naive reference encoder.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use std::collections::HashMap;
 use support::SeededRng;
 
-/// Byte → character of byte-level vocabularies, by the published recipe.
+/// GPT-2's byte → character table.
 fn alphabet() -> Vec<char> {
     let visible: Vec<u32> = (33..=126).chain(161..=172).chain(174..=255).collect();
     let mut next = 256;
@@ -87,7 +87,7 @@ fn file(use_regex: bool) -> Value {
     })
 }
 
-/// BPE by definition: again and again the pair of the lowest rank, leftmost first.
+/// Naive BPE: merges the pair of the lowest rank, leftmost first, until none is left.
 fn slow_bpe(text: &str) -> Vec<u32> {
     let (alphabet, vocab) = (alphabet(), vocab());
     let mut pieces: Vec<String> = text.bytes().map(|b| alphabet[usize::from(b)].to_string()).collect();
@@ -212,7 +212,7 @@ fn streams_give_whole_characters_and_the_same_text() {
 }
 
 #[test]
-fn ends_come_from_the_neighbouring_files() {
+fn bos_and_eos_come_from_the_files_beside_it() {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, v: Value| std::fs::write(dir.path().join(name), v.to_string()).unwrap();
     let e = Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
@@ -231,7 +231,7 @@ fn ends_come_from_the_neighbouring_files() {
     assert_eq!((t.bos(), t.eos()), (Some(1), &[8, 9][..]));
 }
 
-/// The cutting patterns of the families we convert.
+/// The pre-tokenization patterns of the supported families.
 #[test]
 fn patterns_of_the_families_are_known() {
     let llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";

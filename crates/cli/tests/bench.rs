@@ -1,4 +1,4 @@
-//! `bench`: that it measures, not how fast.
+//! `bench`: its measurements are complete and consistent; speed is not tested.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
 mod common;
@@ -41,7 +41,7 @@ fn every_kernel_of_a_step_is_measured_against_its_ceiling() {
     }
 }
 
-/// Work that can be counted by hand: 4 rows of 16 tokens, 32 channels, 2 heads of 16, f 64, 256 tokens.
+/// FLOPs and bytes computed by hand: 4 rows of 16 tokens, 32 channels, 2 heads of 16, f 64, 256 tokens.
 #[test]
 fn work_is_counted_right() {
     let (_dir, recipe) = folder();

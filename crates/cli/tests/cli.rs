@@ -1,4 +1,4 @@
-//! The binary as a user meets it.
+//! The command line: help, errors, exit codes and JSON output.
 
 // The lints see a test only where `#[test]` stands; everything here is one.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -6,7 +6,7 @@
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 
-/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+/// The binary under test: `FERROTRON_BIN` if set (on a GPU host), otherwise the one just built.
 fn binary() -> std::ffi::OsString {
     std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
 }
@@ -43,7 +43,7 @@ const COMMANDS: [&str; 11] = [
 ];
 
 #[test]
-fn help_teaches() {
+fn help_lists_commands_and_examples() {
     let text = ok(&["--help"]);
     for word in COMMANDS.iter().chain(&["Examples:", "Exit codes:", "--json", "--device", "--threads"]) {
         assert!(text.contains(word), "{word} not in\n{text}");
@@ -85,7 +85,7 @@ fn wrong_usage_is_exit_code_2_with_a_tip() {
 }
 
 #[test]
-fn doctor_says_what_there_is() {
+fn doctor_reports_hardware_and_libraries() {
     let text = ok(&["doctor"]);
     for word in ["CPU", "cores", "instructions", "memory", "GPU", "libcuda.so", "libnccl.so", "Looked for"] {
         assert!(text.contains(word), "{word} not in\n{text}");
@@ -115,7 +115,7 @@ fn recipes_are_listed_and_printed() {
 }
 
 #[test]
-fn explain_knows_every_key_and_names_from_elsewhere() {
+fn explain_finds_every_key_and_names_of_other_systems() {
     let all = json(&["explain"]);
     let text = ok(&["explain"]);
     let all = all.as_array().unwrap();
@@ -146,7 +146,7 @@ fn explain_knows_every_key_and_names_from_elsewhere() {
 }
 
 #[test]
-fn dry_run_shows_what_would_run() {
+fn dry_run_prints_the_resolved_configuration() {
     let text = ok(&["train", "--dry-run", "--steps", "7", "--set", "optimizer.lr=1e-3"]);
     assert!(text.contains("steps = 7\n") && text.contains("lr = 0.001\n"), "{text}");
     assert!(text.contains("# derived:") && text.contains("schedule.decay_steps = 7"), "{text}");
@@ -190,7 +190,7 @@ fn configuration_errors_point_at_the_line() {
 }
 
 #[test]
-fn a_reader_that_goes_away_is_no_failure() {
+fn a_closed_pipe_is_not_an_error() {
     let mut child =
         Command::new(binary()).arg("explain").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());

@@ -30,7 +30,7 @@ fn golden_models_come_back_byte_for_byte() {
     }
 }
 
-/// Loss of the first step of a run that begins with `from`.
+/// Loss of the first step of a run that starts from the weights in `from`.
 fn first_loss(dir: &Path, from: &Path, out: &str) -> f64 {
     let set = format!("model.hf={}", from.display());
     let data = RECIPE.split("[data]").nth(1).unwrap();
@@ -76,9 +76,9 @@ fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
     assert!(error.contains("weights only") && error.contains("model.hf"), "{error}");
 }
 
-/// Runs with experts of the shapes of three families: exported, written with, trained on from, and back.
+/// MoE runs with the architectures of three families: exported, sampled from, fine-tuned, and converted back.
 #[test]
-fn runs_with_experts_become_folders_of_their_families() {
+fn moe_runs_are_exported_as_their_families() {
     let families: [(&str, &[&str]); 3] = [
         ("Mixtral", &["moe.experts=4", "moe.ffn=64"]),
         ("Qwen3-MoE", &["moe.experts=4", "moe.ffn=16", "model.qk_norm=true", "moe.pre_softmax=true"]),
@@ -126,7 +126,7 @@ fn runs_with_experts_become_folders_of_their_families() {
 }
 
 #[test]
-fn a_dense_folder_becomes_one_of_experts() {
+fn a_dense_model_is_upcycled() {
     let (dir, _, run) = trained(&["precision.dtype=f32"]);
     let [hf, whole, pieces, mixtral] = ["hf", "whole", "pieces", "mixtral"].map(|n| dir.path().join(n));
     let dense = json(&["convert", path(&run), path(&hf)]);
@@ -178,7 +178,7 @@ fn nothing_is_overwritten_unless_asked_and_nothing_foreign_ever() {
 }
 
 #[test]
-fn what_cannot_be_converted_is_named() {
+fn invalid_conversions_are_refused() {
     let (dir, _, run) = trained(&[]);
     let to = dir.path().join("to");
     assert!(fails(&["convert", "no/such", path(&to)], 1).contains("no/such"));

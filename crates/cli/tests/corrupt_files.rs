@@ -1,5 +1,5 @@
-//! Damaged, missing and misplaced files through the binary: one sentence, a code other than 0, nothing lost; and
-//! never a panic, whatever the bytes.
+//! Corrupt, missing and misplaced files give a one-sentence error and a non-zero exit code, lose no data and never
+//! panic.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../../tests/support/golden.rs"]
@@ -18,8 +18,8 @@ fn golden(model_type: &str) -> PathBuf {
     found.unwrap_or_else(|| panic!("no golden model of type {model_type}")).dir
 }
 
-/// Some injuries change a value to another good one (a weight, a token, a number): then the command may do well.
-/// A file that lost its end never may.
+/// A corruption may turn a value into another valid one (a weight, a token), and the command may succeed; a truncated
+/// file must fail.
 fn assert_success_or_one_sentence_error(e: &Finished, corruption: &str, what: &str) {
     if e.code == Some(0) && corruption != "cut short" {
         assert_no_internals(e, what)
@@ -173,7 +173,7 @@ fn a_damaged_recipe_is_refused() {
     }
 }
 
-/// Nothing there, a folder where a file should be, an empty file, a file where a folder should be.
+/// Missing paths, a folder in place of a file, an empty file, a file in place of a folder.
 #[test]
 fn missing_and_misplaced_files_are_named() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! `data build`: text to token files, and training on them.
+//! `data build`: tokenizes text, and training uses the result.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
 mod common;
@@ -6,7 +6,7 @@ mod common;
 use common::*;
 use serde_json::json;
 
-/// Tokens of a pair whose tokens are u16.
+/// Tokens of a .bin file of u16.
 fn tokens(bin: &std::path::Path) -> Vec<u16> {
     std::fs::read(bin).unwrap().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect()
 }

@@ -1,4 +1,4 @@
-//! A run that is killed or asked to stop, and the same command again: it ends as if nothing had happened.
+//! A run that is killed or interrupted and resumed ends with the same bits as an uninterrupted one.
 #![cfg(unix)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

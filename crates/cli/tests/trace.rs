@@ -1,4 +1,4 @@
-//! `--trace`: the timeline has every rank and the steps asked for, and changes nothing else.
+//! `--trace`: the trace has every rank and the requested steps, and does not change the run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
 mod common;
@@ -8,7 +8,7 @@ use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-/// Events of a timeline that took time.
+/// Duration events of a trace.
 fn events(file: &Path) -> Vec<Value> {
     let json: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
     json["traceEvents"].as_array().unwrap().iter().filter(|e| e["ph"] == "X").cloned().collect()

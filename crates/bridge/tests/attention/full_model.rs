@@ -1,4 +1,4 @@
-//! Whole models, of latent attention with dense layers: read, written, run and derived.
+//! Full models with MLA or GPT-OSS attention: import, export, logits and gradients.
 
 use super::oracle::{Oracle, Tensors};
 use super::support::SeededRng;
@@ -33,7 +33,7 @@ fn yarn(mscale: f64, mscale_all_dim: f64) -> Value {
            "beta_slow": 0.5, "mscale": mscale, "mscale_all_dim": mscale_all_dim})
 }
 
-/// Models of both families, those of DeepSeek without experts.
+/// Configurations of both families, DeepSeek's without MoE layers.
 fn models() -> Vec<(&'static str, Value)> {
     let gpt_oss = json!({
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "float32",

@@ -1,4 +1,4 @@
-//! The binary as a user meets it, and a model small enough to train in a moment.
+//! Runs the binary, and a recipe small enough to train in a second.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
 use serde_json::Value;
@@ -6,7 +6,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+/// The binary under test: `FERROTRON_BIN` if set (on a GPU host), otherwise the one just built.
 fn binary() -> std::ffi::OsString {
     std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
 }
@@ -15,7 +15,7 @@ pub fn ferrotron(args: &[&str]) -> Output {
     Command::new(binary()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
-/// With something on standard input.
+/// Runs the binary with standard input.
 pub fn with_input(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(binary())
         .args(args)
@@ -58,7 +58,7 @@ pub fn path(p: &Path) -> &str {
     p.to_str().unwrap()
 }
 
-/// A recipe whose whole run takes a moment.
+/// A recipe whose run takes about a second.
 pub const RECIPE: &str = "
 [model]
 layers = 1

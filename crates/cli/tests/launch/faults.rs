@@ -1,6 +1,6 @@
-//! One of four ranks is killed, stands still, brings another shape or skips a collective in the middle of a run: it
-//! is named in time, all end with an error, and the newest checkpoint is good: the same command then ends as if
-//! nothing had happened.
+//! Faults of one of four ranks in the middle of a run: killed, stopped, another shape, a skipped collective. It is
+//! named within the timeout, every rank exits with an error, and the run resumes from the newest checkpoint to the same
+//! bits.
 
 use super::support::{files, losses, run};
 use super::{mpi, recipe, text};
@@ -19,11 +19,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 const STEPS: usize = 60;
-/// How long ranks wait for each other.
+/// `--timeout` of the ranks.
 const TIMEOUT: u64 = 3;
-/// After that, time for the last words and for `mpirun` to end everybody.
+/// Seconds after the timeout for error messages and for `mpirun` to end all ranks.
 const END: f64 = 15.0;
-/// The rank that does not do its part.
+/// The faulty rank.
 const BAD: usize = 2;
 /// Its last good step.
 const GOOD: u64 = 7;
@@ -129,7 +129,7 @@ fn a_rank_that_stands_still_is_named_by_every_other() {
 
 const FAULT: &str = "FERROTRON_TEST_FAULT";
 
-/// A fault of the worker below, named in time and on every rank by all of `words`.
+/// Runs the worker below with a fault; every rank's error must contain all of `words` within the timeout.
 fn fault(name: &str, words: &[&str]) {
     if !mpi::installed(name) {
         return;
@@ -158,8 +158,7 @@ fn a_skipped_collective_is_named_on_every_rank() {
     fault("skipped", &["'stop'"]);
 }
 
-/// One rank of a run whose rank 2 does its fault after a step. It exists in this test only: the program has no such
-/// door.
+/// One rank of a run whose rank 2 fails after a step. Only this test can inject faults; the binary cannot.
 #[test]
 #[ignore = "started by mpirun"]
 fn worker() {
@@ -187,7 +186,7 @@ fn worker() {
     std::process::exit(1);
 }
 
-/// Asked once a step, just before the ranks agree on whether to stop.
+/// Called once a step, just before the ranks agree on whether to stop.
 struct Faulty<'a> {
     fault: Option<(Rank, &'a str)>,
     steps: Cell<u64>,

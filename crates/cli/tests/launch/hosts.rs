@@ -1,5 +1,5 @@
-//! Two hosts: network namespaces joined by a bridge, each with a daemon of `mpirun` in it. Where those are refused, two
-//! daemons on this host whose ranks talk over the loopback's TCP only.
+//! Two hosts: network namespaces joined by a bridge, each with an `mpirun` daemon. Without the permission for
+//! namespaces, two daemons on this host whose ranks communicate over loopback TCP only.
 
 use super::layouts::agrees;
 use super::{mpi, recipe, text};
@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Two namespaces with an address each, gone when this is.
+/// Two namespaces with an address each, removed on drop.
 struct Hosts {
     /// What their names begin with.
     name: String,

@@ -1,4 +1,4 @@
-//! The same work however it is cut and started.
+//! The same results under every layout and launcher.
 
 use super::support::{files, losses, run};
 use super::{mpi, recipe, text};
@@ -11,7 +11,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 const FOUR: [&str; 8] =
     ["tp=2,dp=2", "tp=2", "tp=4", "dp=4", "pp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "pp=2,cp=2"];
 
-/// The verdict of one side against one rank: only the first rank may have written it.
+/// Asserts that a layout agrees with one rank, and that only rank 0 printed the report.
 pub fn agrees(o: &mpi::Outcome, layout: &str) {
     let whole: Vec<&String> = o.out.iter().filter(|t| !t.is_empty()).collect();
     assert!(whole.len() == 1 && !o.out[0].is_empty(), "only rank 0 shows results: {}", o.text);
@@ -82,7 +82,7 @@ fn a_run_of_processes_is_that_of_threads_to_the_last_bit() {
     assert_eq!(losses(&threads), losses(&processes));
 }
 
-/// The default recipe, whose run ends with a sample where ranks can make one.
+/// The default recipe, whose run ends with a sample where the layout supports generation.
 #[test]
 fn every_kind_of_layout_trains_to_its_end() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,4 @@
-//! Many ranks as users start them: threads, and processes under `mpirun`; what they agree on, and how they end when one
-//! of them does not do its part.
+//! Several ranks as threads and as processes under `mpirun`: equal results, and errors when a rank fails.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,7 +11,7 @@ mod support;
 
 use std::path::{Path, PathBuf};
 
-/// Four ranks can share it in every way: grouped heads, a vocabulary that no layout divides.
+/// A recipe that every layout of four ranks can split: grouped-query attention, a vocabulary that none divides.
 fn recipe(dir: &Path, steps: usize) -> PathBuf {
     let text = format!(
         "[model]\nlayers = 2\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 48\nvocab = 259\nmax_positions = 64\n\

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Is there an Open MPI? In CI there must be one; elsewhere a test says aloud what it skips.
+/// True if Open MPI is installed. CI requires it; elsewhere tests print that they are skipped.
 pub fn installed(test: &str) -> bool {
     match Command::new("mpirun").arg("--version").output() {
         Ok(_) => true,
@@ -17,14 +17,14 @@ pub fn installed(test: &str) -> bool {
     }
 }
 
-/// A job, and the folder where each rank's words go: `mpirun` itself may mix them up.
+/// A job and the folder with each rank's output, which `mpirun` itself may interleave.
 pub struct Job {
     child: Child,
     words: tempfile::TempDir,
     start: Instant,
 }
 
-/// How a job ended.
+/// Exit code and output of a finished job.
 pub struct Outcome {
     pub code: Option<i32>,
     pub seconds: f64,

@@ -1,5 +1,5 @@
-//! What the tests of whole runs share: a model small enough to be trained in a moment, the binary under a time
-//! limit, seeded dice, and injuries to files.
+//! Helpers for tests of whole runs: a small recipe, the binary under a time limit, a seeded generator and file
+//! corruption.
 #![allow(dead_code)]
 
 use std::collections::BTreeMap;
@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+/// The binary under test: `FERROTRON_BIN` if set (on a GPU host), otherwise the one just built.
 pub fn binary() -> std::ffi::OsString {
     std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
 }
 
-/// No command of these tests takes a hundredth of this; one that does hangs.
+/// Time limit of a command; none of these tests needs a hundredth of it.
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// `n` rounds of a seeded test; FERROTRON_SOAK=k makes it k times as many.
@@ -20,7 +20,7 @@ pub fn rounds(n: usize) -> usize {
     n * std::env::var("FERROTRON_SOAK").ok().and_then(|k| k.parse().ok()).unwrap_or(1)
 }
 
-/// A recipe on the corpus inside the program; `more` is appended.
+/// A recipe on the built-in corpus; `more` is appended.
 pub fn recipe(dir: &Path, steps: usize, more: &str) -> PathBuf {
     let text = format!(
         "[model]\nlayers = 2\nhidden = 16\nheads = 2\nffn = 32\nvocab = 256\n\
@@ -41,7 +41,7 @@ pub fn ferrotron<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Command {
     command
 }
 
-/// How a command ended.
+/// Exit code and output of a finished command.
 #[derive(Debug)]
 pub struct Finished {
     /// The exit code; none after a signal.
@@ -50,7 +50,7 @@ pub struct Finished {
     pub err: String,
 }
 
-/// Waits for a command, but not for ever.
+/// Waits for a command, up to the time limit.
 pub fn wait(mut child: Child) -> Finished {
     let start = Instant::now();
     let pipes = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
@@ -83,8 +83,7 @@ pub fn run<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Finished {
     wait(ferrotron(args).spawn().unwrap())
 }
 
-/// A failure as users may meet one: a code other than 0, one sentence (and perhaps a hint), and no trace of the
-/// program's insides.
+/// Asserts a user-facing error: exit code 1 or 2, one sentence, perhaps a hint, and no internals.
 pub fn assert_one_sentence_error(e: &Finished, what: &str) {
     assert!(matches!(e.code, Some(1 | 2)), "{what}: {e:?}");
     assert_no_internals(e, what);
@@ -97,7 +96,7 @@ pub fn assert_one_sentence_error(e: &Finished, what: &str) {
     assert!(lines[at].len() > 20, "{what}: {}", e.err);
 }
 
-/// Nothing of the program's insides shows, whatever the end.
+/// Asserts that the output shows no panic, backtrace or source path.
 pub fn assert_no_internals(e: &Finished, what: &str) {
     for word in ["panicked", "RUST_BACKTRACE", "overflow", "called `", "src/"] {
         assert!(!e.err.contains(word), "{what}: {}", e.err);
@@ -158,7 +157,7 @@ impl SeededRng {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    /// One corruption: a flipped bit, a cut, bytes added, removed or overwritten; and its name.
+    /// Corrupts bytes: flips a bit, truncates, inserts, removes or overwrites; also returns what it did.
     pub fn corrupt(&mut self, good: &[u8]) -> (&'static str, Vec<u8>) {
         let mut bad = good.to_vec();
         let at = self.below(good.len());
