@@ -177,9 +177,13 @@ fn fp8_recipes() {
                 &["precision.fp8_attention=true"],
                 &MOE,
             ] {
+                let is = |name: &str| recipe.ends_with(name);
+                // Emulated recipes have no grouped GEMMs.
+                if more == MOE && (is("mxfp8") || is("nvfp4")) {
+                    continue;
+                }
                 // Block scaling needs expert widths that are multiples of 128 on every rank.
-                let wide = if recipe.ends_with("block") { &["moe.ffn=256"][..] } else { &[] };
-                let wide = if more == MOE { wide } else { &[] };
+                let wide = if more == MOE && is("block") { &["moe.ffn=256"][..] } else { &[] };
                 check(layout, &[&[recipe.as_str()], more, wide].concat());
             }
         }
