@@ -46,6 +46,14 @@ pub enum Error {
         /// What was asked for.
         what: String,
     },
+    /// Another process works in a folder.
+    #[error("{}: {holder} is writing here; wait for it to end or choose another folder", path.display())]
+    Locked {
+        /// The folder.
+        path: PathBuf,
+        /// The process, `process 123 on host`.
+        holder: String,
+    },
     /// Training left the numbers.
     #[error(
         "step {step} has loss {loss} and gradient norm {grad_norm}; lower optimizer.lr, lengthen schedule.warmup, or go on from an earlier checkpoint"

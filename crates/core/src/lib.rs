@@ -7,6 +7,7 @@ pub mod cost;
 pub mod data;
 pub mod error;
 pub mod events;
+pub mod fs;
 pub mod grid;
 pub mod model;
 pub mod optimizer;

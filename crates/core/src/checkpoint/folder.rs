@@ -1,8 +1,9 @@
 //! Checkpoint folders: names, and renames that keep every checkpoint complete if the machine stops.
 
 use crate::error::{Error, Result};
+use crate::fs::{remove, rename, sync_folder};
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Being written or deleted; removed after a crash.
@@ -81,14 +82,14 @@ pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
 
 /// Renames a complete temporary folder to the checkpoint `name`, replacing an earlier one.
 pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf> {
-    sync(temporary)?;
+    sync_folder(temporary)?;
     let home = dir.join(name);
     let aside = dir.join(format!("{REPLACED}{name}"));
     let replaces = home.exists();
     if replaces {
         rename(&home, &aside)?;
     }
-    let done = rename(temporary, &home).and_then(|()| sync(dir));
+    let done = rename(temporary, &home).and_then(|()| sync_folder(dir));
     if replaces {
         match done {
             Ok(()) => remove(&aside)?,
@@ -114,30 +115,4 @@ pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
         remove(&doomed)?;
     }
     Ok(())
-}
-
-pub(super) fn remove(path: &Path) -> Result<()> {
-    let is_dir = path.symlink_metadata().map(|m| m.is_dir());
-    is_dir
-        .and_then(|dir| if dir { fs::remove_dir_all(path) } else { fs::remove_file(path) })
-        .map_err(|e| Error::io_doing(path, "delete", e))
-}
-
-fn rename(from: &Path, to: &Path) -> Result<()> {
-    let doing = format!("rename to {}", to.file_name().unwrap_or_default().display());
-    fs::rename(from, to).map_err(|e| Error::io_doing(from, &doing, e))
-}
-
-/// Syncs a folder, so that its entries survive a power failure.
-pub(super) fn sync(dir: &Path) -> Result<()> {
-    if !cfg!(unix) {
-        return Ok(()); // elsewhere folders cannot be opened for this, and the file system does it itself
-    }
-    match File::open(dir).and_then(|f| f.sync_all()) {
-        // File systems without this operation return EINVAL, which is not a failure to write.
-        Err(e) if matches!(e.kind(), std::io::ErrorKind::InvalidInput | std::io::ErrorKind::Unsupported) => {
-            Ok(())
-        }
-        done => done.map_err(|e| Error::io_doing(dir, "write the folder to disk", e)),
-    }
 }

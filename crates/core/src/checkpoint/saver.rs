@@ -2,9 +2,12 @@
 
 use super::{Snapshot, folder, write};
 use crate::error::{Error, Result};
-use std::fs::{File, TryLockError};
+use crate::fs;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
+
+/// The lock file in a folder of checkpoints.
+const LOCK: &str = ".lock";
 
 /// Writes checkpoints on a background thread while training continues. Dropping it waits for the write in progress;
 /// [`Saver::finish`] also returns its result.
@@ -13,8 +16,7 @@ pub struct Saver {
     keep: Option<usize>,
     shard_bytes: u64,
     running: Option<JoinHandle<Result<()>>>,
-    /// Held as long as the saver lives; the system releases it even after `kill -9`.
-    _lock: Option<File>,
+    _lock: fs::FileLock,
 }
 
 impl Saver {
@@ -28,10 +30,10 @@ impl Saver {
         if !dir.is_dir() {
             std::fs::create_dir_all(dir).map_err(|e| Error::io_doing(dir, "create the folder", e))?;
             if let Some(parent) = dir.parent().filter(|p| !p.as_os_str().is_empty()) {
-                folder::sync(parent)?;
+                fs::sync_folder(parent)?;
             }
         }
-        let lock = lock(dir)?;
+        let lock = fs::FileLock::take(&dir.join(LOCK))?;
         folder::clean(dir)?;
         Ok(Saver {
             dir: dir.to_path_buf(),
@@ -88,35 +90,5 @@ impl Drop for Saver {
     fn drop(&mut self) {
         // An error cannot be returned from drop; call `finish` to get it.
         drop(self.finish());
-    }
-}
-
-fn lock(dir: &Path) -> Result<Option<File>> {
-    let path = dir.join(".lock");
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(&path)
-        .map_err(|e| Error::io_doing(&path, "create", e))?;
-    let mut taken = file.try_lock();
-    // A child process that is just being spawned anywhere in this program briefly holds every open file, including a
-    // lock that was just released. Another run holds it for longer.
-    for _ in 0..20 {
-        if !matches!(taken, Err(TryLockError::WouldBlock)) {
-            break;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(25));
-        taken = file.try_lock();
-    }
-    match taken {
-        Ok(()) => Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => Err(Error::Invalid(format!(
-            "{}: another run is writing checkpoints here; wait for it to end or choose another folder",
-            dir.display()
-        ))),
-        // Some network file systems have no locks; run without one.
-        Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(None),
-        Err(TryLockError::Error(e)) => Err(Error::io_doing(&path, "lock", e)),
     }
 }

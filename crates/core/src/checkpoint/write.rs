@@ -3,11 +3,11 @@
 use super::manifest::{self, Manifest, Shard};
 use super::{Snapshot, folder};
 use crate::error::{Error, Result};
+use crate::fs;
 use crate::tensorfile::{TensorDecl, TensorFileWriter};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -46,7 +46,7 @@ pub(super) fn write_atomically(
     fill(&temporary).and_then(|()| folder::commit(dir, &temporary, name)).inspect_err(|_| {
         // Return the first error; a folder that cannot be removed either is cleaned up at the next start.
         if temporary.exists() {
-            drop(folder::remove(&temporary));
+            drop(fs::remove(&temporary));
         }
     })
 }
@@ -105,12 +105,9 @@ pub(super) fn fill(
     let text = Manifest::new(step, state, files, tensors)
         .render()
         .map_err(|e| Error::Invalid(format!("{}: the manifest {e}", path.display())))?;
-    let write = || {
-        let mut file = File::create(&path)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()
-    };
-    write().map_err(|e| Error::io_doing(&path, "write", e))
+    let mut file = fs::create_new(&path)?;
+    let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
+    written.map_err(|e| Error::io_doing(&path, "write", e))
 }
 
 fn write_shard(path: &Path, decls: &[&TensorDecl], source: &Source<'_>) -> Result<Shard> {

@@ -167,7 +167,7 @@ fn one_writer_at_a_time() {
     let dir = tempfile::tempdir().unwrap();
     let first = Saver::new(dir.path(), None).unwrap();
     let e = Saver::new(dir.path(), None).err().unwrap().to_string();
-    assert!(e.contains("another run"), "{e}");
+    assert!(e.contains(&format!("process {}", std::process::id())) && e.contains("is writing here"), "{e}");
     drop(first);
     Saver::new(dir.path(), None).unwrap();
 }
