@@ -5,7 +5,9 @@ use crate::model_source::tokenizer_at;
 use crate::tokenizer::Tokenizer;
 use crate::weights::to_core;
 use ferrotron_core::data::{self, BuildSummary, IndexedDataset, Input, TextFormat, TokenType};
+use ferrotron_core::fs::{TargetLock, is_regular_file, parent};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Options of [`build`].
 pub struct DatasetOptions<'a> {
@@ -80,11 +82,32 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
     if let Some(parent) = options.prefix.parent().filter(|p| !p.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
     }
+    let lock = TargetLock::acquire(options.prefix, Duration::ZERO)?;
+    remove_leftovers(options.prefix)?;
     let inputs: Vec<Input> = options.inputs.iter().map(|p| input(p, options.field)).collect();
     let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
     let summary = data::build(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
+    drop(lock);
     let token_type = IndexedDataset::open(options.prefix)?.token_type();
     Ok(DatasetSummary { summary, vocab, eod, token_type })
+}
+
+/// Removes the temporary files `PREFIX.….PID.N.tmp` of killed processes; the prefix is locked.
+fn remove_leftovers(prefix: &Path) -> Result<()> {
+    let dir = parent(prefix);
+    let name = prefix.file_name().unwrap_or_default().to_string_lossy();
+    let entries = std::fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))?;
+    for entry in entries {
+        let path = entry.map_err(|e| Error::io(dir, "list", e))?.path();
+        let own = path
+            .file_name()
+            .and_then(|n| n.to_str()?.strip_prefix(&format!("{name}."))?.strip_suffix(".tmp"));
+        let numbers = |n: &str| n.rsplit('.').take(2).filter(|part| part.parse::<u32>().is_ok()).count() == 2;
+        if own.is_some_and(numbers) && is_regular_file(&path) {
+            std::fs::remove_file(&path).map_err(|e| Error::io(&path, "remove", e))?;
+        }
+    }
+    Ok(())
 }
 
 fn input(path: &Path, field: &str) -> Input {

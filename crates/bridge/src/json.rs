@@ -1,6 +1,7 @@
 //! Reads JSON objects key by key, with errors that name the file and the key.
 
 use crate::error::{Error, Result};
+use ferrotron_core::fs::read_limited;
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -9,15 +10,7 @@ const MAX_BYTES: u64 = 64 << 20;
 
 /// Reads a small text file.
 pub(crate) fn read_text(path: &Path) -> Result<String> {
-    let size = std::fs::metadata(path).map_err(|e| Error::io(path, "open", e))?.len();
-    if size > MAX_BYTES {
-        return Err(Error::config(
-            &path.display().to_string(),
-            format!("{size} bytes is too much for a configuration file (at most {MAX_BYTES})"),
-        ));
-    }
-    let bytes = std::fs::read(path).map_err(|e| Error::io(path, "read", e))?;
-    String::from_utf8(bytes)
+    String::from_utf8(read_limited(path, MAX_BYTES)?)
         .map_err(|e| Error::config(&path.display().to_string(), format!("not UTF-8 text: {e}")))
 }
 

@@ -1,6 +1,10 @@
 //! File-system operations for folders that may be hostile or may be left in any state by a crash: writes follow no link,
 //! replacements are atomic and synced, and inputs are regular files.
 
+mod target_lock;
+
+pub use target_lock::TargetLock;
+
 use crate::{Error, Result};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Read, Write};
@@ -45,6 +49,18 @@ pub fn read_regular(path: &Path) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
     let read = open_regular(path)?.read_to_end(&mut bytes);
     read.map(|_| bytes).map_err(|e| Error::io_doing(path, "read", e))
+}
+
+/// The contents of a regular file of at most `max` bytes, through links if there are any.
+pub fn read_limited(path: &Path, max: u64) -> Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let file = open_regular(path)?;
+    std::io::Read::read_to_end(&mut std::io::Read::take(file, max + 1), &mut bytes)
+        .map_err(|e| Error::io_doing(path, "read", e))?;
+    if bytes.len() as u64 > max {
+        return Err(Error::damaged(path, format!("is too long: at most {max} bytes are read")));
+    }
+    Ok(bytes)
 }
 
 /// True for a regular file that is no link.
@@ -141,7 +157,7 @@ pub fn free_bytes(path: &Path) -> Option<u64> {
 #[derive(Debug)]
 pub struct FileLock {
     /// None on a file system without locks, where there is no protection.
-    _file: Option<File>,
+    file: Option<File>,
 }
 
 impl FileLock {
@@ -164,7 +180,7 @@ impl FileLock {
                 let holder = format!("process {}{}\n", std::process::id(), host_name());
                 // Only for the message of the next one who tries: a full disk must not keep a run from starting.
                 drop(file.set_len(0).and_then(|()| file.write_all(holder.as_bytes())));
-                Ok(FileLock { _file: Some(file) })
+                Ok(FileLock { file: Some(file) })
             }
             Err(TryLockError::WouldBlock) => {
                 let mut holder = String::new();
@@ -174,9 +190,29 @@ impl FileLock {
                 Err(Error::Locked { path: parent(path).to_path_buf(), holder })
             }
             // Some network file systems have no locks; run without one.
-            Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => Ok(FileLock { _file: None }),
+            Err(TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => Ok(FileLock { file: None }),
             Err(TryLockError::Error(e)) => Err(Error::io_doing(path, "lock", e)),
         }
+    }
+
+    /// True if the file `path` is locked. After another holder has deleted and released it, it is not.
+    fn is_of(&self, path: &Path) -> bool {
+        self.file.as_ref().is_some_and(|file| is_at(file, path))
+    }
+}
+
+/// True if `path` names this open file.
+fn is_at(file: &File, path: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let same = |a: fs::Metadata, b: fs::Metadata| (a.dev(), a.ino()) == (b.dev(), b.ino());
+        file.metadata().and_then(|a| Ok(same(a, path.symlink_metadata()?))).unwrap_or(false)
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = (file, path);
+        true // an open file cannot be deleted there
     }
 }
 

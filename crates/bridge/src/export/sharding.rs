@@ -116,9 +116,8 @@ fn header_bytes(shard: &Shard) -> Result<Vec<u8>> {
     let path = shard.file.path();
     let length = shard.file.tensors().first().map_or(shard.file.bytes(), |t| t.begin);
     let mut head = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|f| f.take(length).read_to_end(&mut head))
-        .map_err(|e| Error::io(path, "read", e))?;
+    let file = ferrotron_core::fs::open_regular(path)?;
+    file.take(length).read_to_end(&mut head).map_err(|e| Error::io(path, "read", e))?;
     if head.len() as u64 != length {
         return Err(Error::config(&path.display().to_string(), "was truncated while it was being read"));
     }

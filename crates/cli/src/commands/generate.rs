@@ -14,6 +14,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
+/// Longest prompt that is read from standard input: an endless one must not fill the memory.
+const MAX_PROMPT: u64 = 16 << 20;
+
 /// Text of `--help`.
 pub const LONG: &str = "\
 Generate text with a model.
@@ -143,8 +146,14 @@ fn read_prompt(prompt: &str) -> Result<String> {
         return Ok(prompt.into());
     }
     let mut text = String::new();
-    let read = std::io::stdin().read_to_string(&mut text);
+    let read = std::io::stdin().take(MAX_PROMPT + 1).read_to_string(&mut text);
     read.map_err(|e| UsageError::new(format!("cannot read the prompt from standard input: {e}")))?;
+    if text.len() as u64 > MAX_PROMPT {
+        return Err(UsageError::new(format!(
+            "the prompt on standard input is longer than {MAX_PROMPT} bytes"
+        ))
+        .into());
+    }
     Ok(text)
 }
 

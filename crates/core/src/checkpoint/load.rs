@@ -4,12 +4,12 @@ use super::folder;
 use super::manifest::{self, Manifest};
 use super::parallel_verify::{self, RankCheck};
 use crate::error::{Error, Result};
+use crate::fs::open_regular;
 use crate::tensorfile::{TensorFile, TensorInfo};
 use ferrotron_comm::Communicator;
 use ferrotron_tensor::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -207,15 +207,19 @@ pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Ra
             format!("is named for step {step} but holds step {}", manifest.step),
         ));
     }
-    let (mut files, mut stripes, mut checked) = (Vec::with_capacity(manifest.files.len()), Vec::new(), 0);
-    for (name, shard) in &manifest.files {
+    // All files are open before the first is read, which takes long: a run may delete the checkpoint meanwhile, and
+    // open files stay readable.
+    let open = |(name, shard): (&String, &manifest::Shard)| {
         let file = path.join(name);
         check_size(&file, shard.bytes)?;
-        let opened = TensorFile::open(&file)?;
+        TensorFile::open(&file)
+    };
+    let files = manifest.files.iter().map(open).collect::<Result<Vec<_>>>()?;
+    let (mut stripes, mut checked) = (Vec::new(), 0);
+    for opened in &files {
         let mine = parallel_verify::stripe(opened.bytes(), part, of);
         checked += mine.end - mine.start;
         stripes.push(opened.crc32c(mine)?);
-        files.push(opened);
     }
     let word = RankCheck::Checked { manifest: sum, stripes };
     Ok((Opened { path: path.to_path_buf(), manifest, files, checked }, word))
@@ -260,12 +264,15 @@ impl Opened {
 }
 
 /// Reads the manifest and the checksum of its text.
-fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
+pub(super) fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
     let file = path.join(manifest::FILE);
     let mut bytes = Vec::new();
-    let read = File::open(&file).and_then(|f| f.take(manifest::MAX_BYTES + 1).read_to_end(&mut bytes));
-    match read {
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+    let mut open = || -> Result<()> {
+        let mut from = open_regular(&file)?.take(manifest::MAX_BYTES + 1);
+        from.read_to_end(&mut bytes).map(drop).map_err(|e| Error::io_doing(&file, "read", e))
+    };
+    match open() {
+        Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
             let what = if path.is_dir() {
                 "has no manifest.json, so it is not a complete checkpoint"
             } else {
@@ -273,8 +280,7 @@ fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
             };
             return Err(Error::Missing { path: path.to_path_buf(), what: what.into() });
         }
-        Err(e) => return Err(Error::io_doing(&file, "read", e)),
-        Ok(_) => {}
+        other => other?,
     }
     if bytes.len() as u64 > manifest::MAX_BYTES {
         return Err(Error::damaged(&file, "is far too long for a manifest"));

@@ -6,12 +6,16 @@ use super::suggest::{Suggestion, suggest, suggest_section};
 use super::{Config, KEYS, KeyInfo, RECIPES, SECTIONS, nearest};
 use crate::error::{Error, Result};
 use crate::events;
+use crate::fs::read_limited;
 use std::collections::BTreeMap;
 use std::path::Path;
 use toml::de::{DeTable, DeValue};
 
 /// The resolved configuration inside a run folder.
 pub const STORED_CONFIG: &str = "config.toml";
+
+/// Longest recipe file.
+const MAX_BYTES: u64 = 16 << 20;
 
 /// Two keys of which a later layer's replaces an earlier layer's, and which one layer cannot both set.
 const EITHER: &[(&str, &str)] = &[("train.steps", "train.tokens"), ("model.preset", "model.hf")];
@@ -81,7 +85,7 @@ impl Recipe {
 
     fn read_as(path: &Path, source: Source) -> Result<Recipe> {
         let shown = path.display().to_string();
-        let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.into(), source })?;
+        let bytes = read_limited(path, MAX_BYTES)?;
         let text = String::from_utf8(bytes).map_err(|e| {
             let line =
                 e.as_bytes()[..e.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;

@@ -1,10 +1,10 @@
 //! Tokenizes text or JSON lines into a `.bin/.idx` pair.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use super::{IndexedWriter, TokenType};
+use crate::fs::open_regular;
 use crate::{Error, Result};
 
 /// Longest line accepted, so that a file without line ends cannot fill memory.
@@ -69,10 +69,10 @@ pub fn build(
     let mut total = 0;
     // Check all inputs first, before time is spent on any.
     for input in inputs {
-        let about = File::open(&input.path).and_then(|f| f.metadata()).map_err(Error::io(&input.path))?;
-        if about.is_dir() {
+        if input.path.is_dir() {
             return Err(Error::damaged(&input.path, "is a folder; name the files in it"));
         }
+        let about = open_regular(&input.path)?.metadata().map_err(Error::io(&input.path))?;
         total += about.len();
     }
     let writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
@@ -110,7 +110,7 @@ struct Builder<'a> {
 impl Builder<'_> {
     /// Tokenizes a file of one document per line.
     fn lines(&mut self, path: &Path, format: &TextFormat) -> Result<()> {
-        let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(Error::io(path))?);
+        let mut reader = BufReader::with_capacity(1 << 20, open_regular(path)?);
         let (mut line, mut number) = (Vec::new(), 0u64);
         loop {
             line.clear();
@@ -136,7 +136,7 @@ impl Builder<'_> {
 
     /// Tokenizes a file that is one document.
     fn whole_file(&mut self, path: &Path) -> Result<()> {
-        let mut file = File::open(path).map_err(Error::io(path))?;
+        let mut file = open_regular(path)?;
         let (mut held, mut at) = (Vec::with_capacity(PIECE), 0u64);
         loop {
             let read = (&mut file).take((PIECE - held.len().min(PIECE / 2)) as u64).read_to_end(&mut held);

@@ -1,10 +1,10 @@
 //! Read-only memory maps of whole files.
 
-use std::fs::File;
 use std::path::Path;
 
 use memmap2::Mmap;
 
+use crate::fs::open_regular;
 use crate::{Error, Result};
 
 /// The bytes of a file, mapped read-only.
@@ -17,11 +17,8 @@ pub(crate) struct MappedFile {
 impl MappedFile {
     /// Maps `path`. Fails for a folder, a missing or an unreadable file.
     pub(crate) fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(Error::io(path))?;
+        let file = open_regular(path)?;
         let meta = file.metadata().map_err(Error::io(path))?;
-        if !meta.is_file() {
-            return Err(Error::damaged(path, "is not a regular file"));
-        }
         if meta.len() == 0 {
             return Ok(Self { map: None });
         }

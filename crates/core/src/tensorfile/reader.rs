@@ -2,6 +2,7 @@
 
 use super::{MAX_HEADER_BYTES, TensorInfo, header};
 use crate::error::{Error, Result};
+use crate::fs::open_regular;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::ops::Range;
@@ -27,11 +28,8 @@ pub struct TensorFile {
 impl TensorFile {
     /// Opens and checks a file. Allocates memory for the header only, whose length is bounded by the file's size.
     pub fn open(path: &Path) -> Result<TensorFile> {
-        let file = File::open(path).map_err(|e| Error::io_doing(path, "open", e))?;
+        let file = open_regular(path)?;
         let about = file.metadata().map_err(|e| Error::io_doing(path, "read its size", e))?;
-        if !about.is_file() {
-            return Err(Error::damaged(path, "is not a file, so it is not a safetensors file"));
-        }
         TensorFile::parse(path, file, about.len())
     }
 
