@@ -1,22 +1,27 @@
 //! Converts a Hugging Face folder to a native checkpoint, or back.
 
 use crate::cast::cast;
+use crate::companions::{copy_companions, copy_own};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
-use crate::export::{ExportOptions, TensorData, copy_companions, export};
+use crate::export::{ExportOptions, TensorData, export};
+use crate::finite;
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::json::read_text;
 use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
 use crate::model_source::{COMPANIONS, ModelSource};
 use crate::native_checkpoint::PREFIX;
+use crate::replaceable::OutputKind;
+use crate::staged_folder::StagedFolder;
 use crate::tokenizer::byte_tokenizer_json;
 use crate::weights::{ModelLocation, Weights, locate_model, to_core};
-use ferrotron_core::checkpoint::{SingleFile, write_single_file};
+use ferrotron_core::checkpoint::{SingleFile, check_folder_name, write_single_file};
+use ferrotron_core::fs::sync_folder;
 use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
 use ferrotron_core::tensorfile::TensorDecl;
 use ferrotron_core::train::{to_f32, weights_only};
 use ferrotron_tensor::DType;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 
 /// Options of [`convert`].
@@ -27,8 +32,10 @@ pub struct ConvertOptions<'a> {
     pub like: Option<&'a Path>,
     /// Turn a dense Hugging Face model into an MoE model.
     pub upcycle: Option<UpcycleConfig>,
-    /// Replace an existing output folder.
+    /// Replace an output folder that an earlier conversion wrote.
     pub overwrite: bool,
+    /// Convert tensors with NaN or infinite values, too; otherwise they are an error.
+    pub allow_non_finite: bool,
     /// Gets the elements done and the total.
     pub progress: &'a dyn Fn(u64, u64),
 }
@@ -48,6 +55,8 @@ pub struct Converted {
     pub like: Option<PathBuf>,
     /// The Hugging Face family.
     pub family: String,
+    /// Tensors with NaN or infinite values, and how many.
+    pub non_finite: Vec<(String, u64)>,
     /// True if the output has a tokenizer.
     pub tokenizer: bool,
 }
@@ -55,7 +64,12 @@ pub struct Converted {
 /// Converts a Hugging Face folder to a checkpoint, or a checkpoint (of a run: its newest) to a Hugging Face folder.
 /// The new folder `to` appears only once it is complete. One tensor is in memory at a time.
 pub fn convert(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
-    match locate_model(from)? {
+    let place = locate_model(from)?;
+    let (ModelLocation::HuggingFace(read) | ModelLocation::Checkpoint { folder: read, .. }) = &place;
+    for read in [read.as_path()].into_iter().chain(options.like) {
+        check_apart(read, to)?;
+    }
+    match place {
         ModelLocation::HuggingFace(dir) => to_checkpoint(&dir, to, options),
         ModelLocation::Checkpoint { .. } if options.upcycle.is_some() => {
             let what = "is a checkpoint, and --upcycle takes a Hugging Face folder; convert it to one first";
@@ -65,24 +79,54 @@ pub fn convert(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Conve
     }
 }
 
+/// Fails if `to` is the folder `from` or holds it: replacing it would delete what is read.
+fn check_apart(from: &Path, to: &Path) -> Result<()> {
+    match (from.canonicalize(), to.canonicalize()) {
+        (Ok(a), Ok(b)) if a.starts_with(&b) => {
+            let what = "is read by this conversion, so it is not replaced; choose another folder".into();
+            Err(Error::Output { path: to.into(), what })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Reports progress in elements.
 struct Counter<'a> {
     done: Cell<u64>,
     total: u64,
+    allow_non_finite: bool,
+    non_finite: RefCell<Vec<(String, u64)>>,
     progress: &'a dyn Fn(u64, u64),
 }
 
 impl Counter<'_> {
-    fn new<'a>(tensors: &[LogicalTensor], progress: &'a dyn Fn(u64, u64)) -> Counter<'a> {
+    fn new<'a>(tensors: &[LogicalTensor], options: &ConvertOptions<'a>) -> Counter<'a> {
+        let progress = options.progress;
         let parameters = tensors.iter().filter(|t| !t.buffer);
         let total = parameters.map(|t| t.elements() as u64).sum();
         progress(0, total);
-        Counter { done: Cell::new(0), total, progress }
+        let (allow_non_finite, non_finite) = (options.allow_non_finite, RefCell::default());
+        Counter { done: Cell::new(0), total, allow_non_finite, non_finite, progress }
     }
 
-    fn add(&self, elements: usize) {
-        self.done.set(self.done.get() + elements as u64);
+    /// Counts a tensor and checks that its values are finite.
+    fn add(&self, name: &str, dtype: DType, bytes: &[u8]) -> Result<()> {
+        match finite::check(name, dtype, bytes) {
+            Err(Error::NonFinite { name, count, .. }) if self.allow_non_finite => {
+                // Experts of an upcycled model are read several times.
+                let mut seen = self.non_finite.borrow_mut();
+                if seen.iter().all(|(n, _)| *n != name) {
+                    seen.push((name, count));
+                }
+            }
+            Err(e @ Error::NonFinite { .. }) => {
+                return Err(Error::CannotExpress(format!("{e}; --allow-nonfinite converts it all the same")));
+            }
+            other => other?,
+        }
+        self.done.set(self.done.get() + (bytes.len() / dtype.size()) as u64);
         (self.progress)(self.done.get().min(self.total), self.total);
+        Ok(())
     }
 }
 
@@ -113,7 +157,9 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
         decls.push((dtype, TensorDecl { name, dtype: dtype.into(), shape: t.shape.clone() }));
     }
     let bytes = decls.iter().map(|(d, t)| (t.shape.iter().product::<usize>() * d.size()) as u64).sum();
-    let counter = Counter::new(&tensors, options.progress);
+    check_folder_name(to, 0)?;
+    let folder = StagedFolder::create(to, OutputKind::Checkpoint, options.overwrite)?;
+    let counter = Counter::new(&tensors, options);
     let source = |name: &str| {
         let logical = name.strip_prefix(PREFIX).unwrap_or(name);
         let dtype = dtype_of(logical).map_err(to_core)?;
@@ -129,23 +175,18 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
                 bytes
             }
         };
-        counter.add(bytes.len() / dtype.size());
+        counter.add(logical, dtype, &bytes).map_err(to_core)?;
         Ok(bytes)
-    };
-    let more = |folder: &Path| {
-        let own = folder.join(COMPANIONS);
-        let copy = || {
-            std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
-            copy_companions(from, &own)?;
-            let (config, there) = (from.join("config.json"), own.join("config.json"));
-            std::fs::copy(&config, &there).map_err(|e| Error::io(&config, "copy", e))
-        };
-        copy().map(|_| ()).map_err(to_core)
     };
     let declared: Vec<TensorDecl> = decls.into_iter().map(|(_, t)| t).collect();
     let state = weights_only(model)?;
-    let contents = SingleFile { step: 0, state, tensors: &declared, source: &source, more: &more };
-    write_single_file(to, &contents, options.overwrite)?;
+    write_single_file(folder.dir(), &SingleFile { step: 0, state, tensors: &declared, source: &source })?;
+    let own = folder.path(COMPANIONS);
+    std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
+    copy_companions(from, &own)?;
+    copy_own(from, "config.json", &own)?;
+    sync_folder(&own)?;
+    folder.publish()?;
     Ok(Converted {
         hugging_face: false,
         from: from.into(),
@@ -153,6 +194,7 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
         bytes,
         like: None,
         family,
+        non_finite: counter.non_finite.take(),
         tokenizer: from.join("tokenizer.json").is_file(),
     })
 }
@@ -182,11 +224,11 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
         _ => None,
     };
     let more: Vec<(&str, &str)> = tokenizer.iter().map(|t| ("tokenizer.json", t.as_str())).collect();
-    let counter = Counter::new(found.weights.tensors(), options.progress);
+    let counter = Counter::new(found.weights.tensors(), options);
     let source = |name: &str| {
         let dtype = found.weights.dtype(name)?;
         let bytes = found.weights.read(name, dtype)?;
-        counter.add(bytes.len() / dtype.size());
+        counter.add(name, dtype, &bytes)?;
         Ok(TensorData { dtype, bytes })
     };
     let out = ExportOptions {
@@ -206,6 +248,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
         bytes: exported.tensor_bytes,
         like: reference.map(|p| p.dir().into()),
         family: config.family().name.to_string(),
+        non_finite: counter.non_finite.take(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
 }

@@ -53,6 +53,20 @@ pub enum Error {
         /// What is wrong.
         what: String,
     },
+    /// Weights that are not numbers.
+    #[error(
+        "tensor {name:?}: {count} of its {total} {dtype} values are NaN or infinite; the model is broken (did its training diverge?)"
+    )]
+    NonFinite {
+        /// Its logical name.
+        name: String,
+        /// NaN and infinite values.
+        count: u64,
+        /// All values.
+        total: u64,
+        /// The dtype they were read as.
+        dtype: ferrotron_tensor::DType,
+    },
     /// An unusable tokenizer file, or text that it cannot process.
     #[error("{origin}: {what}")]
     Tokenizer {

@@ -3,8 +3,11 @@
 
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
+use crate::finite;
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::load_dtype;
+use crate::weights::to_core;
+use ferrotron_core::fs::{TargetLock, parent, rename, sync_folder};
 use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
@@ -19,7 +22,8 @@ use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Tokens and labels of the input file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -84,6 +88,15 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
     let [batch, sequence] = info.shape[..] else {
         return Err(Error::config(&origin, format!("input_ids is {:?}, not [batch, sequence]", info.shape)));
     };
+    for (name, wanted) in
+        [("labels", Some(&info.shape)), ("position_ids", Some(&info.shape)), ("cu_seqlens", None)]
+    {
+        let Some(shape) = file.get(name).map(|t| &t.shape) else { continue };
+        if wanted.map_or(shape.len() != 1, |w| w != shape) {
+            let wanted = wanted.map_or("[sequences + 1]".into(), |w| format!("{w:?} as input_ids"));
+            return Err(Error::config(&origin, format!("{name} is {shape:?}, not {wanted}")));
+        }
+    }
     let input = ForwardInput {
         ids: integers("input_ids")?.unwrap_or_default(),
         labels: integers("labels")?,
@@ -92,10 +105,13 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
         batch,
         sequence,
     };
-    for (name, tensor) in [("labels", &input.labels), ("position_ids", &input.positions)] {
-        if tensor.as_ref().is_some_and(|t| t.len() != input.ids.len()) {
-            return Err(Error::config(&origin, format!("{name} does not have the shape of input_ids")));
-        }
+    if let Some(negative) = input.positions.iter().flatten().find(|p| **p < 0) {
+        return Err(Error::config(&origin, format!("position_ids holds {negative}; positions start at 0")));
+    }
+    // Masked tokens would silently be attended to.
+    if integers("attention_mask")?.iter().flatten().any(|m| *m != 1) {
+        let what = "attention_mask masks tokens, which forward does not; remove padding, or pack sequences with cu_seqlens";
+        return Err(Error::config(&origin, what));
     }
     if input.ids.is_empty() {
         return Err(Error::config(&origin, "input_ids is empty"));
@@ -154,8 +170,10 @@ pub fn forward(
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
     let source = |name: &str| {
-        let read = checkpoint.read(name, load_dtype(name, dtype));
-        read.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
+        let dtype = load_dtype(name, dtype);
+        let bytes = checkpoint.read(name, dtype).map_err(to_core)?;
+        finite::check(name, dtype, &bytes).map_err(to_core)?;
+        Ok(bytes)
     };
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = run_pass(&model, input, None, StepMode::Logits)?;
@@ -316,8 +334,45 @@ fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) 
     Ok(out)
 }
 
-/// Writes `logits`, `loss`, `grad.<name>` and, for MoE layers, `expert_load.<layer>` (tokens per expert) as f32.
+/// Fails if writing the file `output` would replace a file of the model or the input.
+pub fn check_output(output: &Path, model: &Path, input: &Path) -> Result<()> {
+    let wrong = |what: &str| Err(Error::Output { path: output.into(), what: what.into() });
+    if !parent(output).is_dir() {
+        return wrong("is in a folder that does not exist; create it or choose another for the output");
+    }
+    let Ok(about) = output.metadata() else { return Ok(()) };
+    if !about.is_file() {
+        return wrong("already exists and is not a regular file; choose another name for the output");
+    }
+    let path = output.canonicalize().map_err(|e| Error::io(output, "open", e))?;
+    let is_output = |p: PathBuf| p.canonicalize().is_ok_and(|p| p == path);
+    if is_output(input.into()) {
+        return wrong("is the input; choose another name for the output");
+    }
+    let entries = std::fs::read_dir(model).map_err(|e| Error::io(model, "list", e))?;
+    for entry in entries {
+        if is_output(entry.map_err(|e| Error::io(model, "list", e))?.path()) {
+            return wrong("is a file of the model; choose another name for the output");
+        }
+    }
+    Ok(())
+}
+
+/// Writes `logits`, `loss`, `grad.<name>` and, for MoE layers, `expert_load.<layer>` (tokens per expert) as f32. The
+/// file appears, or replaces an old one, only once it is complete.
 pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
+    let lock = TargetLock::acquire(path, Duration::from_secs(60))?;
+    lock.recover()?;
+    let partial = lock.partial();
+    let written = write_tensors(&partial, out).and_then(|()| Ok(rename(&partial, lock.target())?));
+    if written.is_err() {
+        // The first error is the one to report; the next start removes the file as well.
+        drop(std::fs::remove_file(&partial));
+    }
+    written.and_then(|()| Ok(sync_folder(parent(lock.target()))?))
+}
+
+fn write_tensors(path: &Path, out: &ForwardOutput) -> Result<()> {
     let f32_type = FileDType::from(DType::F32);
     let mut tensors: Vec<(String, &[usize], &[f32])> = vec![("logits".into(), &out.shape, &out.logits)];
     let loss = out.loss.map(|l| [l]);

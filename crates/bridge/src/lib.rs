@@ -2,6 +2,7 @@
 
 mod cast;
 pub mod chat;
+mod companions;
 pub mod config;
 pub mod conversion;
 pub mod dataset;
@@ -9,6 +10,7 @@ mod error;
 mod expected;
 pub mod export;
 pub mod family;
+mod finite;
 pub mod forward;
 mod hf_checkpoint;
 mod json;
@@ -19,7 +21,9 @@ mod problems;
 mod quantized;
 mod read_tensor;
 pub mod recipe;
+mod replaceable;
 mod shards;
+mod staged_folder;
 pub mod tokenizer;
 mod view;
 pub mod weights;

@@ -4,7 +4,7 @@ use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{ModelLocation, Weights, locate_model, to_core};
+use crate::weights::{ModelLocation, Weights, open_model, to_core};
 use ferrotron_core::config::{Config, Recipe};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
 use ferrotron_core::train::CONFIG;
@@ -42,8 +42,7 @@ pub struct TextIo {
 impl ModelSource {
     /// Finds and checks a Hugging Face folder, a checkpoint, or the newest checkpoint of a run folder.
     pub fn open(path: &Path) -> Result<ModelSource> {
-        let place = locate_model(path)?;
-        let weights = Weights::at(&place)?;
+        let (place, weights) = open_model(path)?;
         let config = match &place {
             ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
                 Some(Recipe::read_stored(&run.join(CONFIG))?.config)
@@ -139,7 +138,7 @@ impl ModelSource {
     /// Loads the weights in `dtype` for sequences of up to `positions` tokens, limited to the model's maximum.
     pub fn load(&self, rank: Rank, dtype: DType, positions: usize) -> Result<Model> {
         let positions = positions.clamp(1, self.model().max_positions.max(1));
-        let source = |name: &str| self.weights.read(name, load_dtype(name, dtype)).map_err(to_core);
+        let source = |name: &str| self.weights.read_finite(name, load_dtype(name, dtype)).map_err(to_core);
         // Text is drawn from the model's own logits: MTP modules are not loaded.
         let model = ModelConfig { mtp: None, ..self.model().clone() };
         Ok(Model::load(rank, &model, positions, dtype, &PipelineLayout::default(), &source)?)
@@ -186,7 +185,7 @@ pub fn tokenizer_at(path: &Path) -> Result<Tokenizer> {
     match path.parent().filter(|_| path.is_file() && path.ends_with("tokenizer.json")) {
         Some(dir) if dir.as_os_str().is_empty() => Tokenizer::from_dir(Path::new(".")),
         Some(dir) => Tokenizer::from_dir(dir),
-        None if path.is_file() => Tokenizer::from_file(path),
-        None => Tokenizer::from_dir(path),
+        None if path.is_dir() || !path.exists() => Tokenizer::from_dir(path),
+        None => Tokenizer::from_file(path),
     }
 }

@@ -43,22 +43,9 @@ impl Shards {
             return Err(Error::config(&dir.display().to_string(), what));
         }
         let text = read_text(&index)?;
-        let origin = index.display().to_string();
-        let places = places(&text, &origin)?;
-        let mut names: Vec<&str> = places.values().map(String::as_str).collect();
-        names.sort_unstable();
-        names.dedup();
-        let mut files = Vec::with_capacity(names.len());
-        for name in names {
-            // A name with a path in it could reach outside the folder.
-            if !name.ends_with(".safetensors")
-                || name.contains(['/', '\\', ':', '\0'])
-                || name.starts_with('.')
-            {
-                return Err(Error::config(&origin, format!("{name:?} is not the name of a weight file")));
-            }
-            files.push(Shard { name: name.into(), file: TensorFile::open(&dir.join(name))? });
-        }
+        let places = places(&text, &index.display().to_string())?;
+        let open = |name: String| Ok(Shard { file: TensorFile::open(&dir.join(&name))?, name });
+        let files = file_names(&places, &index)?.into_iter().map(open).collect::<Result<_>>()?;
         let shards = Shards { files, index: Some(text) };
         shards.compare(&places, problems);
         Ok(shards)
@@ -82,6 +69,28 @@ impl Shards {
     /// Every tensor with its file, in file order.
     pub fn tensors(&self) -> impl Iterator<Item = (&Shard, &TensorInfo)> {
         self.files.iter().flat_map(|s| s.file.tensors().iter().map(move |t| (s, t)))
+    }
+}
+
+/// The weight files that a folder's index names.
+pub(crate) fn shard_names(dir: &Path) -> Result<Vec<String>> {
+    let index = dir.join(INDEX);
+    file_names(&places(&read_text(&index)?, &index.display().to_string())?, &index)
+}
+
+/// The files of an index, sorted. A name with a path in it could reach outside the folder.
+fn file_names(places: &BTreeMap<String, String>, index: &Path) -> Result<Vec<String>> {
+    let mut names: Vec<String> = places.values().cloned().collect();
+    names.sort_unstable();
+    names.dedup();
+    let plain =
+        |n: &str| n.ends_with(".safetensors") && !n.contains(['/', '\\', ':', '\0']) && !n.starts_with('.');
+    match names.iter().find(|n| !plain(n)) {
+        Some(name) => {
+            let what = format!("{name:?} is not the name of a weight file");
+            Err(Error::config(&index.display().to_string(), what))
+        }
+        None => Ok(names),
     }
 }
 

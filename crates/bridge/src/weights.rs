@@ -1,6 +1,7 @@
 //! The weights of a model in a Hugging Face folder, a checkpoint or a run folder.
 
 use crate::error::{Error, Result};
+use crate::finite;
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::LogicalTensor;
 use crate::native_checkpoint::NativeCheckpoint;
@@ -49,6 +50,30 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
     )
 }
 
+/// Finds and opens a model. A run that is training deletes old checkpoints: if the newest is gone before all its files
+/// are open, the one that has replaced it is opened. Open files stay readable.
+pub fn open_model(path: &Path) -> Result<(ModelLocation, Weights)> {
+    // Each attempt takes milliseconds, and needs a new checkpoint to fail.
+    const ATTEMPTS: usize = 100;
+    let is_run = path.join(CHECKPOINTS).is_dir();
+    let mut attempt = 0;
+    loop {
+        attempt += 1;
+        let place = match locate_model(path) {
+            // A folder that changes while it is listed may look empty.
+            Err(_) if is_run && attempt < 5 => {
+                std::thread::sleep(std::time::Duration::from_millis(10));
+                continue;
+            }
+            place => place?,
+        };
+        match Weights::at(&place) {
+            Err(_) if is_run && attempt < ATTEMPTS && locate_model(path).is_ok_and(|now| now != place) => {}
+            weights => return Ok((place, weights?)),
+        }
+    }
+}
+
 /// Weights that are read tensor by tensor.
 #[derive(Debug)]
 pub enum Weights {
@@ -61,7 +86,7 @@ pub enum Weights {
 impl Weights {
     /// Opens and checks a Hugging Face folder, a checkpoint or the newest checkpoint of a run folder.
     pub fn open(path: &Path) -> Result<Weights> {
-        Weights::at(&locate_model(path)?)
+        Ok(open_model(path)?.1)
     }
 
     /// Opens and checks the model at a location.
@@ -113,6 +138,13 @@ impl Weights {
         types.all(|t| t == Some(first)).then_some(first)
     }
 
+    /// One parameter as [`Weights::read`] returns it; NaN and infinite values are an error.
+    pub fn read_finite(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
+        let bytes = self.read(logical, dtype)?;
+        finite::check(logical, dtype, &bytes)?;
+        Ok(bytes)
+    }
+
     /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
     pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
         match self {
@@ -123,7 +155,7 @@ impl Weights {
 
     /// Loads the weights into a trainer.
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
-        let source = |name: &str| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?);
+        let source = |name: &str| to_f32(DType::F32, &self.read_finite(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
         // A recipe may enable expert biases that the weights lack: they start from zero.
         set_expert_biases(&trainer.rank, &trainer.model.step_state, &|name| {

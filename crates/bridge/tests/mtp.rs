@@ -129,8 +129,14 @@ fn mtp_modules_survive_a_native_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let [from, native, again] = ["from", "native", "again"].map(|n| dir.path().join(n));
     let mut tensors = with_mtp(&from, |_, _| {});
-    let options =
-        ConvertOptions { dtype: None, like: None, upcycle: None, overwrite: false, progress: &|_, _| {} };
+    let options = ConvertOptions {
+        dtype: None,
+        like: None,
+        upcycle: None,
+        overwrite: false,
+        allow_non_finite: false,
+        progress: &|_, _| {},
+    };
     convert(&from, &native, &options).unwrap();
     std::fs::remove_dir_all(&from).unwrap();
     convert(&native, &again, &options).unwrap();

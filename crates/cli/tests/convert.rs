@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 fn same(a: &Path, b: &Path) {
     assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap(), "{} and {}", a.display(), b.display());
@@ -191,4 +191,143 @@ fn invalid_conversions_are_refused() {
     assert!(error.contains("another step"), "{error}");
     fails(&["convert", path(&run), path(&to), "--dtype", "f8"], 2);
     assert!(!to.exists());
+}
+
+/// A trained run, its export and a checkpoint of that: every direction of a conversion as (from, to).
+fn both_directions() -> (tempfile::TempDir, [(PathBuf, PathBuf); 2]) {
+    let (dir, _, run) = trained(&[]);
+    let [hf, checkpoint] = ["hf", "ckpt"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&hf)]);
+    ok(&["convert", path(&hf), path(&checkpoint)]);
+    (dir, [(run, hf.clone()), (hf, checkpoint)])
+}
+
+#[test]
+fn only_what_a_conversion_wrote_is_replaced() {
+    let (dir, runs) = both_directions();
+    for (from, to) in &runs {
+        // Somebody else's folder, whatever its files are called.
+        for name in ["manifest.json", "config.json", "model.safetensors"] {
+            let thesis = dir.path().join("thesis");
+            std::fs::create_dir(&thesis).unwrap();
+            std::fs::write(thesis.join(name), "{}").unwrap();
+            std::fs::write(thesis.join("chapter 1.tex"), "years of work").unwrap();
+            let error = fails(&["convert", path(from), path(&thesis), "--overwrite"], 1);
+            assert!(error.contains("not replaced") && error.contains("chapter 1.tex"), "{error}");
+            assert_eq!(names(&thesis), ["chapter 1.tex", name]);
+            std::fs::remove_dir_all(&thesis).unwrap();
+        }
+        // A stranger in our own folder: a file, a folder, a link, one that is named like a tokenizer's.
+        let mut strangers = vec!["notes.md", "sub/notes.md", "tokenizer_notes"];
+        strangers.extend(to.join("hf").is_dir().then_some("hf/notes.md"));
+        for stranger in strangers {
+            let file = to.join(stranger);
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(&file, "x").unwrap();
+            let error = fails(&["convert", path(from), path(to), "--overwrite"], 1);
+            let top = if stranger.starts_with("sub/") { "sub" } else { stranger };
+            assert!(error.contains("not replaced") && error.contains(&format!("{top:?}")), "{error}");
+            std::fs::remove_file(&file).unwrap();
+            if stranger.starts_with("sub/") {
+                std::fs::remove_dir(to.join("sub")).unwrap();
+            }
+        }
+        #[cfg(unix)]
+        {
+            let link = to.join("LICENSE");
+            std::os::unix::fs::symlink(from, &link).unwrap();
+            assert!(fails(&["convert", path(from), path(to), "--overwrite"], 1).contains("LICENSE"));
+            std::fs::remove_file(&link).unwrap();
+        }
+        ok(&["convert", path(from), path(to), "--overwrite"]);
+    }
+    let [(run, hf), (_, checkpoint)] = &runs;
+    // Not in the other direction, not a checkpoint with optimizer state, not what is being read.
+    let step = run.join("checkpoints/step-00000002");
+    for (from, to, why) in [
+        (run, checkpoint, "not a Hugging Face folder"),
+        (hf, &hf.join("."), "is read by this conversion"),
+        (&step, &step, "is read by this conversion"),
+        (checkpoint, hf, ""),
+    ] {
+        let args = ["convert", path(from), path(to), "--overwrite"];
+        match why {
+            "" => drop(ok(&args)),
+            why => assert!(fails(&args, 1).contains(why)),
+        }
+    }
+    let other = dir.path().join("other");
+    std::fs::rename(&step, &other).unwrap();
+    assert!(fails(&["convert", path(hf), path(&other), "--overwrite"], 1).contains("optimizer state"));
+}
+
+/// Every file of a folder, by its path inside it.
+fn contents(dir: &Path) -> std::collections::BTreeMap<PathBuf, Vec<u8>> {
+    let mut found = std::collections::BTreeMap::new();
+    let mut folders = vec![dir.to_path_buf()];
+    while let Some(folder) = folders.pop() {
+        for name in names(&folder) {
+            let at = folder.join(name);
+            match at.is_dir() {
+                true => folders.push(at),
+                false => {
+                    let bytes = std::fs::read(&at).unwrap();
+                    found.insert(at.strip_prefix(dir).unwrap().to_path_buf(), bytes);
+                }
+            }
+        }
+    }
+    found
+}
+
+#[cfg(unix)]
+#[test]
+fn killed_at_any_moment_it_leaves_the_old_folder_or_the_new_one() {
+    let (dir, runs) = both_directions();
+    for (from, to) in &runs {
+        let wanted = ["f32", "bf16"].map(|dtype| {
+            ok(&["convert", path(from), path(to), "--overwrite", "--dtype", dtype]);
+            contents(to)
+        });
+        let begin = std::time::Instant::now();
+        ok(&["convert", path(from), path(to), "--overwrite", "--dtype", "f32"]);
+        let length = begin.elapsed();
+        let mut killed = 0;
+        for round in 0..40 {
+            let dtype = ["f32", "bf16"][round % 2];
+            let mut child = start(&["convert", path(from), path(to), "--overwrite", "--dtype", dtype]);
+            std::thread::sleep(length.mul_f64(0.5 + 0.5 * (round as f64 * 0.618).fract()));
+            killed += usize::from(child.try_wait().unwrap().is_none());
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let now = contents(to);
+            assert!(wanted.contains(&now), "round {round}: {:?}", now.keys());
+        }
+        assert!(killed > 0);
+        // What the killed ones left does not stop the next, and is removed by it.
+        ok(&["convert", path(from), path(to), "--overwrite", "--dtype", "bf16"]);
+        assert!(contents(to) == wanted[1]);
+    }
+    assert_eq!(names(dir.path()), ["ckpt", "hf", "run", "small.toml"]);
+}
+
+#[test]
+fn several_at_once_never_damage_the_target() {
+    let (dir, runs) = both_directions();
+    for (from, to) in &runs {
+        let wanted = contents(to);
+        for _ in 0..10 {
+            let args = ["convert", path(from), path(to), "--overwrite"];
+            let children: Vec<_> = (0..3).map(|_| start(&args)).collect();
+            let ended: Vec<_> = children.into_iter().map(|c| c.wait_with_output().unwrap()).collect();
+            assert!(ended.iter().any(|e| e.status.success()));
+            for e in &ended {
+                let error = String::from_utf8_lossy(&e.stderr);
+                let refused = e.status.code() == Some(1) && error.contains("is writing here");
+                assert!(e.status.success() || refused, "{error}");
+            }
+            assert!(contents(to) == wanted);
+        }
+    }
+    assert_eq!(names(dir.path()), ["ckpt", "hf", "run", "small.toml"]);
 }

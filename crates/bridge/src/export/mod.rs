@@ -1,16 +1,16 @@
 //! Writes a Hugging Face folder, atomically.
 
-mod folder;
 mod sharding;
 mod write_tensor;
 
+use crate::companions::copy_companions;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::hf_checkpoint::{HfCheckpoint, Role};
+use crate::replaceable::OutputKind;
 use crate::shards::INDEX;
+use crate::staged_folder::StagedFolder;
 use ferrotron_tensor::DType;
-use folder::StagedFolder;
-pub(crate) use folder::copy_companions;
 use sharding::{OutFile, OutTensor, plan_shards};
 use std::collections::HashMap;
 use std::path::Path;
@@ -34,7 +34,7 @@ pub struct ExportOptions<'a> {
     pub companions: Option<&'a Path>,
     /// Additional files as name and text, such as a tokenizer for a natively trained model.
     pub more: &'a [(&'a str, &'a str)],
-    /// Replace an existing Hugging Face folder.
+    /// Replace a Hugging Face folder that an earlier export wrote.
     pub overwrite: bool,
 }
 
@@ -70,7 +70,7 @@ pub fn export(
     options: &ExportOptions,
 ) -> Result<ExportSummary> {
     let plan = plan_shards(config, options)?;
-    let folder = StagedFolder::create(out_dir, options.overwrite)?;
+    let folder = StagedFolder::create(out_dir, OutputKind::HuggingFace, options.overwrite)?;
     let config = options.dtype.map_or_else(|| config.clone(), |d| config.with_dtype(d));
     let config = config.as_written(options.reference.is_some_and(|plan| !plan.is_quantized()));
     folder.write("config.json", config.text().as_bytes())?;

@@ -17,8 +17,15 @@ Convert a Hugging Face folder to a native checkpoint, or a native checkpoint to 
 
 The direction follows from FROM. A folder with config.json and .safetensors files becomes a checkpoint. A checkpoint, or the
 newest checkpoint of a run folder, becomes a Hugging Face folder, with the tensor names and tokenizer of the folder that it was
-trained or converted from, where that is known. TO must not exist unless --overwrite is given, and appears only once it is
-complete. A converted checkpoint holds weights but no optimizer state: `train --set model.hf=CHECKPOINT` starts a run from it,
+trained or converted from, where that is known. TO must not exist or be empty, and appears only once it is complete.
+
+With --overwrite TO is replaced if it is what an earlier conversion of the same direction wrote: a checkpoint of weights, or a
+folder of config.json, weights and tokenizer files. If anything else is in it, or it is a checkpoint of a run, it is refused.
+The old folder is complete until the new one takes its place in one step. One conversion at a time writes TO.
+
+Weights that are NaN or infinite are refused, with the first such tensor; --allow-nonfinite converts them and lists all.
+
+A converted checkpoint holds weights but no optimizer state: `train --set model.hf=CHECKPOINT` starts a run from it,
 and `generate` samples from it.
 
 --upcycle turns a dense model into an MoE model: every MLP is split into `granularity` parts, which are replicated to
@@ -49,9 +56,12 @@ pub struct Args {
     /// Turn a dense Hugging Face model into an MoE model, for example experts=8,topk=2,granularity=1
     #[arg(long, value_name = "KEY=N,...")]
     pub upcycle: Option<UpcycleConfig>,
-    /// Replace TO if it exists
+    /// Replace TO if an earlier conversion wrote it
     #[arg(long)]
     pub overwrite: bool,
+    /// Convert weights that are NaN or infinite, too
+    #[arg(long)]
+    pub allow_nonfinite: bool,
 }
 
 /// Runs the command.
@@ -62,10 +72,18 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         like: args.like.as_deref(),
         upcycle: args.upcycle,
         overwrite: args.overwrite,
+        allow_non_finite: args.allow_nonfinite,
         progress: &|done, total| gauge.set(done, total),
     };
     let done = convert(&args.from, &args.to, &options)?;
     drop(gauge);
+    if !done.non_finite.is_empty() {
+        let shown: Vec<String> =
+            done.non_finite.iter().take(8).map(|(name, n)| format!("{name} ({n})")).collect();
+        let more = done.non_finite.len() - shown.len();
+        let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+        eprintln!("warning: tensors with NaN or infinite values: {}{more}", shown.join(", "));
+    }
     if global.json {
         output::print_json(&serde_json::json!({
             "from": done.from,
@@ -76,6 +94,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "bytes": done.bytes,
             "like": done.like,
             "tokenizer": done.tokenizer,
+            "non_finite": done.non_finite.iter().cloned().collect::<std::collections::BTreeMap<_, _>>(),
         }))?;
         return Ok(ExitCode::SUCCESS);
     }

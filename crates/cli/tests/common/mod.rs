@@ -15,6 +15,12 @@ pub fn ferrotron(args: &[&str]) -> Output {
     Command::new(binary()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
+/// Starts the binary with its output in pipes.
+pub fn start(args: &[&str]) -> std::process::Child {
+    let mut command = Command::new(binary());
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
 /// Runs the binary with standard input.
 pub fn with_input(args: &[&str], input: &str) -> Output {
     let mut child = Command::new(binary())

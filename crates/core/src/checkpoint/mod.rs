@@ -29,7 +29,7 @@ pub use compare::{Comparison, Difference, DifferenceKind, compare};
 pub use folder::{latest, list, name as folder_name};
 pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
 pub use saver::Saver;
-pub use single_file::{SingleFile, write_single_file};
+pub use single_file::{ListedFiles, SingleFile, check_folder_name, listed_files, write_single_file};
 
 use ferrotron_tensor::DType;
 

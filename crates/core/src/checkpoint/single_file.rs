@@ -1,12 +1,11 @@
 //! A checkpoint outside of a run: one folder of any name, written tensor by tensor.
 
-use super::{folder, manifest, write};
+use super::{folder, load, manifest, write};
 use crate::error::{Error, Result};
 use crate::tensorfile::TensorDecl;
 use serde_json::Value;
 use std::borrow::Cow;
-use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The contents of such a checkpoint.
 pub struct SingleFile<'a> {
@@ -18,50 +17,39 @@ pub struct SingleFile<'a> {
     pub tensors: &'a [TensorDecl],
     /// Returns the little-endian bytes of a tensor; only one is in memory at a time.
     pub source: &'a dyn Fn(&str) -> Result<Vec<u8>>,
-    /// Adds further files to the folder before it appears.
-    pub more: &'a dyn Fn(&Path) -> Result<()>,
 }
 
-/// Writes the folder `path`, which appears complete or not at all. An existing folder is replaced only with
-/// `overwrite`, and only if it is a checkpoint or empty.
-pub fn write_single_file(path: &Path, contents: &SingleFile, overwrite: bool) -> Result<()> {
-    let invalid = |what: String| Error::Invalid(format!("{}: {what}", path.display()));
-    let Some(name) = path.file_name().and_then(OsStr::to_str) else {
-        return Err(invalid("is not the name of a new folder".into()));
-    };
-    if folder::step_of(OsStr::new(name)).is_some_and(|s| s != contents.step) {
-        return Err(invalid(format!(
-            "is named for another step than {}, which it will hold; choose another name",
-            contents.step
-        )));
-    }
-    free(path, overwrite)?;
-    let parent = match path.parent() {
-        Some(p) if !p.as_os_str().is_empty() => p.to_path_buf(),
-        _ => PathBuf::from("."),
-    };
-    std::fs::create_dir_all(&parent).map_err(|e| Error::io_doing(&parent, "create the folder", e))?;
+/// Writes the data files and the manifest into an existing folder, each synced.
+pub fn write_single_file(folder: &Path, contents: &SingleFile) -> Result<()> {
     let plan = write::plan(contents.tensors, write::SHARD_BYTES)?;
     let source = |name: &str| (contents.source)(name).map(Cow::Owned);
-    write::write_atomically(&parent, name, &|temporary| {
-        write::fill(temporary, contents.step, contents.state.clone(), &plan, &source)?;
-        (contents.more)(temporary)
-    })?;
-    Ok(())
+    write::fill(folder, contents.step, contents.state.clone(), &plan, &source)
 }
 
-/// Fails if `path` must not be written.
-fn free(path: &Path, overwrite: bool) -> Result<()> {
-    if path.symlink_metadata().is_err() {
-        return Ok(());
+/// Fails if `path` has the name of another step's checkpoint than the one it will hold.
+pub fn check_folder_name(path: &Path, step: u64) -> Result<()> {
+    match path.file_name().and_then(folder::step_of) {
+        Some(named) if named != step => Err(Error::Invalid(format!(
+            "{}: is named for another step than {step}, which it will hold; choose another name",
+            path.display()
+        ))),
+        _ => Ok(()),
     }
-    let empty = path.read_dir().is_ok_and(|mut entries| entries.next().is_none());
-    let what = if empty || (overwrite && path.join(manifest::FILE).is_file()) {
-        return Ok(());
-    } else if overwrite {
-        "is not a checkpoint, so it is not replaced; choose another name or remove it yourself"
-    } else {
-        "already exists; choose another name or say --overwrite"
-    };
-    Err(Error::Invalid(format!("{}: {what}", path.display())))
+}
+
+/// What the manifest of a checkpoint lists.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListedFiles {
+    /// `manifest.json` and the data files.
+    pub files: Vec<String>,
+    /// True if there are other tensors than weights: the optimizer state of a run.
+    pub training: bool,
+}
+
+/// The files of a checkpoint folder according to its manifest, which must be valid; the files are not read.
+pub fn listed_files(path: &Path) -> Result<ListedFiles> {
+    let (manifest, _) = load::read_manifest(path)?;
+    let training = manifest.tensors.keys().any(|name| !name.starts_with("model/"));
+    let files = manifest.files.into_keys().chain([manifest::FILE.to_string()]).collect();
+    Ok(ListedFiles { files, training })
 }
