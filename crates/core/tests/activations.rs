@@ -163,6 +163,48 @@ fn mixtures_of_experts() {
     }
 }
 
+/// Tokens over capacity are dropped, padding takes the place of tokens that are missing.
+#[test]
+fn expert_capacity() {
+    const PER_RANK: &str = "moe.capacity_per_rank=true";
+    const PAD: &str = "moe.pad_to_capacity=true";
+    const ALL: &str = "moe.topk=4";
+    for layout in ["tp=1", "tp=2", "dp=2,ep=2", "tp=2,ep=2,etp=1", "tp=2,dp=2,ep=2,etp=2", "cp=2,ep=2"] {
+        for factor in ["moe.capacity=0.5", "moe.capacity=1.5"] {
+            check(layout, &[&MOE[..], &[factor, PER_RANK, PAD]].concat());
+            check(layout, &[&MOE[..], &[ALL, factor, PER_RANK]].concat());
+            check(layout, &[&MOE[..], &[factor, "moe.dispatcher=all_gather"]].concat());
+        }
+        // A capacity of the micro-batch.
+        check(layout, &[&MOE[..], &[ALL, "moe.capacity=1.5", "moe.shared_ffn=96"]].concat());
+    }
+    let moe = |factor: &str| check("dp=2,ep=2", &[&MOE[..], &[factor, PER_RANK, PAD]].concat())[&Block::Moe];
+    assert!(moe("moe.capacity=0.5") < moe("moe.capacity=1.5"));
+}
+
+/// In chunks, the gradient of the hidden states is saved instead of the logits'.
+#[test]
+fn loss_in_chunks() {
+    for layout in ["tp=1", "tp=2", "cp=2"] {
+        let [all, chunks] = ["train.loss_chunk=0", "train.loss_chunk=50"]
+            .map(|chunk| check(layout, &[chunk, "mtp.layers=1"])[&Block::Output]);
+        assert!(chunks < all, "{chunks} {all}");
+    }
+}
+
+/// Context-parallel ranks save the rounded operands of FP8 attention, which they exchange.
+#[test]
+fn fp8_attention_under_cp() {
+    const FP8: &str = "precision.fp8_attention=true";
+    for layout in ["cp=2", "tp=2,cp=2"] {
+        // With a window: by heads where they divide, gathered where they do not.
+        for model in [&[][..], &["model.qk_norm=true"], &["model.window=16"], &MLA] {
+            check(layout, &[model, &[FP8]].concat());
+        }
+        check(layout, &["train.recompute=full", FP8]);
+    }
+}
+
 #[test]
 fn fp8_recipes() {
     for recipe in ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"] {

@@ -24,6 +24,7 @@ fn estimates_are_near_what_a_step_takes() {
         &["precision.recipe=fp8-current", "precision.fp8_params=true", "precision.skip=\"mlp.up:output\""],
         &["precision.recipe=fp8-current", "precision.fp8_lm_head=true"],
         &["precision.fp8_attention=true"],
+        &["model.vocab=8192", "train.loss_chunk=256"],
         &["moe.experts=8", "moe.topk=2", "moe.ffn=256"],
         &["moe.experts=16", "moe.topk=4", "moe.ffn=128", "moe.shared_ffn=256", "moe.dense_layers=[0]"],
         &["moe.experts=8", "moe.topk=2", "moe.ffn=256", "train.recompute=full"],

@@ -42,15 +42,15 @@ impl LayerBuilder<'_> {
         let variant = self.core_attention(name, heads, window);
         // q, k and v lie side by side; normed q and k are a buffer of their own.
         let qkv = [rows.all, (n + 2 * g) * d];
-        let seen = variant != Some(CpVariant::AllToAll);
+        let kept = keeps_operands(variant, self.quantizes_attention(name));
         if self.shape.model.qk_norm {
             self.save("attn.qkv", &qkv, dtype);
-            if seen {
+            if kept {
                 self.save("attn.normed_qk", &[rows.all, (n + g) * d], dtype);
             }
             self.norm_statistics("attn.q_norm", rows.all * n);
             self.norm_statistics("attn.k_norm", rows.all * g);
-        } else if seen {
+        } else if kept {
             self.save("attn.qkv", &qkv, dtype);
         }
         self.linear(&format!("{name}.out"), Input::Kept("attn.heads"));
@@ -77,14 +77,14 @@ impl LayerBuilder<'_> {
         self.backward(Group::Tp, OpKind::ReduceScatter, shared);
         let variant = self.core_attention(name, heads, window);
         let n = heads.q;
-        if variant != Some(CpVariant::AllToAll) {
+        if keeps_operands(variant, self.quantizes_attention(name)) {
             self.save("attn.q", &[rows.all, n * heads.head_dim], dtype);
             self.save("attn.kv", &[rows.all, n * (mla.nope_dim + mla.v_dim)], dtype);
-        }
-        match variant {
-            None if t > 1 => self.save("attn.k_rope", &[rows.all, mla.rope_dim], dtype),
-            None | Some(CpVariant::AllToAll) => {}
-            Some(_) => self.save("attn.k", &[rows.all, n * heads.head_dim], dtype),
+            match variant {
+                None if t > 1 => self.save("attn.k_rope", &[rows.all, mla.rope_dim], dtype),
+                None => {}
+                Some(_) => self.save("attn.k", &[rows.all, n * heads.head_dim], dtype),
+            }
         }
         self.linear(&format!("{name}.o"), Input::Kept("attn.heads"));
     }
@@ -94,11 +94,15 @@ impl LayerBuilder<'_> {
         self.save(&format!("{name}.rstd"), &[self.rows.local], DType::F32);
     }
 
+    fn quantizes_attention(&self, name: &str) -> bool {
+        self.shape.options.policy.quantizes_attention(name)
+    }
+
     /// Scores, softmax and values; says how context-parallel ranks share the sequences.
     fn core_attention(&mut self, name: &str, heads: Heads, window: Option<usize>) -> Option<CpVariant> {
         let (rows, dtype, cp) = (self.rows, self.shape.dtype, self.shape.ranks.cp.size);
         let Heads { q: n, kv: g, head_dim, value_dim } = heads;
-        let fp8 = self.shape.options.policy.quantizes_attention(name);
+        let fp8 = self.quantizes_attention(name);
         self.layer().attention = Some(CoreAttention { heads: n, head_dim, value_dim, window, fp8 });
         self.save("attn.heads", &[rows.all, n * value_dim], dtype);
         if fp8 {
@@ -114,12 +118,19 @@ impl LayerBuilder<'_> {
         let (c, e) = (cp as u64, dtype.size() as u64);
         let kv_row = g * (head_dim + value_dim);
         let kv = (tokens * kv_row) as u64;
+        let save_rounded = |layer: &mut Self| {
+            if fp8 {
+                // q, k and v rounded to E4M3, which backward reads as forward did.
+                layer.save("attn.rounded_qkv", &[tokens, n * head_dim + kv_row], dtype);
+            }
+        };
         let divides = n.is_multiple_of(cp) && g.is_multiple_of(cp);
         Some(match (window.is_some(), divides) {
             (false, _) => {
                 // Keys and values are sent around the ring; backward sends their f32 gradients one step behind them.
                 self.forward(Group::Cp, OpKind::SendRecv, (c - 1) * kv * e);
                 self.backward(Group::Cp, OpKind::SendRecv, (c - 2) * kv * e + (c - 1) * kv * 4);
+                save_rounded(self);
                 self.save("attn.ring", &[tokens, kv_row], dtype);
                 self.save("attn.lse", &[tokens, n], DType::F32);
                 CpVariant::Ring
@@ -128,6 +139,7 @@ impl LayerBuilder<'_> {
                 self.forward(Group::Cp, OpKind::AllGather, (c - 1) * kv * e);
                 self.backward(Group::Cp, OpKind::AllGather, (c - 1) * kv * e);
                 self.backward(Group::Cp, OpKind::ReduceScatter, (c - 1) * kv * 4);
+                save_rounded(self);
                 self.save("attn.lse", &[tokens, n], DType::F32);
                 CpVariant::AllGather
             }
@@ -143,5 +155,15 @@ impl LayerBuilder<'_> {
                 CpVariant::AllToAll
             }
         })
+    }
+}
+
+/// Whether core attention saves the q, k and v that it is given. It saves its own copies where context-parallel ranks
+/// exchange tokens for heads or round q, k and v to FP8.
+fn keeps_operands(variant: Option<CpVariant>, fp8: bool) -> bool {
+    match variant {
+        None => true,
+        Some(CpVariant::AllToAll) => false,
+        Some(CpVariant::Ring | CpVariant::AllGather) => !fp8,
     }
 }

@@ -1,8 +1,8 @@
 //! A mixture-of-experts layer: router, token dispatch, experts, shared expert.
 //!
 //! Dropless all-to-all dispatch sends as many rows as the router decides. The description assumes balanced routing:
-//! every expert gets `T·k/E` rows of each rank. It is exact where that cannot vary: capacity padded per rank,
-//! all-gather dispatch, experts on one rank, and `k = E`.
+//! every expert gets `T·k/E` rows of each rank, or its capacity if that is less. It is exact where that cannot vary:
+//! capacity padded per rank, all-gather dispatch, experts on one rank, and `k = E`.
 
 use super::Pass;
 use super::layer::{Input, LayerBuilder};
@@ -111,14 +111,16 @@ impl LayerBuilder<'_> {
                 DispatchedRows { arrived, routed: arrived * k / ep, to_each: None, counts: false }
             }
             Dispatcher::AllToAll => {
-                let padded = training.capacity.filter(|c| c.pad && c.per_rank);
-                let each = match padded {
+                let own = moe.experts / ep;
+                let bound = training.capacity.map(|c| (c, capacity(rows, k, moe.experts, c.factor)));
+                let (each, counts) = match bound {
                     // Every expert gets its capacity of each rank, and one row more.
-                    Some(c) => moe.experts / ep * (capacity(rows, k, moe.experts, c.factor) + 1),
-                    None => rows * k / ep,
+                    Some((c, bound)) if c.pad && c.per_rank => (own * (bound + 1), false),
+                    Some((_, bound)) => ((rows * k / ep).min(own * bound), true),
+                    None => (rows * k / ep, true),
                 };
                 let arrived = each * group;
-                DispatchedRows { arrived, routed: arrived, to_each: Some(each), counts: padded.is_none() }
+                DispatchedRows { arrived, routed: arrived, to_each: Some(each), counts }
             }
         }
     }
@@ -145,7 +147,7 @@ impl LayerBuilder<'_> {
         self.save("experts.h", &[sorted, inner], dtype);
         self.save("experts.probs", &[sorted], DType::F32);
         match up.quant {
-            // Tokens arrive as FP8 and are saved as they came.
+            // Tokens arrive in FP8 and are saved in arrival order.
             Some(q) if sends_fp8_tokens(up) => self.save_fp8("experts.x", [rows.arrived, width], &q),
             Some(q) if q.wgrad && !q.recipe.emulated() => {
                 self.save_fp8("experts.x", [width, sorted], &q);
@@ -240,7 +242,7 @@ impl LayerBuilder<'_> {
     }
 }
 
-/// Are tokens quantized before they are dispatched? One FP8 tensor then serves fprop and wgrad.
+/// Whether tokens are quantized before dispatch: one FP8 tensor then serves fprop and wgrad.
 fn sends_fp8_tokens(up: &ParamSpec) -> bool {
     up.quant.is_some_and(|q| q.recipe.per_tensor() && q.fprop && q.wgrad)
 }

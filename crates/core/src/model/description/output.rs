@@ -49,18 +49,24 @@ impl LayerBuilder<'_> {
             self.begin(Block::Output, false);
         }
         self.linear(module, Input::Saved("final"));
-        if let Some(vocab) = self.weight(module).map(|spec| spec.shape[0]) {
-            // The loss overwrites the logits with their gradient. In chunks, only those of one chunk exist, and the gradient
-            // of the hidden states is saved in their place.
-            let chunk = self.shape.options.loss.chunk.filter(|chunk| *chunk < rows.all);
-            self.save("dlogits", &[chunk.unwrap_or(rows.all), vocab], self.shape.dtype);
-            if chunk.is_some() {
-                self.save("dx", &[rows.all, self.shape.model.hidden], self.shape.dtype);
-            }
-        }
         // Maximum, sum, label's logit and mean of each row's logits, from every rank's columns.
         let statistics = ((self.shape.ranks.tp.size - 1) * rows.all * 4 * 4) as u64;
         self.forward(Group::Tp, OpKind::AllGather, statistics);
+        let Some(vocab) = self.weight(module).map(|spec| spec.shape[0]) else { return };
+        let dtype = self.shape.dtype;
+        match self.shape.options.loss.chunk.filter(|chunk| *chunk < rows.all) {
+            // The loss overwrites the logits with their gradient.
+            None => self.save("dlogits", &[rows.all, vocab], dtype),
+            // The gradient of the hidden states is saved; wgrad computes the logits of each chunk once more.
+            Some(chunk) => {
+                self.save("dx", &[rows.all, self.shape.model.hidden], dtype);
+                self.begin(Block::Output, true);
+                self.save("dlogits", &[chunk, vocab], dtype);
+                if !self.detached {
+                    self.backward(Group::Tp, OpKind::AllGather, statistics);
+                }
+            }
+        }
     }
 
     /// The MTP layer of a depth: `norm(layer(W_eh·[enorm(embedding); hnorm(h)]))` and the LM head.
