@@ -4,7 +4,7 @@
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::cost::{ByGroup, Traffic, step_volume};
 use ferrotron_core::data::source;
-use ferrotron_core::grid::RankLayout;
+use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::description::{ModelDescription, ParallelRanks, StepShape};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::Trainer;
@@ -26,8 +26,16 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
          [parallel]\nzero = 0\n"
     );
     recipe.add("model.toml", &model).unwrap();
-    let sizes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp)];
-    for (key, size) in sizes.into_iter().chain([("dp", layout.dp.unwrap_or(1))]) {
+    let sizes = [
+        ("tp", layout.tp),
+        ("cp", layout.cp),
+        ("pp", layout.pp),
+        ("vp", layout.vp),
+        ("ep", layout.ep),
+        ("etp", layout.etp()),
+        ("dp", layout.dp.unwrap_or(1)),
+    ];
+    for (key, size) in sizes {
         recipe.set(&format!("parallel.{key}={size}")).unwrap();
     }
     set.iter().for_each(|s| recipe.set(s).unwrap());
@@ -37,6 +45,7 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
 /// Checks every rank; gives back what the first one sends.
 fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
     let layout: RankLayout = layout.parse().unwrap();
+    let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
     let resolved = recipe(&layout, set);
     let work = |rank: Rank| {
         let sources = source::open(&resolved)?;
@@ -48,6 +57,8 @@ fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
         let rank_of = format!("rank {} of {layout} {set:?}", rank.world.rank());
         assert!(ModelDescription::params(&shape)? == trainer.model.params.specs(), "parameters of {rank_of}");
         assert_eq!(sent.by_group(), step_volume(&shape)?, "{rank_of}");
+        let planned = ParallelRanks::at(&Grid::of(layout.clone())?, rank.world.rank())?;
+        assert_eq!(sent.by_group(), step_volume(&StepShape::of(&resolved, planned)?)?, "planned: {rank_of}");
         assert_eq!(sent.total() > 0, rank.world.size() > 1);
         Ok(sent.by_group())
     };
@@ -75,7 +86,7 @@ fn zero_1_and_2() {
     }
     // State alone moves what an all-reduce moves where weights are f32; gradients come once for each micro-batch.
     let [none, state, gradients] =
-        [0, 1, 2].map(|z| check_volume("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
+        [0, 1, 2].map(|z| check_volume("dp=2", &[&format!("parallel.zero={z}")])["dp_cp"]);
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
 }
 
@@ -91,7 +102,7 @@ fn fp8_params() {
             check_volume("dp=2", &set);
             check_volume("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.bucket=20000"]].concat());
             check_volume("cp=2,dp=2", &[&set[..], &["parallel.zero=1"]].concat());
-            check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["copies"]
+            check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["dp_cp"]
         });
         let less = 1.0 - sent[1] as f64 / sent[0] as f64;
         // Of 4 + 2 bytes a parameter nearly one.
@@ -174,7 +185,10 @@ fn multi_token_prediction() {
     check_volume("tp=2", &[&eight[..], &["mtp.layers=2", "mtp.shared_layer=true"]].concat());
     check_volume("tp=2,pp=2", &[&eight[..], &["mtp.layers=2"]].concat());
     let more = check_volume("pp=2", &["mtp.layers=1", "model.tied=false"]);
-    assert!(more.contains_key("ends") && !check_volume("pp=2", &["model.tied=false"]).contains_key("ends"));
+    assert!(
+        more.contains_key("embedding")
+            && !check_volume("pp=2", &["model.tied=false"]).contains_key("embedding")
+    );
 }
 
 /// Per-tensor scaling gathers FP8 activations, and all-reduces their amax.
@@ -245,5 +259,131 @@ fn fp8_gemms() {
         &["precision.fp8_lm_head=true", "model.vocab=256"],
     ] {
         check_volume("tp=2", &set(&[&LONG[..], more].concat()));
+    }
+}
+
+/// The logits of a chunk are formed twice, and so are the softmax statistics that tensor-parallel ranks exchange.
+#[test]
+fn loss_in_chunks() {
+    const CHUNK: &str = "train.loss_chunk=20";
+    let [all, chunks] = ["train.loss_chunk=0", CHUNK].map(|set| check_volume("tp=2", &[set])["tp"]);
+    let statistics = (BATCH / MICRO * SEQ * MICRO * 4 * 4) as u64;
+    assert_eq!(chunks, all + statistics);
+    for layout in ["tp=2,cp=2", "tp=2,pp=2", "tp=4,dp=2"] {
+        check_volume(layout, &[CHUNK]);
+    }
+    for more in [&["mtp.layers=2"][..], &["mtp.layers=1", "mtp.detach=true"], &["model.tied=false"]] {
+        check_volume("tp=2", &[&[CHUNK], more].concat());
+        check_volume("tp=2", &[&["train.loss_chunk=0"], more].concat());
+    }
+}
+
+/// Layouts of experts: ep inside dp, ep over tp, etp, both, beside cp and on a pipeline.
+const EXPERT_LAYOUTS: [&str; 9] = [
+    "ep=2",
+    "ep=4",
+    "tp=2,ep=2,etp=1",
+    "ep=2,etp=2",
+    "tp=2,etp=2,ep=2",
+    "tp=2,ep=4,etp=1,dp=2",
+    "cp=2,ep=2",
+    "pp=2,ep=2",
+    "tp=2,etp=1,dp=2",
+];
+const MOE: [&str; 3] = ["moe.experts=4", "moe.topk=2", "moe.ffn=16"];
+/// Every token goes to every expert, so that routing is balanced.
+const BALANCED: [&str; 3] = ["moe.experts=4", "moe.topk=4", "moe.ffn=16"];
+const PADDED: [&str; 3] = ["moe.capacity=1.25", "moe.capacity_per_rank=true", "moe.pad_to_capacity=true"];
+const ALL_GATHER: &str = "moe.dispatcher=all_gather";
+
+#[test]
+fn moe_all_to_all() {
+    for layout in EXPERT_LAYOUTS {
+        let sent = check_volume(layout, &BALANCED);
+        assert_eq!(sent.contains_key("etp_ep"), layout.contains("ep=") && !layout.starts_with("tp=2,ep=2"));
+        check_volume(layout, &[&MOE[..], &PADDED].concat());
+        check_volume(layout, &[&BALANCED[..], &["moe.capacity=0.5", "moe.capacity_per_rank=true"]].concat());
+    }
+    // A capacity of the micro-batch: no token is over it.
+    check_volume("tp=2,ep=2,etp=1", &[&BALANCED[..], &["moe.capacity=1"]].concat());
+}
+
+#[test]
+fn moe_all_gather() {
+    for layout in EXPERT_LAYOUTS {
+        check_volume(layout, &[&MOE[..], &[ALL_GATHER]].concat());
+    }
+    check_volume("cp=2,ep=2", &[&MOE[..], &[ALL_GATHER, "moe.capacity=0.5"]].concat());
+}
+
+/// What an MoE layer sends besides tokens: shared expert, latent projections, losses of the router, MTP layers.
+#[test]
+fn moe_layers() {
+    for layout in ["ep=2", "tp=2,ep=2,etp=1", "tp=2,etp=2,ep=2", "cp=2,ep=2", "pp=2,ep=2"] {
+        for model in [
+            &["moe.shared_ffn=24", "moe.dense_layers=[0]"][..],
+            &["moe.shared_ffn=24", "moe.shared_gate=true", "moe.latent=16"],
+            &["moe.bias=true", "moe.router_bias=true", "model.gated=false"],
+            &["moe.balance=[\"aux\", \"seq_aux\", \"global_aux\"]", "moe.z_loss=0.001"],
+            &["moe.expert_bias=true", "moe.score_function=sigmoid", "moe.jitter=0.01"],
+            &["mtp.layers=2", "model.tied=false"],
+            &["mtp.layers=2", "mtp.shared_layer=true"],
+            &["train.recompute=full"],
+            &[BLOCKS],
+            &[PARTS],
+            &["precision.dtype=bf16", "parallel.zero=1"],
+            &["parallel.zero=2", "parallel.bucket=9000"],
+        ] {
+            for dispatch in [&BALANCED[..], &[MOE[0], MOE[1], MOE[2], ALL_GATHER]] {
+                check_volume(layout, &[dispatch, model].concat());
+            }
+            check_volume(layout, &[&MOE[..], &PADDED, model].concat());
+        }
+        check_volume(layout, &[&MOE[..], &PADDED[..0], &[ALL_GATHER, "moe.balance=quantile"]].concat());
+    }
+}
+
+/// Forward of one micro-batch beside backward of another sends the same bytes.
+#[test]
+fn moe_paired_schedule() {
+    for layout in ["ep=2", "tp=2,ep=2,etp=1", "pp=2,ep=2", "pp=2,vp=2,ep=2", "tp=2,etp=2,ep=2"] {
+        for set in [&BALANCED[..], &[&MOE[..], &PADDED].concat()] {
+            let schedules = ["1f1b", "paired"].map(|name| format!("parallel.schedule={name}"));
+            let [plain, paired] =
+                schedules.map(|s| check_volume(layout, &[set, &[s.as_str(), "moe.shared_ffn=24"]].concat()));
+            assert_eq!(plain, paired, "{layout}");
+        }
+    }
+}
+
+/// FP8 tokens are dispatched with per-tensor scaling, and their amax is all-reduced.
+#[test]
+fn moe_fp8() {
+    const SIZES: [&str; 6] = [
+        "precision.dtype=bf16",
+        "model.layers=2",
+        "model.hidden=128",
+        "model.ffn=64",
+        "moe.ffn=256",
+        "train.global_batch=8",
+    ];
+    for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
+        let scaling = format!("precision.recipe={scaling}");
+        for layout in ["ep=2", "tp=2,ep=2,etp=1", "tp=2,etp=2,ep=2", "tp=2,etp=1,dp=2", "ep=2,dp=2"] {
+            for more in [
+                &[][..],
+                &["train.recompute=full"],
+                &["precision.skip=experts"],
+                &["precision.skip=down:weight_grad"],
+                &["precision.fp8_params=true"],
+                &["precision.fp8_params=true", "parallel.zero=1"],
+            ] {
+                let set = [&SIZES[..], &[scaling.as_str()], more].concat();
+                check_volume(layout, &[&BALANCED[..2], &set].concat());
+                if more.is_empty() {
+                    check_volume(layout, &[&MOE[..2], &set, &[ALL_GATHER]].concat());
+                }
+            }
+        }
     }
 }

@@ -70,7 +70,7 @@ fn a_run_of_processes_is_that_of_threads_to_the_last_bit() {
     };
     assert_eq!(sent(&threads), sent(&processes));
     assert!(
-        sent(&threads).iter().all(|s| s["tp"].is_object() && s["copies"].is_object()),
+        sent(&threads).iter().all(|s| s["tp"].is_object() && s["dp_cp"].is_object()),
         "{:?}",
         sent(&threads)
     );

@@ -27,7 +27,7 @@ use std::ops::Range;
 /// Bytes by group.
 pub type ByGroup = BTreeMap<&'static str, u64>;
 
-/// What a rank has sent, by group and kind of operation.
+/// Bytes a rank has sent, by group and kind of operation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     groups: Vec<(&'static str, Volume)>,
@@ -37,27 +37,13 @@ impl Traffic {
     /// Everything so far, on the groups of a rank and on the whole world.
     pub fn of(rank: &Rank) -> Traffic {
         let world = rank.world.all();
-        let groups: [(&'static str, &Communicator); 13] = [
-            ("tp", &rank.tp),
-            ("cp", &rank.cp),
-            ("pp", &rank.pp),
-            ("back", &rank.pp_backward_group),
-            ("dp", &rank.dp),
-            ("copies", &rank.dp_cp_group),
-            ("ends", &rank.embedding_group),
-            ("batch", &rank.tp_cp_group),
-            ("step", &rank.tp_dp_cp_group),
-            ("experts", &rank.etp_ep_group),
-            ("etp", &rank.etp),
-            ("expert copies", &rank.expert_dp_group),
-            ("world", &world),
-        ];
+        let all = Group::ALL.map(|group| (group.name(), group.communicator(rank).unwrap_or(&world)));
         // A group that is the same as another is that one, and counted there.
         let own = |(name, group): &(&'static str, &Communicator)| group.name() == *name;
-        Traffic { groups: groups.into_iter().filter(own).map(|(name, g)| (name, g.volume())).collect() }
+        Traffic { groups: all.into_iter().filter(own).map(|(name, g)| (name, g.volume())).collect() }
     }
 
-    /// What was added since `earlier`.
+    /// Bytes sent since `earlier`.
     pub fn since(&self, earlier: &Traffic) -> Traffic {
         let pairs = self.groups.iter().zip(&earlier.groups);
         Traffic { groups: pairs.map(|((name, now), (_, then))| (*name, now.since(then))).collect() }
@@ -158,11 +144,19 @@ impl StepVolume<'_> {
             Method::Current => {
                 let used = |q: &ferrotron_engine::quant::LinearQuant| q.fprop || q.dgrad;
                 let dense = quantized.iter().filter(|(p, q)| !p.experts && used(q)).count();
-                if self.zero(ranks.dp_cp.size.max(ranks.expert_dp.size)) > 0 {
+                let sharded = self.zero(ranks.dp_cp.size.max(ranks.expert_dp.size)) > 0;
+                if sharded {
                     self.all_reduce(Group::DpCp, 4 * dense);
                 }
                 self.all_reduce(Group::Tp, 4 * dense);
-                // Each expert has a scale; ranks that share one agree on it when it is quantized.
+                // FP8-resident experts are measured together after the optimizer's step.
+                let resident = quantized.iter().filter(|(p, _)| p.experts && p.fp8_resident());
+                let resident: usize = resident.map(|(p, _)| p.matrices).sum();
+                if sharded {
+                    self.all_reduce(Group::ExpertDp, 4 * resident);
+                }
+                self.all_reduce(Group::Etp, 4 * resident);
+                // The amax of other experts is all-reduced when they are quantized.
                 let experts: Vec<usize> = quantized
                     .iter()
                     .filter(|(p, q)| p.experts && used(q) && !p.fp8_resident())
@@ -265,7 +259,7 @@ impl StepVolume<'_> {
             self.all_reduce(Group::DpCp, count * experts * DType::F32.size());
         }
         if training.dispatcher == Dispatcher::AllGather {
-            // Each micro-batch tells every rank how many rows the others have.
+            // Ranks exchange their numbers of rows in every micro-batch.
             let others = self.shape.ranks.size(Group::EtpEp) - 1;
             let bytes = (others * 8 * self.shape.micro_batches) as u64;
             self.send(Group::EtpEp, OpKind::AllGatherBytes, bytes);

@@ -6,6 +6,7 @@ pub use ferrotron_comm::{LaunchEnv, Launcher, ReduceKernels};
 pub use launch::Launch;
 
 use crate::grid::{Grid, RankLayout};
+use crate::model::description::Group;
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::Rank;
@@ -20,39 +21,45 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     // Creating a group is collective: every rank creates every group in the same order, whether it is a member or
     // not.
-    let mine = |name: &'static str, axes: &str| -> Result<Communicator> {
+    let mine = |group: Group| -> Result<Communicator> {
         let mut found = Communicator::solo();
-        for ranks in grid.groups(axes)? {
-            if let Some(group) = world.group(name, &ranks)? {
-                found = group;
+        for ranks in grid.groups(group.axes())? {
+            if let Some(own) = world.group(group.name(), &ranks)? {
+                found = own;
             }
         }
         Ok(found)
     };
-    let dp = mine("dp", "dp")?;
-    let dp_cp_group = mine("copies", "dp-cp")?;
-    let cp = mine("cp", "cp")?;
-    let tp = mine("tp", "tp")?;
+    let dp = mine(Group::Dp)?;
+    let dp_cp_group = mine(Group::DpCp)?;
+    let cp = mine(Group::Cp)?;
+    let tp = mine(Group::Tp)?;
     // Reuses an existing group that has the same members on every rank.
-    let or = |name: &'static str, axes: &str, others: &[(&Communicator, &str)]| -> Result<Communicator> {
-        let groups = grid.groups(axes)?;
-        for (other, axes) in others {
-            if grid.groups(axes)? == groups {
-                return Ok((*other).clone());
+    let or = |group: Group| -> Result<Communicator> {
+        let members = grid.groups(group.axes())?;
+        for other in group.may_share() {
+            let shared = match other {
+                Group::Tp => &tp,
+                Group::Cp => &cp,
+                Group::DpCp => &dp_cp_group,
+                _ => continue,
+            };
+            if grid.groups(other.axes())? == members {
+                return Ok(shared.clone());
             }
         }
-        mine(name, axes)
+        mine(group)
     };
     Ok(Rank {
         world: world.clone(),
-        pp: mine("pp", "pp")?,
-        pp_backward_group: mine("back", "pp")?,
-        embedding_group: mine("ends", "embd")?,
-        tp_cp_group: or("batch", "tp-cp", &[(&tp, "tp"), (&cp, "cp")])?,
-        tp_dp_cp_group: or("step", "tp-dp-cp", &[(&tp, "tp"), (&dp_cp_group, "dp-cp")])?,
-        etp_ep_group: or("experts", "etp-ep", &[(&tp, "tp")])?,
-        etp: or("etp", "etp", &[(&tp, "tp")])?,
-        expert_dp_group: or("expert copies", "edp", &[(&dp_cp_group, "dp-cp")])?,
+        pp: mine(Group::Pp)?,
+        pp_backward_group: mine(Group::PpBackward)?,
+        embedding_group: mine(Group::Embedding)?,
+        tp_cp_group: or(Group::TpCp)?,
+        tp_dp_cp_group: or(Group::TpDpCp)?,
+        etp_ep_group: or(Group::EtpEp)?,
+        etp: or(Group::Etp)?,
+        expert_dp_group: or(Group::ExpertDp)?,
         dp,
         dp_cp_group,
         cp,
@@ -140,7 +147,7 @@ fn is_remote(e: &Error) -> bool {
     matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)))
 }
 
-/// Runs one rank's work in its world. If it fails for a reason of its own, the other ranks are told at once.
+/// Runs one rank's work in its world. If it fails for a reason of its own, it aborts the other ranks at once.
 fn as_member<T>(
     world: &World,
     grid: &Grid,

@@ -40,6 +40,92 @@ pub enum Group {
     World,
 }
 
+impl Group {
+    /// Every group, in the order in which traffic is listed.
+    pub const ALL: [Group; 13] = [
+        Group::Tp,
+        Group::Cp,
+        Group::Pp,
+        Group::PpBackward,
+        Group::Dp,
+        Group::DpCp,
+        Group::Embedding,
+        Group::TpCp,
+        Group::TpDpCp,
+        Group::EtpEp,
+        Group::Etp,
+        Group::ExpertDp,
+        Group::World,
+    ];
+
+    /// The name of its communicator, also in logs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Group::Tp => "tp",
+            Group::Cp => "cp",
+            Group::Pp => "pp",
+            Group::PpBackward => "pp_backward",
+            Group::Dp => "dp",
+            Group::DpCp => "dp_cp",
+            Group::Embedding => "embedding",
+            Group::TpCp => "tp_cp",
+            Group::TpDpCp => "tp_dp_cp",
+            Group::EtpEp => "etp_ep",
+            Group::Etp => "etp",
+            Group::ExpertDp => "expert_dp",
+            Group::World => "world",
+        }
+    }
+
+    /// Its axes, as [`Grid::groups`] takes them.
+    pub(crate) const fn axes(self) -> &'static str {
+        match self {
+            Group::Tp => "tp",
+            Group::Cp => "cp",
+            Group::Pp | Group::PpBackward => "pp",
+            Group::Dp => "dp",
+            Group::DpCp => "dp-cp",
+            Group::Embedding => "embd",
+            Group::TpCp => "tp-cp",
+            Group::TpDpCp => "tp-dp-cp",
+            Group::EtpEp => "etp-ep",
+            Group::Etp => "etp",
+            Group::ExpertDp => "edp",
+            Group::World => "tp-cp-dp-pp",
+        }
+    }
+
+    /// Groups whose communicator serves this one where they have the same members.
+    pub(crate) const fn may_share(self) -> &'static [Group] {
+        match self {
+            Group::TpCp => &[Group::Tp, Group::Cp],
+            Group::TpDpCp => &[Group::Tp, Group::DpCp],
+            Group::EtpEp | Group::Etp => &[Group::Tp],
+            Group::ExpertDp => &[Group::DpCp],
+            _ => &[],
+        }
+    }
+
+    /// Its communicator on a rank; none for the world, which has no communicator of its own.
+    pub(crate) fn communicator(self, rank: &Rank) -> Option<&Communicator> {
+        Some(match self {
+            Group::Tp => &rank.tp,
+            Group::Cp => &rank.cp,
+            Group::Pp => &rank.pp,
+            Group::PpBackward => &rank.pp_backward_group,
+            Group::Dp => &rank.dp,
+            Group::DpCp => &rank.dp_cp_group,
+            Group::Embedding => &rank.embedding_group,
+            Group::TpCp => &rank.tp_cp_group,
+            Group::TpDpCp => &rank.tp_dp_cp_group,
+            Group::EtpEp => &rank.etp_ep_group,
+            Group::Etp => &rank.etp,
+            Group::ExpertDp => &rank.expert_dp_group,
+            Group::World => return None,
+        })
+    }
+}
+
 /// A rank's place in every process group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParallelRanks {
@@ -82,19 +168,8 @@ impl ParallelRanks {
 
     /// The place of a running rank.
     pub fn of(rank: &Rank) -> ParallelRanks {
-        let or = |group, own: &Communicator, others: &[(Group, &Communicator)]| {
-            let other = others.iter().find(|(_, c)| c.name() == own.name());
-            other.map(|(other, _)| (group, *other))
-        };
-        let (tp, cp, dp_cp) =
-            ((Group::Tp, &rank.tp), (Group::Cp, &rank.cp), (Group::DpCp, &rank.dp_cp_group));
-        let aliases = [
-            or(Group::TpCp, &rank.tp_cp_group, &[tp, cp]),
-            or(Group::TpDpCp, &rank.tp_dp_cp_group, &[tp, dp_cp]),
-            or(Group::EtpEp, &rank.etp_ep_group, &[tp]),
-            or(Group::Etp, &rank.etp, &[tp]),
-            or(Group::ExpertDp, &rank.expert_dp_group, &[dp_cp]),
-        ];
+        let name = |group: Group| group.communicator(rank).map(Communicator::name);
+        let aliases = aliases(|group, other| Ok(name(group) == name(other))).unwrap_or_default();
         ParallelRanks {
             tp: group_rank(&rank.tp),
             cp: group_rank(&rank.cp),
@@ -104,7 +179,7 @@ impl ParallelRanks {
             ep: rank.expert_parallel_rank(),
             etp: group_rank(&rank.etp),
             expert_dp: group_rank(&rank.expert_dp_group),
-            aliases: aliases.into_iter().flatten().collect(),
+            aliases,
         }
     }
 
@@ -122,7 +197,7 @@ impl ParallelRanks {
             ep: place(c.ep, expert.size(Axis::Ep)),
             etp: place(c.etp, expert.size(Axis::Tp)),
             expert_dp: place(c.edp, expert.size(Axis::Dp)),
-            aliases: Vec::new(),
+            aliases: aliases(|group, other| Ok(grid.groups(group.axes())? == grid.groups(other.axes())?))?,
         })
     }
 
@@ -146,23 +221,22 @@ impl ParallelRanks {
 
     /// The name of the communicator that serves a group.
     pub fn name(&self, group: Group) -> &'static str {
-        let serves = self.aliases.iter().find(|(g, _)| *g == group).map_or(group, |(_, other)| *other);
-        match serves {
-            Group::Tp => "tp",
-            Group::Cp => "cp",
-            Group::Pp => "pp",
-            Group::PpBackward => "back",
-            Group::Dp => "dp",
-            Group::DpCp => "copies",
-            Group::Embedding => "ends",
-            Group::TpCp => "batch",
-            Group::TpDpCp => "step",
-            Group::EtpEp => "experts",
-            Group::Etp => "etp",
-            Group::ExpertDp => "expert copies",
-            Group::World => "world",
+        self.aliases.iter().find(|(g, _)| *g == group).map_or(group, |(_, other)| *other).name()
+    }
+}
+
+/// Groups with the first group that serves them.
+fn aliases(same: impl Fn(Group, Group) -> Result<bool>) -> Result<Vec<(Group, Group)>> {
+    let mut out = Vec::new();
+    for group in Group::ALL {
+        for other in group.may_share() {
+            if same(group, *other)? {
+                out.push((group, *other));
+                break;
+            }
         }
     }
+    Ok(out)
 }
 
 /// A training step as one rank sees it.
