@@ -1,6 +1,6 @@
 //! A model with weights, for inference, evaluation and single passes.
 
-use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout};
+use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout, moe_layer_index};
 use crate::Result;
 use crate::tensorfile::to_f32;
 use ferrotron_engine::attention::Layout;
@@ -94,8 +94,8 @@ impl Model {
         Ok(stages.last().map_or(Vec::new(), |bytes| floats(bytes)))
     }
 
-    /// Tokens per expert of every MoE layer in the training passes so far, by layer number: of all ranks' tokens, on
-    /// every rank.
+    /// Tokens per expert of every MoE layer in the training passes so far, by layer number, MTP layers after the
+    /// decoder's: of all ranks' tokens, on every rank.
     pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
@@ -104,7 +104,7 @@ impl Model {
             let load = rank.compute.download::<i64>(&load)?;
             let width = load.len() / moe.specs().len().max(1);
             for (spec, row) in moe.specs().iter().zip(load.chunks(width.max(1))) {
-                let layer = spec.name.split('.').nth(1).and_then(|n| n.parse().ok()).unwrap_or_default();
+                let layer = moe_layer_index(&spec.name, self.decoder.config().layers);
                 mine.push((layer, row[..spec.experts].to_vec()));
             }
         }
@@ -136,4 +136,27 @@ pub fn set_expert_biases(
         rank.compute.upload_into(&moe.expert_bias.narrow(0, i, 1)?, &values)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::{MoeConfig, MtpConfig, logical_parts};
+    use std::collections::HashMap;
+
+    #[test]
+    fn mtp_layers_have_tokens_per_expert_of_their_own() {
+        let mut config = ModelConfig::preset("tiny").unwrap();
+        config.moe = Some(MoeConfig { layers: vec![true, false, false, true], ..MoeConfig::plain(4, 2, 16) });
+        config.mtp = Some(MtpConfig { layers: 2, shared_layer: false });
+        let parts = logical_parts(&config).unwrap();
+        let sizes: HashMap<&str, usize> =
+            parts.iter().map(|p| (p.name.as_str(), p.shape.iter().product())).collect();
+        let zeros = |name: &str| Ok(vec![0; 4 * sizes[name]]);
+        let rank = Rank::cpu(1, 0).unwrap();
+        let stages = PipelineLayout::default();
+        let model = Model::load(rank, &config, 16, DType::F32, &stages, &zeros).unwrap();
+        let layers: Vec<usize> = model.tokens_per_expert().unwrap().into_iter().map(|(i, _)| i).collect();
+        assert_eq!(layers, [0, 3, 4, 5]);
+    }
 }

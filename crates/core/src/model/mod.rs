@@ -26,5 +26,6 @@ pub use description::{LinearInfo, logical_buffers, logical_parts};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use loaded::{Model, set_expert_biases};
 pub use moe_config::MoeConfig;
+pub(crate) use moe_config::moe_layer_index;
 pub use mtp_config::{MtpConfig, MtpTraining};
 pub use pipeline_layout::PipelineLayout;

@@ -20,7 +20,7 @@ pub struct MoeConfig {
     pub layers: Vec<bool>,
     /// Score function of the router.
     pub score: ScoreKind,
-    /// Is the softmax taken over all experts before top-k, instead of over the top-k logits?
+    /// Softmax over all experts before top-k, instead of over the top-k logits.
     #[serde(default)]
     pub pre_softmax: bool,
     /// Group-limited routing: experts are divided into groups, and only the best groups are routed to: [groups, top
@@ -35,13 +35,13 @@ pub struct MoeConfig {
     pub normalize: Option<bool>,
     /// Scaling factor of the routing probabilities.
     pub scale: f32,
-    /// Is an expert bias added to the scores for top-k, updated from the load (auxiliary-loss-free balancing)?
+    /// Add an expert bias to the scores for top-k, updated from the load (auxiliary-loss-free balancing).
     #[serde(default)]
     pub expert_bias: bool,
-    /// Does the router have a bias?
+    /// Router bias.
     #[serde(default)]
     pub router_bias: bool,
-    /// Do experts have biases?
+    /// Biases of the experts.
     #[serde(default)]
     pub bias: bool,
     /// Clamped SwiGLU of the experts (GPT-OSS).
@@ -53,7 +53,7 @@ pub struct MoeConfig {
     /// Width of the shared expert, which every token goes to.
     #[serde(default)]
     pub shared_ffn: Option<usize>,
-    /// Is the shared expert's output weighted by a sigmoid gate?
+    /// Weight the shared expert's output by a sigmoid gate.
     #[serde(default)]
     pub shared_gate: bool,
 }
@@ -83,7 +83,7 @@ pub struct Clamp {
 }
 
 impl MoeConfig {
-    /// Does every token give its only expert the probability 1, so that the loss sends the router no gradient?
+    /// Whether every token's only expert has probability 1, so that the loss sends the router no gradient.
     pub fn router_is_constant(&self) -> bool {
         self.topk == 1 && self.score == ScoreKind::Softmax && !self.pre_softmax
     }
@@ -111,7 +111,7 @@ impl MoeConfig {
         }
     }
 
-    /// Is layer `i` an MoE layer?
+    /// Whether layer `i` is an MoE layer.
     pub fn is_moe_layer(&self, i: usize) -> bool {
         self.layers.is_empty() || self.layers.get(i).copied().unwrap_or(false)
     }
@@ -228,5 +228,23 @@ impl ModelConfig {
         if m.shared_gate && m.shared_ffn.is_none() {
             bad.push("moe.shared_gate weights a shared expert; set moe.shared_ffn".into());
         }
+    }
+}
+
+/// The index of an MoE layer by its name: 3 for `layers.3.moe`, `decoder_layers + 1` for `mtp.1.layer.moe`.
+pub(crate) fn moe_layer_index(name: &str, decoder_layers: usize) -> usize {
+    let number = name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0);
+    if name.starts_with("mtp.") { decoder_layers + number } else { number }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mtp_layers_are_numbered_after_the_decoder() {
+        let index = |name| moe_layer_index(name, 24);
+        assert_eq!((index("layers.12.moe"), index("moe")), (12, 0));
+        assert_eq!((index("mtp.0.layer.moe"), index("mtp.1.layer.moe")), (24, 25));
     }
 }

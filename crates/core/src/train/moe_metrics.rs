@@ -8,7 +8,7 @@
 
 use super::gather;
 use super::model_state::ModelState;
-use crate::model::Decoder;
+use crate::model::{Decoder, moe_layer_index};
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_engine::moe::{AuxLossKind, MoeCounters, MoeLayerSpec, MoeTraining};
@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 /// Metrics of a step by event key.
 pub type StepMetrics = BTreeMap<String, Value>;
 
-/// What `moe.log` asks for.
+/// Metrics that `moe.log` selects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct MoeLogOptions {
     losses: bool,
@@ -46,7 +46,7 @@ impl MoeLogOptions {
     }
 }
 
-/// What one MoE layer counted over all tokens of a step, as it is sent between stages. Floats are bit patterns, because
+/// Counts of one MoE layer over all tokens of a step, as sent between stages. Floats are bit patterns, because
 /// JSON has no NaN.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct MoeLayerCounts {
@@ -73,7 +73,7 @@ fn read(
     let (z, dropped) = (s.download::<f64>(&c.z)?, s.download::<i64>(&c.dropped)?);
     let width = |all: usize| all / specs.len().max(1);
     let layer = |(i, spec): (usize, &MoeLayerSpec)| MoeLayerCounts {
-        layer: layer_index(&spec.name, decoder_layers),
+        layer: moe_layer_index(&spec.name, decoder_layers),
         load: load[i * width(load.len())..][..spec.experts].to_vec(),
         losses: losses[i * width(losses.len())..][..AuxLossKind::ALL.len()]
             .iter()
@@ -85,16 +85,10 @@ fn read(
     Ok(specs.iter().enumerate().map(layer).collect())
 }
 
-/// The index of a layer by its name: 3 for `layers.3.moe`, `decoder_layers + 1` for `mtp.1.layer.moe`.
-fn layer_index(name: &str, decoder_layers: usize) -> usize {
-    let number = name.split('.').find_map(|part| part.parse().ok()).unwrap_or(0);
-    if name.starts_with("mtp.") { decoder_layers + number } else { number }
-}
-
 /// The hook that reads MoE counters after a step, for `moe.log`.
 pub(super) struct MoeMetrics {
     options: MoeLogOptions,
-    /// What the layers of this stage counted in the last ended step.
+    /// Counts of this stage's layers in the last ended step.
     counts: Vec<MoeLayerCounts>,
 }
 
@@ -265,12 +259,5 @@ mod tests {
         let n = named(&all, &training, 1, words(&["all"]));
         assert!(n["imbalance"].is_null() && n["entropy"].is_null() && n["z_loss"].is_null());
         assert_eq!(named(&[], &training, 1, words(&["all"])), StepMetrics::new());
-    }
-
-    #[test]
-    fn mtp_layers_are_numbered_after_the_decoder() {
-        let index = |name| layer_index(name, 24);
-        assert_eq!((index("layers.12.moe"), index("moe")), (12, 0));
-        assert_eq!((index("mtp.0.layer.moe"), index("mtp.1.layer.moe")), (24, 25));
     }
 }
