@@ -184,7 +184,8 @@ keys! {
         tokens: Option<Count> = None, "train_tokens", "num_tokens", "max_tokens", "training_tokens";
         /// Global batch size in sequences.
         global_batch: usize = 32, "global_batch_size", "batch_size", "train_batch_size", "gbs";
-        /// Micro-batch size in sequences; derived so that a micro-batch has at most 4096 tokens.
+        /// Micro-batch size in sequences; derived so that a micro-batch has at most 4096 tokens and, where the batch allows, a
+        /// pipeline four micro-batches per stage.
         micro_batch: Option<usize> = None, "micro_batch_size", "local_batch_size", "per_device_train_batch_size", "mbs", "train_micro_batch_size_per_gpu";
         /// Batch-size ramp-up: [initial batch size, increment, samples until train.global_batch].
         ramp: Option<[u64; 3]> = None, "rampup_batch_size", "batch_size_rampup";

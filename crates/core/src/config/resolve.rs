@@ -1,4 +1,4 @@
-//! Deriving what a recipe leaves open, with the reason for each value.
+//! Derives the values that a recipe leaves unset, each with its reason.
 
 use super::model::section;
 use super::ramp::Ramp;
@@ -8,19 +8,22 @@ use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
 use serde::Serialize;
 
-/// Tokens a derived micro-batch may hold: enough to keep a CPU's matrix units busy, little enough for memory.
+/// Most tokens of a derived micro-batch: enough for efficient GEMMs, few enough for memory.
 const MICRO_BATCH_TOKENS: usize = 4096;
+/// Micro-batches for each pipeline stage where the batch has as many. The bubble of 1F1B, (pp − 1)/(m + pp − 1) of the
+/// time, is below 20 % then.
+const MICRO_BATCHES_PER_STAGE: usize = 4;
 /// The longest derived sequence.
 const LONGEST_DERIVED: usize = 4096;
 
-/// A value nobody set, and why it is what it is.
+/// A derived value and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Derived {
     /// The key.
     pub key: &'static str,
     /// Its value in TOML.
     pub value: String,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }
 
@@ -37,16 +40,16 @@ impl Derivations {
     }
 }
 
-/// A configuration in which every key that has a use has a value, and the architecture it describes.
+/// A complete configuration and the architecture it describes.
 #[derive(Clone, Debug)]
 pub struct Resolved {
-    /// Every key; [`Config::to_toml`] of it goes into the run folder.
+    /// Every key that applies has a value; [`Config::to_toml`] of it is stored in the run folder.
     pub config: Config,
     /// The architecture.
     pub model: ModelConfig,
-    /// The derived lengths, as plain numbers.
+    /// Lengths of the run, as plain numbers.
     pub plan: RunPlan,
-    /// What was derived and why, in the order it was derived.
+    /// Derived values in order of derivation.
     pub derived: Vec<Derived>,
 }
 
@@ -61,7 +64,7 @@ pub struct RunPlan {
     pub tokens: u64,
     /// Tokens per sequence.
     pub seq_len: usize,
-    /// Sequences per pass through the model; divides every batch of the run.
+    /// Sequences per micro-batch; divides every batch of the run.
     pub micro_batch: usize,
     /// Lowest learning rate after warm-up.
     pub min_lr: f64,
@@ -78,8 +81,8 @@ pub struct RunPlan {
 }
 
 impl Recipe {
-    /// Derives what is unset and refuses what cannot work, before anything is allocated. `hf` is the architecture
-    /// of the folder in model.hf, where that is set.
+    /// Derives unset values and validates all of them, before anything is allocated. `hf` is the architecture of the
+    /// folder in model.hf, where that is set.
     pub fn resolve(&self, hf: Option<&ModelConfig>) -> Result<Resolved> {
         self.check_values()?;
         let mut derived = Derivations::default();
@@ -119,7 +122,7 @@ impl Recipe {
             );
         }
         if data.path.0.len() > 1 && data.weights.is_empty() {
-            data.weights = derived.add("data.weights", vec![1.0; data.path.0.len()], "every path alike");
+            data.weights = derived.add("data.weights", vec![1.0; data.path.0.len()], "equal weights");
         }
         let bytes = data.tokenizer.is_none() && model.vocab <= 256;
         if data.eod.is_none() && (data.is_embedded() || bytes) {
@@ -139,7 +142,7 @@ impl Recipe {
         Ok(())
     }
 
-    /// As many data-parallel ranks as the experts' ranks need.
+    /// Raises parallel.dp to the number of data-parallel ranks that expert parallelism needs.
     fn derive_ranks(&self, c: &mut Config, derived: &mut Derivations) {
         let p = &mut c.parallel;
         let dense = p.tp.saturating_mul(p.cp).saturating_mul(p.pp).max(1);
@@ -149,7 +152,7 @@ impl Recipe {
         let dp = (most / dense as u64) as usize;
         if c.moe.experts.is_some() && dp != p.dp && most.is_multiple_of(dense as u64) {
             p.dp =
-                derived.add("parallel.dp", dp, "the experts' etp x ep ranks are ranks with other data, too");
+                derived.add("parallel.dp", dp, "etp x ep ranks hold the experts, and each has its own data");
         }
     }
 
@@ -158,23 +161,7 @@ impl Recipe {
         let seq_len = c.data.seq_len.unwrap_or(LONGEST_DERIVED).max(1);
         let ramp = Ramp::new(c.train.global_batch as u64, c.train.ramp);
 
-        let micro_batch = c.train.micro_batch.unwrap_or_else(|| {
-            let all = c.train.ramp.map_or(0, |[start, increment, _]| gcd(start, increment)) as usize;
-            // Of one data-parallel rank, where the batch divides over them.
-            let whole = gcd(c.train.global_batch as u64, all as u64) as usize;
-            let whole =
-                if whole.is_multiple_of(c.parallel.dp.max(1)) { whole / c.parallel.dp.max(1) } else { 1 };
-            let most = (MICRO_BATCH_TOKENS / seq_len).clamp(1, whole);
-            let value = (1..=most).rev().find(|m| whole.is_multiple_of(*m)).unwrap_or(1);
-            let reason = if value == c.train.global_batch {
-                format!("the whole batch is {} tokens, one pass", value * seq_len)
-            } else if seq_len >= MICRO_BATCH_TOKENS {
-                format!("one sequence is {seq_len} tokens already")
-            } else {
-                format!("divides every batch and keeps a pass near {MICRO_BATCH_TOKENS} tokens")
-            };
-            derived.add("train.micro_batch", value, reason)
-        });
+        let micro_batch = c.train.micro_batch.unwrap_or_else(|| derive_micro_batch(c, seq_len, derived));
         c.train.micro_batch = Some(micro_batch);
 
         let steps = match (c.train.steps, c.train.tokens) {
@@ -188,7 +175,7 @@ impl Recipe {
                 )
             }
             (None, None) => {
-                let what = "how long is not said: set train.steps (or --steps) or train.tokens";
+                let what = "the length of the run is not set: set train.steps (or --steps) or train.tokens";
                 return Err(Error::Config {
                     file: None,
                     line: None,
@@ -244,8 +231,36 @@ impl Recipe {
     }
 }
 
+/// The largest micro-batch that divides every batch, is near [`MICRO_BATCH_TOKENS`] and leaves enough micro-batches to
+/// fill a pipeline.
+fn derive_micro_batch(c: &Config, seq_len: usize, derived: &mut Derivations) -> usize {
+    let (batch, dp, pp, vp) = (c.train.global_batch, c.parallel.dp.max(1), c.parallel.pp, c.parallel.vp);
+    let ramp = c.train.ramp.map_or(0, |[start, increment, _]| gcd(start, increment));
+    // Of one data-parallel rank, where the batch divides over them.
+    let all = gcd(batch as u64, ramp) as usize;
+    let whole = if all.is_multiple_of(dp) { all / dp } else { 1 };
+    let most = (MICRO_BATCH_TOKENS / seq_len).clamp(1, whole);
+    let filling = match pp {
+        0 | 1 => most,
+        _ => (batch / dp / (MICRO_BATCHES_PER_STAGE * pp)).max(1),
+    };
+    let value = (1..=most.min(filling)).rev().find(|m| whole.is_multiple_of(*m)).unwrap_or(1);
+    let reason = if filling < most {
+        let count = batch / dp / value;
+        let bubble = 100.0 * (pp - 1) as f64 / (vp * count + pp - 1) as f64;
+        format!("{count} micro-batches fill {pp} pipeline stages: a bubble of about {bubble:.0} %")
+    } else if value == batch {
+        format!("the whole batch is {} tokens, one pass", value * seq_len)
+    } else if seq_len >= MICRO_BATCH_TOKENS {
+        format!("one sequence is {seq_len} tokens already")
+    } else {
+        format!("divides every batch and keeps a pass near {MICRO_BATCH_TOKENS} tokens")
+    };
+    derived.add("train.micro_batch", value, reason)
+}
+
 impl super::DataSection {
-    /// Is the corpus inside the program the data?
+    /// Whether the data is the embedded corpus.
     pub fn is_embedded(&self) -> bool {
         self.path.0.iter().any(|p| p == "embedded")
     }
@@ -266,7 +281,7 @@ impl Config {
     }
 }
 
-/// A tenth that prints as people write it: 0.0003 and not 0.00030000000000000003.
+/// A tenth, rounded so that it prints as 0.0003 and not 0.00030000000000000003.
 fn tenth(x: f64) -> f64 {
     format!("{:.12e}", x / 10.0).parse().unwrap_or(x / 10.0)
 }

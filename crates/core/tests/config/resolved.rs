@@ -72,6 +72,33 @@ fn derived_values_come_with_reasons() {
     assert_eq!(r.model.attn_scale, (1.0 / 32f64.sqrt()) as f32);
 }
 
+/// A pipeline needs several micro-batches for each stage, or it idles.
+#[test]
+fn derived_micro_batches_fill_a_pipeline() {
+    let resolve = |set: &[&str]| {
+        let mut recipe = Recipe::named("tiny").unwrap();
+        set.iter().for_each(|s| recipe.set(s).unwrap());
+        let r = recipe.resolve(None).unwrap();
+        let count = r.config.train.global_batch / r.config.parallel.dp / r.plan.micro_batch;
+        let reason = r.derived.into_iter().find(|d| d.key == "train.micro_batch").unwrap().reason;
+        (r.plan.micro_batch, count, reason)
+    };
+    // One stage: as large as a pass may be.
+    assert_eq!(resolve(&["parallel.dp=2"]).0, 8);
+    // Sixteen sequences on two replicas cannot be four micro-batches for each of four stages.
+    let (micro, count, reason) = resolve(&["parallel.pp=4", "parallel.dp=2"]);
+    assert_eq!((micro, count), (1, 8));
+    assert!(reason.contains("bubble of about 27 %"), "{reason}");
+    let (micro, count, reason) = resolve(&["parallel.pp=4", "parallel.dp=2", "train.global_batch=256"]);
+    assert_eq!((micro, count), (8, 16));
+    assert!(reason.contains("bubble of about 16 %"), "{reason}");
+    // A batch that fills the pipeline whatever the micro-batch keeps the micro-batch of one stage.
+    let (micro, _, reason) = resolve(&["parallel.pp=2", "train.global_batch=1024"]);
+    assert_eq!(micro, resolve(&["train.global_batch=1024"]).0);
+    assert!(reason.contains("tokens"), "{reason}");
+    assert_eq!(resolve(&["parallel.pp=2", "parallel.vp=2"]).0, 2);
+}
+
 #[test]
 fn lengths_in_samples_follow_the_batch_ramp() {
     let text = "[train]\nsteps = 10\nglobal_batch = 8\nramp = [2, 2, 12]\n[schedule]\nwarmup = 3\ndecay = \"wsd\"\nwsd_steps = 2\n[model]\npreset = \"tiny\"\n";
