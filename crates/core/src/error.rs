@@ -1,11 +1,11 @@
-//! What can go wrong in recipes, data, models, checkpoints and training.
+//! Errors of recipes, data, models, checkpoints and training.
 
 use std::path::{Path, PathBuf};
 
 /// Errors of this crate. Each names the thing and, where there is one, the way out.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A recipe, a `--set`, or a combination of keys that cannot work.
+    /// An invalid key, value or combination of keys, of a recipe or of `--set`.
     #[error("{}{what}", place(file, *line, key))]
     Config {
         /// The recipe file, or "--set"; `None` for a built-in default.
@@ -16,21 +16,21 @@ pub enum Error {
         key: Option<String>,
         /// What is wrong and what to change, in one sentence.
         what: String,
-        /// What was probably meant.
+        /// A suggestion, such as a key of similar spelling.
         hint: Option<String>,
     },
-    /// A request that cannot be carried out as given.
+    /// An invalid request.
     #[error("{0}")]
     Invalid(String),
-    /// The operating system refused; the source says which act and why.
+    /// An I/O error; the source says which operation failed and why.
     #[error("{}: {source}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         source: std::io::Error,
     },
-    /// A file exists but its contents are not what they must be.
+    /// A file whose contents are invalid.
     #[error("{}: {what}", path.display())]
     Damaged {
         /// The file or folder.
@@ -38,12 +38,12 @@ pub enum Error {
         /// What is wrong with it, and where.
         what: String,
     },
-    /// Something asked for is not there.
+    /// A missing file, or a missing part of one.
     #[error("{}: {what}", path.display())]
     Missing {
-        /// The file or folder looked in.
+        /// The file or folder.
         path: PathBuf,
-        /// What was asked for.
+        /// What is missing.
         what: String,
     },
     /// Another process works in a folder.
@@ -54,7 +54,7 @@ pub enum Error {
         /// The process, `process 123 on host`.
         holder: String,
     },
-    /// Training left the numbers.
+    /// Training diverged: loss or gradient norm is not finite.
     #[error(
         "step {step} has loss {loss} and gradient norm {grad_norm}; lower optimizer.lr, lengthen schedule.warmup, or go on from an earlier checkpoint"
     )]
@@ -66,27 +66,37 @@ pub enum Error {
         /// Its gradient norm.
         grad_norm: f64,
     },
-    /// A pipeline schedule that would not work; found before it runs.
+    /// An invalid pipeline schedule, found before it runs.
     #[error("pipeline rank {rank}, step {step} ({operation}): {what}")]
     Schedule {
         /// The pipeline rank.
         rank: usize,
-        /// GroupRank in the rank's list, from 0.
+        /// Index in the rank's list of operations, from 0.
         step: usize,
-        /// What stands there.
+        /// The operation.
         operation: String,
         /// What is wrong with it.
         what: String,
     },
-    /// A step does not fit in memory.
+    /// A step ran out of device memory.
     #[error("{table}\n{advice}")]
     OutOfMemory {
-        /// What was asked for, and the table by category. (Not the source of the error: it is shown here.)
+        /// The failed allocation, and memory by category. (Not the source of the error: it is shown here.)
         table: ferrotron_tensor::Error,
         /// What to change.
         advice: String,
     },
-    /// From the tensors below.
+    /// The memory of a machine is too small for a recipe; found before anything is allocated.
+    #[error("not enough memory: {advice}")]
+    DoesNotFit {
+        /// Bytes needed by the ranks of this machine.
+        needed: usize,
+        /// Bytes it has.
+        memory: usize,
+        /// Both in words, and what to change.
+        advice: String,
+    },
+    /// An error of tensors, kernels or communication.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),
 }
@@ -106,8 +116,8 @@ impl Error {
         move |source| Error::Io { path: path.as_ref().to_path_buf(), source }
     }
 
-    /// An [`Error::Io`] whose sentence says what was being done (`"write"`, `"rename to …"`), with the way out
-    /// for the two causes users can do something about.
+    /// An [`Error::Io`] that says which operation failed (`"write"`, `"rename to …"`), with advice where space or
+    /// permissions are the cause.
     pub fn io_doing(path: &Path, doing: &str, source: std::io::Error) -> Error {
         use std::io::ErrorKind as K;
         let hint = match source.kind() {
@@ -119,12 +129,12 @@ impl Error {
         Error::Io { path: path.to_path_buf(), source }
     }
 
-    /// A defect in a file's content.
+    /// An [`Error::Damaged`].
     pub fn damaged(path: impl AsRef<Path>, what: impl Into<String>) -> Error {
         Error::Damaged { path: path.as_ref().to_path_buf(), what: what.into() }
     }
 
-    /// The same error with more advice at the end of its sentence.
+    /// The same error with advice appended.
     pub fn with_hint(self, hint: &str) -> Error {
         match self {
             Error::Io { path, source } => {
@@ -136,7 +146,7 @@ impl Error {
         }
     }
 
-    /// What was probably meant, where that is known.
+    /// A suggestion, if there is one.
     pub fn hint(&self) -> Option<&str> {
         match self {
             Error::Config { hint, .. } => hint.as_deref(),

@@ -6,6 +6,7 @@ mod bench_kernels;
 pub mod convert;
 pub mod data;
 pub mod doctor;
+mod dry_run;
 pub mod explain;
 pub mod forward;
 pub mod generate;

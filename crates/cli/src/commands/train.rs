@@ -1,7 +1,8 @@
 //! `train`: train a model from a recipe.
 
-use crate::args::Global;
+use crate::args::{Device, Global};
 use crate::format;
+use crate::machine::Memory;
 use crate::output::{self, UsageError};
 use crate::progress::Progress;
 use crate::ranks;
@@ -9,15 +10,15 @@ use crate::signal::StopFlag;
 use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved};
-use ferrotron_core::cost::MemoryEstimate;
+use ferrotron_core::cost::summary::timeline;
+use ferrotron_core::cost::{MemoryEstimate, check_fits};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
-use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::model::generate::{Prompt, Sampling, generate};
-use ferrotron_core::pipeline::{Costs, PipelinePlan, Timeline};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::StepContext;
+use ferrotron_tensor::gpus;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -46,7 +47,7 @@ Examples:
   ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
   ferrotron train my.toml --ranks 4 --set parallel.tp=2
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
-  ferrotron train my.toml --dry-run        print the resolved configuration and the reason of every derived value
+  ferrotron train my.toml --dry-run        print the resolved configuration, derived values, memory and communication
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
 
@@ -75,7 +76,7 @@ pub struct Args {
     /// Delete the run in the run folder and start over
     #[arg(long)]
     pub fresh: bool,
-    /// Print the resolved configuration and derived values, then exit
+    /// Print the resolved configuration, its memory, FLOPs and communication, then exit; data and tokenizer are opened
     #[arg(long)]
     pub dry_run: bool,
     /// Trace options.
@@ -123,51 +124,21 @@ pub fn derived(resolved: &Resolved) -> String {
     if rows.is_empty() { String::new() } else { format!("derived:\n{}", output::table(&rows)) }
 }
 
-/// The pipeline's stages and a drawing of the schedule; none with a single stage.
-fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
-    let p = &resolved.config.parallel;
-    if p.pp == 1 {
-        return Ok(None);
+/// Refuses a run on the CPU that needs more memory than the machine has. A GPU says so itself, at the first allocation.
+fn check_memory(resolved: &Resolved, global: &Global) -> Result<()> {
+    let cpu = match global.device {
+        Device::Cpu => true,
+        Device::Cuda(_) => false,
+        Device::Auto => gpus().map_or(0, |all| all.len()) == 0,
+    };
+    let ranks = match global.launch.job()? {
+        Some(job) => job.local_size,
+        None => resolved.config.parallel.layout().world()?,
+    };
+    match Memory::look().total.filter(|_| cpu) {
+        Some(memory) => Ok(check_fits(resolved, ranks, memory as usize)?),
+        None => Ok(()),
     }
-    let placement = PipelineLayout { vp: p.vp, layout: p.stages.clone() }.place(&resolved.model, p.pp)?;
-    let micro_batches = resolved.config.train.global_batch / (resolved.plan.micro_batch * p.dp);
-    let mode = p.schedule.schedule_kind();
-    let schedule =
-        PipelinePlan { kind: mode, ..PipelinePlan::new(p.pp, placement.vp(), micro_batches) }.schedule()?;
-    let drawing = Timeline::new(&schedule, &Costs::default())?.draw(120);
-    Ok(Some(format!("stages: {placement}\n{drawing}")))
-}
-
-/// `--dry-run`: prints everything that is known before anything is allocated.
-fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
-    if !global.launch.leads() {
-        return Ok(ExitCode::SUCCESS);
-    }
-    if global.json {
-        output::print_json(&serde_json::json!({
-            "recipe": recipe.name,
-            "out": args.out(recipe),
-            "config": resolved.config,
-            "plan": resolved.plan,
-            "derived": resolved.derived,
-            "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved)?.optimizer_bytes(),
-        }))?;
-    } else {
-        let p = &resolved.plan;
-        output::print(&format!(
-            "{}\n# {} steps, {} sequences, {} tokens\n# {}\n{}",
-            resolved.config.to_toml(),
-            format::thousands(p.steps),
-            format::count(p.samples),
-            format::count(p.tokens),
-            MemoryEstimate::of(resolved)?.bytes_per_parameter()?,
-            derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
-        ))?;
-        if let Some(drawing) = pipeline(resolved)? {
-            output::print(&drawing.lines().map(|l| format!("# {l}\n")).collect::<String>())?;
-        }
-    }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Runs the command.
@@ -175,8 +146,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let mut recipe = args.load(global)?;
     let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     if args.dry_run {
-        return show(&args, &recipe, &resolved, global);
+        return super::dry_run::run(&args, &recipe, &resolved, global);
     }
+    check_memory(&resolved, global)?;
     let out = args.out(&recipe);
     let stop = StopFlag::listen()?;
     let layout = resolved.config.parallel.layout();
@@ -304,6 +276,11 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         );
         if first == 0 {
             eprintln!("{}", MemoryEstimate::of(&run.resolved)?.bytes_per_parameter()?);
+            let parallel = &run.resolved.config.parallel;
+            if parallel.pp > 1 {
+                let bubble = 100.0 * timeline(&run.resolved)?.bubble();
+                eprintln!("pipeline: {} stages, {bubble:.1} % of a step is bubble", parallel.pp);
+            }
             let mut resolved = run.resolved.clone();
             // Resolved on the device, so it is not among the recipe's derived values.
             let choice = run.trainer.cuda_graph_decision();

@@ -1,7 +1,8 @@
 //! Memory of a training step, on the pipeline stage that needs most.
 //!
 //! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are
-//! the saved tensors of the micro-batches in flight, the recomputed tensors of one layer, and a few rows in transit.
+//! the saved tensors of the micro-batches in flight. The workspace is the recomputed tensors of one layer and a few rows
+//! in transit.
 
 use crate::Result;
 use crate::config::{MasterDtype, OptimizerKind, PipelineSchedule, Resolved, StateDtype};
@@ -9,11 +10,12 @@ use crate::model::description::{Lifetime, ModelDescription, StepShape};
 use ferrotron_engine::ParamSpec;
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit};
 use ferrotron_tensor::DType;
+use serde::Serialize;
 
 /// Gradient buckets that ZeRO-2 holds in full while they are reduced.
 const FULL_BUCKETS: usize = 3;
 
-/// What decides the memory of a step.
+/// Inputs of the memory estimate of a step.
 #[derive(Clone, Debug)]
 pub struct MemoryEstimate {
     /// The step on one rank of every pipeline stage.
@@ -25,7 +27,7 @@ pub struct MemoryEstimate {
 }
 
 /// Bytes on one rank, by category.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct MemoryBytes {
     /// Weights in the compute dtype or FP8.
     pub parameters: usize,
@@ -33,19 +35,21 @@ pub struct MemoryBytes {
     pub gradients: usize,
     /// Master weights and moments.
     pub optimizer: usize,
-    /// Activations at their peak: the loss is computed and backward begins.
+    /// Tensors saved for backward, of the micro-batches in flight at the peak: the loss is computed and backward begins.
     pub activations: usize,
+    /// What one layer computes and frees again: recomputed tensors, and inputs, outputs and gradients in transit.
+    pub workspace: usize,
 }
 
 impl MemoryBytes {
-    /// What stays allocated over a step.
+    /// Bytes that stay allocated over a step.
     pub fn static_bytes(&self) -> usize {
         self.parameters + self.gradients + self.optimizer
     }
 
     /// All categories together.
     pub fn total(&self) -> usize {
-        self.static_bytes() + self.activations
+        self.static_bytes() + self.activations + self.workspace
     }
 }
 
@@ -116,21 +120,14 @@ impl MemoryEstimate {
             out.gradients += 4 * lengths.iter().take(FULL_BUCKETS).sum::<usize>();
         }
         out.optimizer = (self.optimizer_bytes() * state as f64) as usize;
-        out.activations = self.activations(shape, &description)?;
-        Ok(out)
-    }
-
-    fn activations(&self, shape: &StepShape, description: &ModelDescription) -> Result<usize> {
-        let rows = shape.rows()?;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
-        let (held, chunks) = self.in_flight(shape);
+        let ((held, chunks), rows) = (self.in_flight(shape), shape.rows()?);
+        out.activations = stored * held / chunks;
         // The residual stream, its gradient, and input and output of a block.
         let transit = 4 * rows.local * shape.model.hidden * shape.dtype.size();
-        Ok(stored * held / chunks
-            + recomputed.unwrap_or(0)
-            + transit
-            + fp8_logits(shape, description, rows.all))
+        out.workspace = recomputed.unwrap_or(0) + transit + fp8_logits(shape, &description, rows.all);
+        Ok(out)
     }
 
     /// Micro-batches whose activations a rank holds at most, as a fraction: chunk passes over model chunks.

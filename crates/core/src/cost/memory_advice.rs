@@ -1,7 +1,7 @@
 //! The cheapest change that makes a step fit.
 
-use super::MemoryEstimate;
-use crate::config::{PipelineSchedule, StateDtype};
+use super::{CostSummary, MemoryEstimate};
+use crate::config::{PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::StepShape;
 use crate::{Error, Result};
 use ferrotron_engine::attention::Layout;
@@ -9,14 +9,14 @@ use ferrotron_engine::{Rank, Recompute};
 use ferrotron_tensor::{Error as TensorError, format_bytes};
 
 impl MemoryEstimate {
-    /// The same with another step on every stage.
+    /// The estimate with `change` applied to every stage.
     fn with(&self, change: impl Fn(&mut StepShape)) -> MemoryEstimate {
         let mut new = self.clone();
         new.stages.iter_mut().for_each(change);
         new
     }
 
-    /// The same with micro-batches of `count` sequences.
+    /// The estimate with micro-batches of `count` sequences.
     fn with_micro_batch(&self, count: usize) -> MemoryEstimate {
         self.with(|s| {
             if let Layout::Rows { count: old, .. } = &mut s.micro_batch {
@@ -70,10 +70,26 @@ impl MemoryEstimate {
             }
         }
         Ok(format!(
-            "{needs}, and no change of batch or recomputation makes it fit; use more ranks (parallel.tp, parallel.pp) or \
+            "{needs}, and no change of batch or recomputation makes it fit; use more devices (parallel.tp, parallel.pp) or \
              a smaller model"
         ))
     }
+}
+
+/// Refuses a recipe whose `ranks` on one machine need more than its `memory`, before anything is allocated.
+pub fn check_fits(r: &Resolved, ranks: usize, memory: usize) -> Result<()> {
+    let summary = CostSummary::of(r)?;
+    let most = summary.largest().map_or(0, |s| s.memory.total());
+    let needed = summary.total_bytes().min(most.saturating_mul(ranks));
+    if needed <= memory {
+        return Ok(());
+    }
+    let advice = MemoryEstimate::of(r)?.advice(memory / ranks.max(1))?;
+    let shared = match ranks {
+        1 => String::new(),
+        n => format!("{n} ranks share the {} of this machine; for one, ", format_bytes(memory)),
+    };
+    Err(Error::DoesNotFit { needed, memory, advice: shared + &advice })
 }
 
 /// Adds to an out-of-memory error what to change; other errors pass unchanged.
@@ -88,4 +104,43 @@ pub(crate) fn advise<T>(result: Result<T>, rank: &Rank, estimate: &MemoryEstimat
         }
         other => other,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::workload;
+
+    fn refusal(set: &[&str], ranks: usize, memory: usize) -> Option<String> {
+        let mut recipe = workload("llama-1b").unwrap();
+        set.iter().for_each(|s| recipe.set(s).unwrap());
+        check_fits(&recipe.resolve(None).unwrap(), ranks, memory).err().map(|e| e.to_string())
+    }
+
+    #[test]
+    fn a_machine_that_is_too_small_is_refused_with_what_to_change() {
+        let set = ["train.micro_batch=64", "train.global_batch=64"];
+        assert_eq!(refusal(&set, 1, 4 << 40), None);
+        let e = refusal(&set, 1, 60 << 30).unwrap();
+        assert!(e.contains("--set train.micro_batch=") && e.contains("60"), "{e}");
+        let e = refusal(&set, 1, 1 << 30).unwrap();
+        assert!(e.contains("a smaller model"), "{e}");
+    }
+
+    /// Two ranks as threads need about twice the memory of one.
+    #[test]
+    fn ranks_of_one_machine_share_its_memory() {
+        let set = ["train.micro_batch=1", "train.global_batch=8", "parallel.dp=2", "parallel.zero=0"];
+        let one = MemoryEstimate::of(&{
+            let mut recipe = workload("llama-1b").unwrap();
+            set.iter().for_each(|s| recipe.set(s).unwrap());
+            recipe.resolve(None).unwrap()
+        });
+        let one = one.unwrap().largest().unwrap().total();
+        assert_eq!(refusal(&set, 2, 2 * one), None);
+        let e = refusal(&set, 2, 2 * one - 1).unwrap();
+        assert!(e.contains("2 ranks share the"), "{e}");
+        // Of a launched job, the other rank may be on another machine.
+        assert_eq!(refusal(&set, 1, one), None);
+    }
 }

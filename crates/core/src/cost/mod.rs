@@ -6,10 +6,13 @@ pub mod memory;
 mod memory_advice;
 pub mod roofline;
 mod step;
+pub mod summary;
 pub mod volume;
 
 pub use flops::TokenFlops;
 pub use memory::MemoryEstimate;
 pub(crate) use memory_advice::advise;
+pub use memory_advice::check_fits;
 pub(crate) use step::MoeLayers;
+pub use summary::{CostSummary, StageCost};
 pub use volume::{ByGroup, Traffic, step_volume};

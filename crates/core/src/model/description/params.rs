@@ -68,7 +68,7 @@ pub struct LinearInfo {
     pub output: usize,
     /// How tensor-parallel ranks split it.
     pub split: Split,
-    /// Is there one for each expert?
+    /// There is one for each expert.
     pub experts: bool,
 }
 
@@ -89,7 +89,7 @@ impl LinearInfo {
         self.input * self.output
     }
 
-    /// Does its first module end like this, such as `attn.q`?
+    /// Whether its first module is `module`, such as `attn.q`.
     pub fn is(&self, module: &str) -> bool {
         self.names.first().is_some_and(|n| n.ends_with(&format!(".{module}")))
     }
@@ -128,11 +128,18 @@ impl ModelConfig {
 
     /// The same, of which no sizes that [`ModelConfig::validate`] passes on overflow.
     pub(in crate::model) fn parameters_u128(&self) -> u128 {
-        self.count_parameters().unwrap_or(u128::MAX)
+        let experts = self.moe.as_ref().map_or(1, |m| m.experts as u128);
+        self.count_parameters(experts).unwrap_or(u128::MAX)
     }
 
-    fn count_parameters(&self) -> Result<u128> {
-        let experts = self.moe.as_ref().map_or(1, |m| m.experts as u128);
+    /// Parameters that one token uses: of the experts of a layer, top-k.
+    pub fn active_parameters(&self) -> usize {
+        let topk = self.moe.as_ref().map_or(1, |m| m.topk as u128);
+        self.count_parameters(topk).map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX))
+    }
+
+    /// Parameters with so many experts in each MoE layer.
+    fn count_parameters(&self, experts: u128) -> Result<u128> {
         let count = |specs: Vec<ParamSpec>| -> u128 {
             let each = |s: &ParamSpec| s.numel() as u128 * if s.experts { experts } else { 1 };
             specs.iter().map(each).sum()

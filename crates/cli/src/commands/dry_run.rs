@@ -1,0 +1,119 @@
+//! `train --dry-run`: what a run would be and cost, before anything is allocated or written.
+
+use super::train::{Args, derived};
+use crate::args::Global;
+use crate::{format, output};
+use anyhow::Result;
+use ferrotron_bridge::model_source::tokenizer_at;
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::cost::summary::timeline;
+use ferrotron_core::cost::{CostSummary, MemoryEstimate, StageCost};
+use ferrotron_core::data::source;
+use ferrotron_core::model::PipelineLayout;
+use ferrotron_tensor::format_bytes;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Columns of the drawn pipeline schedule.
+const WIDTH: usize = 120;
+
+/// Prints the resolved configuration, its costs and derived values. Data and tokenizer are opened, so that a wrong path is
+/// found here.
+pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
+    if !global.launch.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let sources = source::open(resolved)?;
+    if let Some(path) = &resolved.config.data.tokenizer {
+        tokenizer_at(Path::new(path))?;
+    }
+    let cost = CostSummary::of(resolved)?;
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "recipe": recipe.name,
+            "out": args.out(recipe),
+            "config": resolved.config,
+            "plan": resolved.plan,
+            "derived": resolved.derived,
+            "cost": cost,
+            "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved)?.optimizer_bytes(),
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let p = &resolved.plan;
+    let mut notes = format!(
+        "{} steps, {} sequences, {} tokens\n",
+        format::thousands(p.steps),
+        format::count(p.samples),
+        format::count(p.tokens)
+    );
+    notes += &costs(&cost, resolved)?;
+    notes += &sources.note.map_or(String::new(), |note| format!("{note}\n"));
+    notes += &derived(resolved);
+    notes += &pipeline(resolved)?;
+    let notes: String = notes.lines().map(|l| format!("# {l}\n")).collect();
+    output::print(&format!("{}\n{notes}", resolved.config.to_toml()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Parameters, FLOPs, memory and communication, one line or table each.
+fn costs(cost: &CostSummary, resolved: &Resolved) -> Result<String> {
+    let count = |n: usize| format::count(n as u64);
+    let mut out = format!("parameters: {}", count(cost.parameters));
+    if cost.active_parameters < cost.parameters {
+        out += &format!(", {} active per token", count(cost.active_parameters));
+    }
+    if cost.ranks > 1 {
+        let most = cost.stages.iter().map(|s| s.parameters).max().unwrap_or(0);
+        out += &format!(", at most {} on a rank", count(most));
+    }
+    out += &format!("\nFLOPs per token: {}\n", flops(cost.flops_per_token));
+    out += &format!("{}\n", MemoryEstimate::of(resolved)?.bytes_per_parameter()?);
+    out += "memory per rank, estimated:\n";
+    out += &by_stage(cost, &|s| {
+        let m = &s.memory;
+        let parts = [
+            ("weights", m.parameters),
+            ("gradients", m.gradients),
+            ("optimizer state", m.optimizer),
+            ("activations", m.activations),
+            ("workspace", m.workspace),
+            ("total", m.total()),
+        ];
+        parts.map(|(name, bytes)| (name.to_string(), format_bytes(bytes))).to_vec()
+    });
+    if cost.ranks > 1 {
+        out += "communication per step, sent by a rank, by process group:\n";
+        out += &by_stage(cost, &|s| {
+            s.sent.iter().map(|(group, bytes)| (group.to_string(), format_bytes(*bytes as usize))).collect()
+        });
+    }
+    Ok(out)
+}
+
+/// A line of named values for one rank of every pipeline stage.
+fn by_stage(cost: &CostSummary, of: &dyn Fn(&StageCost) -> Vec<(String, String)>) -> String {
+    let line = |(i, stage): (usize, &StageCost)| {
+        let name = if cost.stages.len() > 1 { format!("  stage {i}: ") } else { "  ".into() };
+        let values: Vec<String> = of(stage).iter().map(|(name, value)| format!("{name} {value}")).collect();
+        format!("{name}{}\n", values.join(", "))
+    };
+    cost.stages.iter().enumerate().map(line).collect()
+}
+
+/// 25.2 MFLOP, 6.4 GFLOP.
+fn flops(x: f64) -> String {
+    let (unit, name) =
+        [(1e12, "TFLOP"), (1e9, "GFLOP")].into_iter().find(|(unit, _)| x >= *unit).unwrap_or((1e6, "MFLOP"));
+    format!("{:.2} {name}", x / unit)
+}
+
+/// The pipeline's stages and a drawing of the schedule with its bubble; nothing with a single stage.
+fn pipeline(resolved: &Resolved) -> Result<String> {
+    let p = &resolved.config.parallel;
+    if p.pp == 1 {
+        return Ok(String::new());
+    }
+    let placement = PipelineLayout { vp: p.vp, layout: p.stages.clone() }.place(&resolved.model, p.pp)?;
+    Ok(format!("stages: {placement}\n{}", timeline(resolved)?.draw(WIDTH)))
+}

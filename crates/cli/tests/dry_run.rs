@@ -1,0 +1,65 @@
+//! `train --dry-run`, and runs that are refused before they begin.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+mod common;
+
+use common::*;
+
+#[test]
+fn dry_run_prints_what_a_run_costs() {
+    let text = ok(&["train", "--dry-run"]);
+    for line in [
+        "# parameters: 3.48M\n",
+        "# FLOPs per token: ",
+        "# memory per rank, estimated:\n#   weights 6.6 MiB, gradients 13.3 MiB, optimizer state",
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    assert!(!text.contains("communication") && !text.contains("active"), "{text}");
+    let moe = ["--set", "moe.experts=4", "--set", "parallel.tp=2", "--ranks", "8", "--set", "parallel.pp=2"];
+    let text = ok(&[&["train", "--dry-run"], &moe[..]].concat());
+    for words in
+        ["active per token, at most", "stage 0: weights", "stage 1: weights", "workspace", "tp ", "dp_cp "]
+    {
+        assert!(text.contains(words), "{words}: {text}");
+    }
+    // Eight micro-batches on two stages.
+    assert!(text.contains("communication per step") && text.contains("bubble 11.1 %"), "{text}");
+    let cost = &json(&[&["train", "--dry-run"], &moe[..]].concat())["cost"];
+    assert!(cost["active_parameters"].as_u64() < cost["parameters"].as_u64());
+    assert_eq!((cost["ranks"].as_u64(), cost["stages"].as_array().unwrap().len()), (Some(8), 2));
+    let stage = &cost["stages"][0];
+    assert!(stage["sent"]["tp"].as_u64() > Some(0) && stage["memory"]["activations"].as_u64() > Some(0));
+}
+
+#[test]
+fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
+    let (dir, recipe) = folder();
+    let (out, typo) = (dir.path().join("run"), dir.path().join("typo"));
+    let args = ["train", path(&recipe), "--dry-run", "--out", path(&out)];
+    ok(&args);
+    let error = fails(&[&args[..], &["--data", path(&typo)]].concat(), 1);
+    assert!(error.contains("typo.idx"), "{error}");
+    let data = dir.path().join("text");
+    ok(&["data", "build", path(&recipe), "--output", path(&data)]);
+    let args =
+        [&args[..], &["--data", path(&data), "--set", "eval.every=0", "--set", "model.vocab=512"]].concat();
+    ok(&args);
+    let tokenizer = format!("data.tokenizer={}", typo.display());
+    let error = fails(&[&args[..], &["--set", &tokenizer, "--set", "data.eod=0"]].concat(), 1);
+    assert!(error.contains("typo"), "{error}");
+    assert_eq!(names(dir.path()), ["small.toml", "text.bin", "text.idx"]);
+}
+
+/// On the CPU a run that cannot fit is refused before anything is allocated or written.
+#[test]
+fn a_run_that_needs_more_memory_than_the_machine_has_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let args = ["train", "tiny", "--device", "cpu", "--out", path(&out), "--set", "model.preset=llama-405b"];
+    let error = fails(&args, 1);
+    assert!(error.contains("not enough memory: this recipe needs about 6"), "{error}");
+    assert!(error.contains("a smaller model") && !out.exists(), "{error}");
+    // A dry run of it prints what it needs.
+    assert!(ok(&[&args[..], &["--dry-run"]].concat()).contains("# parameters: 405"));
+}
