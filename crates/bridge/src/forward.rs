@@ -11,7 +11,7 @@ use ferrotron_core::fs::{TargetLock, parent, rename, sync_folder};
 use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
-use ferrotron_core::parity::{Outcome, TensorKind};
+use ferrotron_core::parity::{Outcome, TensorKind, move_one_ulp};
 use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
 use ferrotron_core::train::{
@@ -150,16 +150,41 @@ pub fn check_layout(checkpoint: &HfCheckpoint, layout: &RankLayout) -> Result<()
     Ok(RankLayout { ep, ..layout.clone() }.check_model(&sizes)?)
 }
 
-/// Loads the weights in `dtype` and runs one forward pass, and a backward pass if `backward`. Every rank returns the
-/// full output.
+/// How a checkpoint is run.
+#[derive(Clone, Debug)]
+pub struct ForwardOptions {
+    /// Dtype of weights and compute.
+    pub dtype: DType,
+    /// Pipeline stages.
+    pub stages: PipelineLayout,
+    /// Run a backward pass, too.
+    pub backward: bool,
+    /// Move every f32 weight by one unit in the last place, with the signs of this seed.
+    pub ulp_seed: Option<u64>,
+}
+
+/// The logical tensor `name` as bytes of the dtype it is loaded in.
+fn read_weight(checkpoint: &HfCheckpoint, name: &str, options: &ForwardOptions) -> Result<Vec<u8>> {
+    let dtype = load_dtype(name, options.dtype);
+    let mut bytes = checkpoint.read(name, dtype)?;
+    finite::check(name, dtype, &bytes)?;
+    if let (Some(seed), DType::F32) = (options.ulp_seed, dtype) {
+        let mut values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+        move_one_ulp(seed, name, &mut values);
+        bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    }
+    Ok(bytes)
+}
+
+/// Loads the weights and runs one forward pass, and a backward pass if asked for. Every rank returns the full output.
 pub fn forward(
     rank: Rank,
     checkpoint: &HfCheckpoint,
-    dtype: DType,
-    stages: &PipelineLayout,
     input: &ForwardInput,
-    backward: bool,
+    options: &ForwardOptions,
 ) -> Result<ForwardOutput> {
+    let ForwardOptions { dtype, stages, backward, .. } = options;
+    let (dtype, backward) = (*dtype, *backward);
     // As transformers: MTP modules take no part in the model's own logits and loss.
     let config = &ModelConfig { mtp: None, ..checkpoint.config().model().clone() };
     let etp = rank.etp.size();
@@ -169,12 +194,7 @@ pub fn forward(
     let (part, mine) = rank_rows(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
-    let source = |name: &str| {
-        let dtype = load_dtype(name, dtype);
-        let bytes = checkpoint.read(name, dtype).map_err(to_core)?;
-        finite::check(name, dtype, &bytes).map_err(to_core)?;
-        Ok(bytes)
-    };
+    let source = |name: &str| read_weight(checkpoint, name, options).map_err(to_core);
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = run_pass(&model, input, None, StepMode::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;

@@ -79,6 +79,44 @@ fn micro_batches_and_precisions_agree_within_their_tolerances_and_not_within_les
     );
 }
 
+/// A model whose large weights amplify rounding: sums in another order miss the bound of f32, and the report says why they
+/// agree. With so small a learning rate, only gradients can differ.
+#[test]
+fn ill_conditioned_tensors_are_named_with_how_far_rounding_moves_them() {
+    let keys = [
+        "model.layers=6",
+        "model.hidden=32",
+        "model.heads=4",
+        "model.head_dim=8",
+        "model.ffn=64",
+        "model.qkv_bias=true",
+        "model.attn_sink=true",
+        "model.init_std=0.6",
+        "model.preset=tiny",
+        "model.kv_heads=4",
+        "data.seq_len=32",
+        "train.global_batch=4",
+        "train.micro_batch=4",
+        "optimizer.lr=1e-12",
+    ];
+    let mut args = vec!["f32", "f32,tp=2"];
+    keys.iter().for_each(|key| args.extend(["--set", key]));
+    let v = verdict(&args, 0);
+    let (count, report) = (v["ill_conditioned"].as_u64().unwrap(), v["report"].as_array().unwrap());
+    let named = |r: &&Value| r["ulp_movement"].is_f64();
+    assert!(count > 0 && report.iter().filter(named).count() as u64 == count, "{v}");
+    for row in report.iter().filter(named) {
+        let number = |key: &str| row[key].as_f64().unwrap();
+        assert!(number("relative") > number("allowed") && (number("allowed") - 1e-5).abs() < 1e-12, "{row}");
+        assert!(number("relative") <= 3.0 * number("ulp_movement"), "{row}");
+    }
+    let text = ok(&[&["parity"], &args[..]].concat());
+    assert!(text.contains("ill-conditioned: one ulp in the weights moves it by"), "{text}");
+    // A bound that is asked for is kept.
+    let v = verdict(&[&args[..], &["--tolerance", "1e-5"]].concat(), 1);
+    assert_eq!((v["ill_conditioned"].as_u64(), v["report"][0]["ulp_movement"].is_null()), (Some(0), true));
+}
+
 #[test]
 fn golden_models_agree_in_both_precisions_and_on_any_number_of_threads() {
     for model in golden_models() {

@@ -1,9 +1,11 @@
 //! One training step under two layouts, precisions or devices, compared tensor by tensor.
 
 mod compare;
+mod condition;
 mod tolerance;
 
 pub use compare::{Comparison, compare};
+pub use condition::{DRAWS, move_one_ulp, move_weights, recheck};
 pub use tolerance::{Tolerance, update_distance};
 
 use crate::Result;

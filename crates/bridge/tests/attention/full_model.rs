@@ -3,7 +3,7 @@
 use super::oracle::{Oracle, Tensors};
 use super::support::SeededRng;
 use super::{parse, try_parse};
-use ferrotron_bridge::forward::{ForwardInput, check_layout, forward};
+use ferrotron_bridge::forward::{ForwardInput, ForwardOptions, check_layout, forward};
 use ferrotron_bridge::{ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::model::PipelineLayout;
@@ -91,6 +91,12 @@ fn folder(dir: &Path, config: &Value) {
 
 const SEQ: usize = 9;
 
+/// Forward and backward in f32, with `vp` model chunks per pipeline stage.
+fn options(vp: usize) -> ForwardOptions {
+    let stages = PipelineLayout { vp, layout: None };
+    ForwardOptions { dtype: DType::F32, stages, backward: true, ulp_seed: None }
+}
+
 fn input() -> ForwardInput {
     let mut dice = SeededRng(11);
     let ids: Vec<i32> = (0..2 * SEQ).map(|_| dice.below(40) as i32).collect();
@@ -112,8 +118,7 @@ fn logits_and_gradients_are_those_of_the_definition() {
         {
             let layout: RankLayout = layout.parse().unwrap();
             let run = |rank| {
-                let stages = PipelineLayout { vp: layout.vp, layout: None };
-                let out = forward(rank, &plan, DType::F32, &stages, &input(), true);
+                let out = forward(rank, &plan, &input(), &options(layout.vp));
                 out.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
             };
             let ours = on_threads(&layout, || Ok(Rank::cpu(1, 1)?), run).unwrap().swap_remove(0);
@@ -222,8 +227,7 @@ fn a_layout_that_does_not_divide_the_model_is_refused() {
             &layout.parse::<RankLayout>().unwrap(),
             || Ok(Rank::cpu(1, 1)?),
             |rank| {
-                let stages = PipelineLayout::default();
-                forward(rank, &checkpoint, DType::F32, &stages, &input(), true)
+                forward(rank, &checkpoint, &input(), &options(1))
                     .map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
             },
         );

@@ -4,6 +4,7 @@ use crate::args::Global;
 use crate::layout::Layout;
 use crate::{output, ranks};
 use anyhow::Result;
+use ferrotron_bridge::forward::ForwardOptions;
 use ferrotron_bridge::{HfCheckpoint, forward};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::PipelineLayout;
@@ -61,10 +62,14 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     forward::check_output(&args.output, &args.model, &args.input)?;
     let layout = args.layout.grid();
     forward::check_layout(&checkpoint, &layout)?;
-    let stages = PipelineLayout { vp: layout.vp, layout: None };
+    let options = ForwardOptions {
+        dtype: args.dtype.dtype(),
+        stages: PipelineLayout { vp: layout.vp, layout: None },
+        backward: args.backward,
+        ulp_seed: None,
+    };
     let one = |rank| {
-        forward::forward(rank, &checkpoint, args.dtype.dtype(), &stages, &input, args.backward)
-            .map_err(|e| ranks::to_core_error(e.into()))
+        forward::forward(rank, &checkpoint, &input, &options).map_err(|e| ranks::to_core_error(e.into()))
     };
     let mut all = ranks::run(global, &layout, 0, one)?;
     let out = all.swap_remove(0);

@@ -19,12 +19,23 @@ pub struct Comparison {
     pub max_abs: f64,
     /// `‖a − b‖ / ‖a‖`
     pub relative: f64,
-    /// Are all bits equal?
+    /// All bits are equal.
     pub identical: bool,
     /// Largest relative error that still agrees; 0 requires equal bits.
     pub allowed: f64,
     /// The verdict.
     pub agrees: bool,
+    /// Of a tensor that misses its bound in f32: the relative distance that one unit in the last place of the weights
+    /// moves it. See [`recheck`](super::recheck).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ulp_movement: Option<f64>,
+}
+
+impl Comparison {
+    /// Whether it agrees although it misses its bound, because rounding moves it that far.
+    pub fn is_ill_conditioned(&self) -> bool {
+        self.agrees && self.ulp_movement.is_some()
+    }
 }
 
 /// Compares two outcomes: one entry per tensor of either side, the worst (relative to its tolerance) first.
@@ -92,7 +103,8 @@ fn judge(kind: TensorKind, name: &str, a: &[f64], b: &[f64], identical: bool, al
     let max_abs = if a.len() == b.len() { max_abs } else { f64::INFINITY };
     let elements = a.len().max(b.len());
     let allowed = if allowed == 0.0 { 0.0 } else { allowed / norm };
-    Comparison { kind, name: name.into(), elements, max_abs, relative, identical, allowed, agrees }
+    let name = name.into();
+    Comparison { kind, name, elements, max_abs, relative, identical, allowed, agrees, ulp_movement: None }
 }
 
 #[cfg(test)]
