@@ -147,7 +147,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         let (least, ceilings) = roofline(&rank, &resolved, &b)?;
         let roofline_s: f64 = least.iter().map(|p| p.floor_s).sum();
         let by_part: serde_json::Map<_, _> =
-            least.iter().map(|p| (p.name.into(), (p.floor_s * 1e3).into())).collect();
+            least.iter().map(|p| (p.category.name().into(), (p.floor_s * 1e3).into())).collect();
         output::print_json(&serde_json::json!({
             "work": args.work,
             "device": ranks::device_name(&rank),
@@ -331,7 +331,7 @@ fn parts(parts: &[bench::RooflinePart], c: bench::Ceilings, b: &bench::TrainBenc
             if least > 0.0 && took > 0.0 { format!("{:.0} %", least / took * 1e2) } else { String::new() };
         vec![name.to_string(), format!("{:.2}", least * 1e3), format!("{:.2}", took * 1e3), share]
     };
-    rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
+    rows.extend(parts.iter().map(|p| line(p.category.name(), p.floor_s, p.measured_s)));
     rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
     let digits = if c.gemm < 10.0 { 2 } else { 0 };
     let fp8 = c.fp8_gemm.map_or_else(String::new, |(fprop, gradients)| {

@@ -3,17 +3,14 @@
 use super::train::TrainBench;
 use crate::Result;
 use crate::config::Resolved;
-use crate::cost::roofline::{
-    ACTIVATION, ATTENTION, Ceilings, EXPERT_ACTIVATION, FP8_GEMM, GEMM, GROUPED_GEMM, LOSS, NORMS, OPTIMIZER,
-    OTHER, PERMUTE, QUANTIZE, ROPE, ROUTER, floors,
-};
+use crate::cost::roofline::{Ceilings, KernelCategory, floors};
 use ferrotron_tensor::Profile;
 
-/// A part of a step.
+/// Floor and measured time of a part of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RooflinePart {
-    /// Its name.
-    pub name: &'static str,
+    /// Its kernels.
+    pub category: KernelCategory,
     /// The least seconds of a step.
     pub floor_s: f64,
     /// Seconds a step spent in its kernels.
@@ -26,28 +23,29 @@ pub fn roofline(r: &Resolved, b: &TrainBench, c: Ceilings) -> Result<Vec<Rooflin
 }
 
 /// Floors with the time that `profile` saw in `steps` steps.
-fn parts(floors: Vec<(&'static str, f64)>, profile: &Profile, steps: usize) -> Result<Vec<RooflinePart>> {
-    let spent = |name: &str| -> f64 {
-        let kernels = profile.iter().filter(|(k, _)| part_of_kernel(k) == name);
+fn parts(floors: Vec<(KernelCategory, f64)>, profile: &Profile, steps: usize) -> Result<Vec<RooflinePart>> {
+    let spent = |part: KernelCategory| -> f64 {
+        let kernels = profile.iter().filter(|(k, _)| category_of(k) == part);
         kernels.fold(0.0, |sum, (_, (_, time))| sum + time.as_secs_f64()) / steps.max(1) as f64
     };
     let parts = floors.into_iter();
-    let parts = parts.map(|(name, floor_s)| RooflinePart { name, floor_s, measured_s: spent(name) });
-    Ok(parts.filter(|p| p.floor_s + p.measured_s > 0.0 || p.name == OTHER).collect())
+    let parts =
+        parts.map(|(category, floor_s)| RooflinePart { category, floor_s, measured_s: spent(category) });
+    Ok(parts.filter(|p| p.floor_s + p.measured_s > 0.0 || p.category == KernelCategory::Other).collect())
 }
 
-/// Which part a kernel belongs to.
-fn part_of_kernel(kernel: &str) -> &'static str {
+/// The part that a kernel, named as profiles name it, belongs to.
+fn category_of(kernel: &str) -> KernelCategory {
     match kernel {
-        k if k.starts_with("gemm") && k.ends_with("fp8)") => FP8_GEMM,
-        k if k.starts_with("gemm") => GEMM,
+        k if k.starts_with("gemm") && k.ends_with("fp8)") => KernelCategory::Fp8Gemm,
+        k if k.starts_with("gemm") => KernelCategory::Gemm,
         "quantize" | "amax" | "fp8_transpose" | "emulate" | "delayed_update" | "quantize_stack"
-        | "amax_stack" | "transpose_stack" => QUANTIZE,
-        k if k.starts_with("attention") => ATTENTION,
-        k if k.starts_with("grouped") => GROUPED_GEMM,
-        "act_forward" | "act_backward" => ACTIVATION,
+        | "amax_stack" | "transpose_stack" => KernelCategory::Quantize,
+        k if k.starts_with("attention") => KernelCategory::Attention,
+        k if k.starts_with("grouped") => KernelCategory::GroupedGemm,
+        "act_forward" | "act_backward" => KernelCategory::Activation,
         "weighted_act" | "weighted_act_backward" | "grouped_bias" | "grouped_bias_backward" => {
-            EXPERT_ACTIVATION
+            KernelCategory::ExpertActivation
         }
         "sort_by_expert"
         | "moe_permute"
@@ -58,17 +56,19 @@ fn part_of_kernel(kernel: &str) -> &'static str {
         | "moe_unpermute"
         | "moe_unpermute_dprobs"
         | "chunk_map"
-        | "pad_routing_map" => PERMUTE,
+        | "pad_routing_map" => KernelCategory::Permute,
         "top_k" | "route" | "route_backward" | "aux_loss_stats" | "aux_loss_backward"
         | "aux_loss_weights" | "z_loss" | "z_loss_backward" | "count_tokens" | "expand_topk"
         | "drop_over_capacity" | "sinkhorn" | "quantiles" | "gate_f64" | "gate_f64_backward"
         | "fill_normal_logits" | "mask_padding" | "split_bf16x2" | "accumulate_counts" | "accumulate_f64"
-        | "jitter" | "update_expert_bias" | "update_quantiles" => ROUTER,
-        "rope" => ROPE,
-        "cross_entropy" => LOSS,
-        "adam" | "sgd" | "clip_factor" | "grad_square_sum" | "clip_factor_from_square_sum" => OPTIMIZER,
-        "add" | "norm_forward" | "add_norm_forward" | "norm_backward" => NORMS,
-        _ => OTHER,
+        | "jitter" | "update_expert_bias" | "update_quantiles" => KernelCategory::Router,
+        "rope" => KernelCategory::Rope,
+        "cross_entropy" => KernelCategory::Loss,
+        "adam" | "sgd" | "clip_factor" | "grad_square_sum" | "clip_factor_from_square_sum" => {
+            KernelCategory::Optimizer
+        }
+        "add" | "norm_forward" | "add_norm_forward" | "norm_backward" => KernelCategory::Norms,
+        _ => KernelCategory::Other,
     }
 }
 
@@ -115,18 +115,24 @@ mod tests {
     fn moe_layers_count_top_k_experts() {
         let r = workload("moe-8l").unwrap().resolve(None).unwrap();
         let parts = of(&r, (16_384, 4096), &Profile::new(), 1, MOE);
-        let ms = |name: &str| parts.iter().find(|p| p.name == name).unwrap().floor_s * 1e3;
+        let ms = |part: KernelCategory| parts.iter().find(|p| p.category == part).unwrap().floor_s * 1e3;
         // 8 layers x 131072 rows x 3 matrices of 2048 x 768, six FLOPs each, at 609 TFLOP/s.
-        assert!((ms(GROUPED_GEMM) - 48.8).abs() < 0.1, "{}", ms(GROUPED_GEMM));
+        assert!((ms(KernelCategory::GroupedGemm) - 48.8).abs() < 0.1, "{}", ms(KernelCategory::GroupedGemm));
         // 8 x 8 x 131072 x 768 and 8 x 4 x (131072 + 16384) x 2048 elements of two bytes at 4.27 TB/s.
-        assert!((ms(EXPERT_ACTIVATION) - 3.02).abs() < 0.01, "{}", ms(EXPERT_ACTIVATION));
-        assert!((ms(PERMUTE) - 4.53).abs() < 0.01, "{}", ms(PERMUTE));
-        assert!((ms(ROUTER) - 0.063).abs() < 0.001, "{}", ms(ROUTER));
-        assert!(!parts.iter().any(|p| p.name == ACTIVATION), "there is no MLP");
+        assert!(
+            (ms(KernelCategory::ExpertActivation) - 3.02).abs() < 0.01,
+            "{}",
+            ms(KernelCategory::ExpertActivation)
+        );
+        assert!((ms(KernelCategory::Permute) - 4.53).abs() < 0.01, "{}", ms(KernelCategory::Permute));
+        assert!((ms(KernelCategory::Router) - 0.063).abs() < 0.001, "{}", ms(KernelCategory::Router));
+        assert!(!parts.iter().any(|p| p.category == KernelCategory::Activation), "there is no MLP");
         // All GEMMs together are the model's FLOPs and those of the routers.
         let flops = r.model.flops_per_token(4096.0).unwrap();
         let all = 16_384.0 * (flops.projections + flops.mlp + flops.logits + 6.0 * 8.0 * 2048.0 * 128.0);
-        assert!(((ms(GROUPED_GEMM) + ms(GEMM)) * 609e9 / all - 1.0).abs() < 1e-9);
+        assert!(
+            ((ms(KernelCategory::GroupedGemm) + ms(KernelCategory::Gemm)) * 609e9 / all - 1.0).abs() < 1e-9
+        );
     }
 
     #[test]
@@ -139,7 +145,7 @@ mod tests {
         let parts = of(&r, (8192, 8192), &Profile::new(), 1, c);
         let total: f64 = parts.iter().map(|p| p.floor_s * 1e3).sum();
         assert!((total / 168.0 - 1.0).abs() < 0.05, "{total} ms");
-        assert!(parts.iter().any(|p| p.name == QUANTIZE && p.floor_s > 1e-3));
+        assert!(parts.iter().any(|p| p.category == KernelCategory::Quantize && p.floor_s > 1e-3));
     }
 
     #[test]
@@ -151,18 +157,26 @@ mod tests {
             let c = Ceilings { fp8_gemm: Some((1218.0, 1218.0)), ..MOE };
             of(&r, (16_384, 4096), &Profile::new(), 1, c)
         };
-        let ms = |parts: &[RooflinePart], name| {
-            parts.iter().find(|p| p.name == name).map_or(0.0, |p| p.floor_s * 1e3)
+        let ms = |parts: &[RooflinePart], part| {
+            parts.iter().find(|p| p.category == part).map_or(0.0, |p| p.floor_s * 1e3)
         };
         let (all, none) = (
             floors(&["precision.recipe=fp8-current"]),
             floors(&["precision.recipe=fp8-current", "precision.skip=experts"]),
         );
-        assert!((ms(&all, GROUPED_GEMM) - 24.4).abs() < 0.1, "{}", ms(&all, GROUPED_GEMM));
-        assert!((ms(&none, GROUPED_GEMM) - 48.8).abs() < 0.1, "{}", ms(&none, GROUPED_GEMM));
+        assert!(
+            (ms(&all, KernelCategory::GroupedGemm) - 24.4).abs() < 0.1,
+            "{}",
+            ms(&all, KernelCategory::GroupedGemm)
+        );
+        assert!(
+            (ms(&none, KernelCategory::GroupedGemm) - 48.8).abs() < 0.1,
+            "{}",
+            ms(&none, KernelCategory::GroupedGemm)
+        );
         // 8 layers: four bytes for each weight, tokens twice, 131072 rows of 768 and of 1536, at 4.27 TB/s.
         let bytes = 8.0 * 4.0 * (128.0 * 3.0 * 2048.0 * 768.0 + 2.0 * 16_384.0 * 2048.0 + 131_072.0 * 2304.0);
-        let casts = ms(&all, QUANTIZE) - ms(&none, QUANTIZE);
+        let casts = ms(&all, KernelCategory::Quantize) - ms(&none, KernelCategory::Quantize);
         assert!((casts - bytes / 4270e6).abs() < 0.01, "{casts}");
     }
 

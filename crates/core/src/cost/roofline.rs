@@ -20,37 +20,63 @@ pub struct Ceilings {
     pub memory: f64,
 }
 
-/// Dense GEMMs in the compute dtype.
-pub const GEMM: &str = "GEMMs";
-/// Dense FP8 GEMMs.
-pub const FP8_GEMM: &str = "FP8 GEMMs";
-/// Casts to FP8, amax and transposes.
-pub const QUANTIZE: &str = "FP8 quantization";
-/// Core attention.
-pub const ATTENTION: &str = "attention";
-/// Residual additions and norms.
-pub const NORMS: &str = "residual and norms";
-/// Activation functions of dense MLPs.
-pub const ACTIVATION: &str = "activation";
-/// Grouped GEMMs of experts, whatever their precision.
-pub const GROUPED_GEMM: &str = "grouped GEMMs";
-/// Activation functions and biases of experts.
-pub const EXPERT_ACTIVATION: &str = "activation of experts";
-/// Token permutation to experts and back.
-pub const PERMUTE: &str = "token permutation";
-/// Routing and its losses.
-pub const ROUTER: &str = "router";
-/// Rotary embedding.
-pub const ROPE: &str = "RoPE";
-/// Cross-entropy.
-pub const LOSS: &str = "loss";
-/// Optimizer and gradient norm.
-pub const OPTIMIZER: &str = "optimizer";
-/// Kernels without a floor of their own.
-pub const OTHER: &str = "everything else";
+/// A part of a training step: kernels that share a floor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KernelCategory {
+    /// Dense GEMMs in the compute dtype.
+    Gemm,
+    /// Dense FP8 GEMMs.
+    Fp8Gemm,
+    /// Casts to FP8, amax and transposes.
+    Quantize,
+    /// Core attention.
+    Attention,
+    /// Residual additions and norms.
+    Norms,
+    /// Activation functions of dense MLPs.
+    Activation,
+    /// Grouped GEMMs of experts, whatever their precision.
+    GroupedGemm,
+    /// Activation functions and biases of experts.
+    ExpertActivation,
+    /// Token permutation to experts and back.
+    Permute,
+    /// Routing and its losses.
+    Router,
+    /// Rotary embedding.
+    Rope,
+    /// Cross-entropy.
+    Loss,
+    /// Optimizer and gradient norm.
+    Optimizer,
+    /// Kernels without a floor of their own.
+    Other,
+}
+
+impl KernelCategory {
+    /// Name in tables and JSON.
+    pub const fn name(self) -> &'static str {
+        match self {
+            KernelCategory::Gemm => "GEMMs",
+            KernelCategory::Fp8Gemm => "FP8 GEMMs",
+            KernelCategory::Quantize => "FP8 quantization",
+            KernelCategory::Attention => "attention",
+            KernelCategory::Norms => "residual and norms",
+            KernelCategory::Activation => "activation",
+            KernelCategory::GroupedGemm => "grouped GEMMs",
+            KernelCategory::ExpertActivation => "activation of experts",
+            KernelCategory::Permute => "token permutation",
+            KernelCategory::Router => "router",
+            KernelCategory::Rope => "RoPE",
+            KernelCategory::Loss => "loss",
+            KernelCategory::Optimizer => "optimizer",
+            KernelCategory::Other => "everything else",
+        }
+    }
+}
 
 /// The least seconds of each part of a step of `tokens` tokens in documents of `context`, on one device.
-pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<Vec<(&'static str, f64)>> {
+pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<Vec<(KernelCategory, f64)>> {
     let m = &r.model;
     let batch = Layout::Rows { count: tokens as usize / context.max(1), len: context };
     let shape = StepShape::whole_model(r, batch);
@@ -73,20 +99,20 @@ pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<
     };
     let rotates = (0..m.layers).filter(|i| m.rope(*i).is_some()).count() as f64;
     Ok(vec![
-        (GEMM, work.dense.bf16 / (c.gemm * 1e12)),
-        (FP8_GEMM, gemm(&dense)),
-        (QUANTIZE, bytes(work.quantized_bytes)),
-        (ATTENTION, attention),
-        (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
-        (ACTIVATION, bytes(work.activations * widths * size)),
-        (GROUPED_GEMM, gemm(&work.experts)),
-        (EXPERT_ACTIVATION, bytes(work.expert_activations * widths * size)),
-        (PERMUTE, bytes(work.permuted * size)),
-        (ROUTER, bytes(work.router_logits * 4.0)),
-        (ROPE, bytes(rotates * 4.0 * tokens * rotated as f64 * size)),
-        (LOSS, bytes(3.0 * tokens * v * size)),
-        (OPTIMIZER, bytes(m.parameters() as f64 * update_bytes(r))),
-        (OTHER, 0.0),
+        (KernelCategory::Gemm, work.dense.bf16 / (c.gemm * 1e12)),
+        (KernelCategory::Fp8Gemm, gemm(&dense)),
+        (KernelCategory::Quantize, bytes(work.quantized_bytes)),
+        (KernelCategory::Attention, attention),
+        (KernelCategory::Norms, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
+        (KernelCategory::Activation, bytes(work.activations * widths * size)),
+        (KernelCategory::GroupedGemm, gemm(&work.experts)),
+        (KernelCategory::ExpertActivation, bytes(work.expert_activations * widths * size)),
+        (KernelCategory::Permute, bytes(work.permuted * size)),
+        (KernelCategory::Router, bytes(work.router_logits * 4.0)),
+        (KernelCategory::Rope, bytes(rotates * 4.0 * tokens * rotated as f64 * size)),
+        (KernelCategory::Loss, bytes(3.0 * tokens * v * size)),
+        (KernelCategory::Optimizer, bytes(m.parameters() as f64 * update_bytes(r))),
+        (KernelCategory::Other, 0.0),
     ])
 }
 
