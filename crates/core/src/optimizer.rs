@@ -1,4 +1,4 @@
-//! The optimizer: master weights, moments, and one step over all of them.
+//! The optimizer: master weights, moments, and the update step.
 
 mod blocks;
 mod loss_scale;
@@ -26,46 +26,45 @@ pub enum UpdateRule {
     Sgd(Sgd),
 }
 
-/// What comes of a step, f32: a run of the step scalars.
+/// Result of a step: consecutive f32 step scalars.
 pub mod outcome {
     use ferrotron_kernels::scalars;
 
     /// The global gradient norm before clipping.
     pub const NORM: usize = 0;
-    /// The factor that was on the loss; 0 where there is none.
+    /// The loss scale; 0 without one.
     pub const LOSS_SCALE: usize = scalars::LOSS_SCALE - scalars::GRAD_NORM;
-    /// Numbers in all.
+    /// Number of values.
     pub const COUNT: usize = LOSS_SCALE + 1;
 }
 
-/// How state is kept.
+/// Dtypes of optimizer state.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StateDtypes {
-    /// Of moments.
+    /// Of the moments.
     pub moments: StateDtype,
     /// Of the f32 masters of bf16 weights.
     pub master: MasterDtype,
 }
 
-/// State of the optimizer, of what this rank has under a placement. Weights that the model computes with in f32 are
-/// their own masters.
+/// Optimizer state of this rank's shard of the parameters. f32 weights are their own masters.
 pub struct Optimizer {
     rule: UpdateRule,
     placement: Placement,
-    /// What this rank has of each parameter, in order of declaration; of some it may be nothing.
+    /// This rank's shard of each parameter, in order of declaration; some may be empty.
     pieces: Vec<ParamShard>,
     masters: OptimizerState,
     moments: Vec<OptimizerState>,
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
-    /// Of the loss whose gradients come.
+    /// Loss scale of f16 training.
     loss_scale: Option<LossScale>,
-    /// Steps made, and powers of the betas: only the device knows in time whether a step was made.
+    /// Step count and powers of the betas, on the device, which alone knows in time whether a step is skipped.
     counter: Tensor,
 }
 
-/// What one step is told.
+/// Hyperparameters of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepRates {
     /// Learning rate.
@@ -74,12 +73,11 @@ pub struct StepRates {
     pub weight_decay: f64,
 }
 
-/// Values of element ranges of a logical tensor, back to back.
+/// Returns the values of element ranges of a logical tensor, concatenated.
 pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + 'a;
 
 impl Optimizer {
-    /// Fresh state for `params`. Weights must be filled afterwards, by [`Optimizer::initialise`], or in any other
-    /// way by [`Optimizer::fill`].
+    /// Fresh state for `params`. [`Optimizer::initialise`] or [`Optimizer::fill`] must set the weights afterwards.
     pub fn new(
         rank: &Rank,
         params: &Params,
@@ -132,17 +130,17 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// For gradients of a loss that is scaled.
+    /// The optimizer of a scaled loss.
     pub fn with_loss_scale(self, loss_scale: Option<LossScale>) -> Optimizer {
         Optimizer { loss_scale, ..self }
     }
 
-    /// The factor on the loss, if there is one.
+    /// The loss scale, if there is one.
     pub fn loss_scale(&self) -> Option<&LossScale> {
         self.loss_scale.as_ref()
     }
 
-    /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
+    /// Draws the declared initial values of the master weights on the device and copies them to the model's weights.
     pub fn initialise(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
@@ -157,8 +155,8 @@ impl Optimizer {
         self.sync_params(rank, params, step_state)
     }
 
-    /// Where f32 values of a parameter's masters are put before [`OptimizerState::put`] takes them: in place where masters are
-    /// f32, else in memory of their own.
+    /// An f32 buffer for a parameter's master weights, input of [`OptimizerState::put`]: the masters themselves where they
+    /// are f32.
     fn master_f32(&self, rank: &Rank, i: usize) -> Result<Tensor> {
         let piece = &self.masters.pieces()[i];
         match self.masters.kind() {
@@ -169,7 +167,7 @@ impl Optimizer {
         }
     }
 
-    /// Fills masters with `values` of the logical tensors, and the model's weights from them.
+    /// Sets the master weights to `values` of the logical tensors and copies them to the model's weights.
     pub fn fill(&self, rank: &Rank, params: &Params, step_state: &StepState, values: &Values) -> Result<()> {
         params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
@@ -182,8 +180,8 @@ impl Optimizer {
         self.sync_params(rank, params, step_state)
     }
 
-    /// Puts f32 values into what this rank has of a parameter of `state`, rounded to how it is kept. After masters,
-    /// [`Optimizer::publish`].
+    /// Writes f32 values to this rank's shard of a parameter of `state`, rounded to its dtype. [`Optimizer::publish`] must
+    /// follow master weights.
     pub fn put(
         &self,
         rank: &Rank,
@@ -196,10 +194,10 @@ impl Optimizer {
         state.put(rank, &self.weight(params, i)?, i, &wide)
     }
 
-    /// Rounds every master into the model's weight and brings weights to all ranks. Every rank calls it.
+    /// Rounds the master weights to the model's weights and gathers those on all ranks. Collective.
     pub fn sync_params(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
-        // The high halves of masters are the weights already.
+        // With remainders, the model's weights are the high halves of the masters.
         if params.dtype() != DType::F32 && self.masters.kind() == StateKind::Masters {
             let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].fp8_resident();
             for (i, master) in self.masters.pieces().iter().enumerate().filter(numbers) {
@@ -210,12 +208,12 @@ impl Optimizer {
         Ok(params.wait_params(rank)?)
     }
 
-    /// This rank's pieces of the model's weights.
+    /// This rank's shards of the model's weights.
     fn weights(&self, params: &Params) -> Result<Vec<Tensor>> {
         (0..self.pieces.len()).map(|i| self.weight(params, i)).collect()
     }
 
-    /// One of them; nothing of a weight that is bytes.
+    /// The shard of parameter `i`; empty for an FP8-resident weight.
     fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
         let (inside, value) = (&self.pieces[i].param_range, &params.values()[i]);
         if params.specs()[i].fp8_resident() {
@@ -224,7 +222,7 @@ impl Optimizer {
         Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
     }
 
-    /// Publishes this rank's master weights to the model's weights on all ranks; see [`Params::sync_params`].
+    /// Gathers the model's weights on all ranks; see [`Params::sync_params`].
     fn all_gather_params(
         &self,
         rank: &Rank,
@@ -236,17 +234,17 @@ impl Optimizer {
         Ok(params.sync_params(rank, step_state, &MasterShards { placement, shards, values }, precomputed)?)
     }
 
-    /// Masters and moments: what checkpoints hold, by name.
+    /// Master weights and moments, as checkpoints hold them.
     pub fn states(&self) -> Vec<&OptimizerState> {
         std::iter::once(&self.masters).chain(&self.moments).collect()
     }
 
-    /// What this rank has of each parameter, in order of declaration.
+    /// This rank's shard of each parameter, in order of declaration.
     pub fn pieces(&self) -> &[ParamShard] {
         &self.pieces
     }
 
-    /// Master weights f32 in order of declaration, gathered where ranks divide them. Every rank calls it.
+    /// f32 master weights in order of declaration, gathered from their shards. Collective.
     pub fn gathered(&self, rank: &Rank, params: &Params) -> Result<Vec<Tensor>> {
         params.wait_params(rank)?;
         let mut buckets = Vec::new();
@@ -260,7 +258,7 @@ impl Optimizer {
         params.specs().iter().enumerate().map(view).collect()
     }
 
-    /// A state's bucket whole, flat, as it is saved. Every rank calls it.
+    /// A full bucket of a state, flat, as checkpoints hold it. Collective.
     pub fn bucket(
         &self,
         rank: &Rank,
@@ -272,7 +270,7 @@ impl Optimizer {
         state.gathered(rank, params, self.placement, bucket)
     }
 
-    /// Steps made, without those left out. Waits for the device.
+    /// Steps done, without skipped ones. Synchronizes with the device.
     pub fn steps(&self, rank: &Rank) -> Result<u64> {
         Ok(rank.compute.download::<f64>(&self.counter)?[counter::STEPS] as u64)
     }
@@ -289,8 +287,8 @@ impl Optimizer {
         }
     }
 
-    /// One step with the gradients, summed over ranks; what came of it on the device ([`outcome`]): the global gradient
-    /// norm before clipping, and the loss scale. Where the norm is not finite, nothing has changed.
+    /// One step with reduced gradients. Returns, on the device, the global gradient norm before clipping and the loss scale
+    /// ([`outcome`]). If the norm is not finite, nothing changes.
     pub fn step(
         &self,
         rank: &Rank,
@@ -303,7 +301,7 @@ impl Optimizer {
         self.apply(rank, params, step_state, grads)
     }
 
-    /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
+    /// The device part of a step. It reads its inputs from [`Optimizer::scalars`], so that a CUDA graph can replay it.
     pub(crate) fn apply(
         &self,
         rank: &Rank,
@@ -313,7 +311,7 @@ impl Optimizer {
     ) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
         params.wait_params(rank)?;
-        // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
+        // Exactly one rank counts each element of the model.
         let counted = grads.norm_shards(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.grad_square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
@@ -368,7 +366,7 @@ impl Optimizer {
         Ok(outcome)
     }
 
-    /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.
+    /// Number of zero elements in the reduced gradients of the model. Collective, and slow.
     pub fn count_zero_grads(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
         let s = &rank.compute;
         let mut zeros = 0;
@@ -380,12 +378,12 @@ impl Optimizer {
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 
-    /// Where a step finds what it is told: f32 `[scalars::COUNT]`.
+    /// Inputs of a step on the device: f32 `[scalars::COUNT]`.
     pub(crate) fn scalars(&self) -> &Tensor {
         &self.scalars
     }
 
-    /// What the host knows of a step; the device adds the norm and what follows from it.
+    /// The step scalars that the host sets; the device computes the norm and the clip factor.
     pub(crate) fn scalar_values(&self, rates: StepRates) -> [f32; scalars::COUNT] {
         let mut values = [0f32; scalars::COUNT];
         values[scalars::LR] = rates.lr as f32;

@@ -51,7 +51,7 @@ impl std::ops::Deref for SavedTensor {
 /// Visitor over saved tensors.
 pub trait Saved {
     /// Calls `f` with each tensor, in the order in which backward first reads them. Two modules may save the same
-    /// allocation: [`Tensor::allocation_id`] tells.
+    /// allocation, see [`Tensor::allocation_id`].
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor));
 
     /// The routing that a recomputation of this module has to repeat, where it is or contains an MoE layer.

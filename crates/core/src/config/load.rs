@@ -1,5 +1,5 @@
-//! Layers of a configuration: defaults, then a recipe file, then `--set` values. Remembers where each value
-//! came from, so that an error can point at the file, the line and the key.
+//! Layers of a configuration: defaults, then a recipe file, then `--set` values. The origin of each value is recorded,
+//! so that an error names file, line and key.
 
 use super::renamed;
 use super::suggest::{Suggestion, suggest, suggest_section};
@@ -17,21 +17,21 @@ pub const STORED_CONFIG: &str = "config.toml";
 /// Longest recipe file.
 const MAX_BYTES: u64 = 16 << 20;
 
-/// Two keys of which a later layer's replaces an earlier layer's, and which one layer cannot both set.
+/// Pairs of exclusive keys. Setting one clears the other where an earlier layer set it; one layer cannot set both.
 const EITHER: &[(&str, &str)] = &[("train.steps", "train.tokens"), ("model.preset", "model.hf")];
 
-/// A configuration on its way to being resolved.
+/// A configuration before it is resolved: the values of all layers and their origins.
 #[derive(Clone, Debug, Default)]
 pub struct Recipe {
     /// The name of the recipe or the stem of its file; empty for bare defaults.
     pub name: String,
-    /// The values so far.
+    /// The values of the layers added so far.
     pub config: Config,
     origins: BTreeMap<&'static str, Origin>,
     layers: usize,
 }
 
-/// Where a value came from.
+/// The origin of a value.
 #[derive(Clone, Debug)]
 struct Origin {
     file: String,
@@ -40,7 +40,7 @@ struct Origin {
 }
 
 impl Recipe {
-    /// A recipe by name, or a TOML file by path. A name wins over a file of the same name without suffix.
+    /// A recipe by name, or a TOML file by path. A recipe takes precedence over a file of the same name.
     pub fn open(name_or_path: &str) -> Result<Recipe> {
         if RECIPES.iter().any(|r| r.name == name_or_path) {
             return Recipe::named(name_or_path);
@@ -53,7 +53,7 @@ impl Recipe {
         }
     }
 
-    /// One of the recipes inside the program.
+    /// A built-in recipe.
     pub fn named(name: &str) -> Result<Recipe> {
         let Some(found) = RECIPES.iter().find(|r| r.name == name) else {
             let near = nearest(name, RECIPES.iter().map(|r| r.name));
@@ -98,7 +98,7 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Lays a TOML text over the values so far; `file` is its name in error messages.
+    /// Adds a layer, TOML text whose values replace earlier ones; `file` is its name in error messages.
     pub fn add(&mut self, file: &str, text: &str) -> Result<()> {
         self.add_from(file, text, Source::Written)
     }
@@ -138,7 +138,7 @@ impl Recipe {
         Ok(())
     }
 
-    /// One `key=value` from the command line. The value is TOML; what is not TOML is taken as text.
+    /// Sets one `key=value` of the command line. The value is TOML; what is not valid TOML is taken as a string.
     pub fn set(&mut self, assignment: &str) -> Result<()> {
         let Some((key, text)) = assignment.split_once('=') else {
             let what = format!("{assignment:?} is not key=value; write for example --set train.steps=100");
@@ -155,7 +155,7 @@ impl Recipe {
         self.put_key(key.trim(), value)
     }
 
-    /// One value from the command line, already typed.
+    /// Sets one value of the command line, already typed.
     pub fn put_key(&mut self, key: &str, value: impl Into<toml::Value>) -> Result<()> {
         self.layers += 1;
         self.put("--set", None, key, Entry::Value(value.into()))
@@ -209,12 +209,12 @@ impl Recipe {
         Ok(())
     }
 
-    /// Has this key been set by a file or the command line?
+    /// Whether a file or the command line has set this key.
     pub fn is_set(&self, key: &str) -> bool {
         self.origins.contains_key(key)
     }
 
-    /// Refuses a key's value, pointing at where that value was set.
+    /// An error about a key's value, with the file and line that set it.
     pub(super) fn refuse<T>(&self, key: &str, what: impl Into<String>) -> Result<T> {
         Err(self.error(key, what, None))
     }
@@ -231,7 +231,7 @@ impl Recipe {
     }
 }
 
-/// Who wrote a file.
+/// The author of a configuration file.
 #[derive(Clone, Copy)]
 enum Source {
     /// A user, by hand: a renamed key is an error that gives the new spelling.
@@ -240,12 +240,12 @@ enum Source {
     Stored,
 }
 
-/// What stands at a key of the file.
+/// The value at a key of the file.
 enum Entry {
     Value(toml::Value),
-    /// A number TOML allows but 64 bits do not hold.
+    /// A number that does not fit in 64 bits.
     Number(String),
-    /// A table that holds nothing, or whose place no key can be.
+    /// A table in place of a key.
     Section,
 }
 
@@ -255,8 +255,8 @@ struct Found {
     value: Entry,
 }
 
-/// Turns nested tables into whole keys. Stops one level below the sections: deeper tables are values of the
-/// wrong type or unknown keys, and are reported as such.
+/// Flattens nested tables into dotted keys. A table at a known key is that key's value; an unknown section is reported
+/// as one error, whatever it holds.
 fn flatten(table: &DeTable<'_>, prefix: &str, out: &mut Vec<Found>) {
     for (name, value) in table {
         let key = format!("{prefix}{}", name.get_ref());
@@ -264,7 +264,6 @@ fn flatten(table: &DeTable<'_>, prefix: &str, out: &mut Vec<Found>) {
         match value.get_ref() {
             DeValue::Table(inner) if !KEYS.iter().any(|k| k.key == key) => {
                 if prefix.is_empty() && !SECTIONS.iter().any(|s| s.name == key) {
-                    // An unknown section hides what is in it; one error for the section is the clearer one.
                     out.push(Found { at, key, value: Entry::Section });
                 } else {
                     flatten(inner, &format!("{key}."), out);
@@ -278,7 +277,7 @@ fn flatten(table: &DeTable<'_>, prefix: &str, out: &mut Vec<Found>) {
     }
 }
 
-/// A parsed value without its places in the text; the error is a number that does not fit.
+/// Converts a parsed value, dropping its source spans; the error is a number that does not fit in 64 bits.
 fn plain(value: &DeValue<'_>) -> std::result::Result<toml::Value, String> {
     Ok(match value {
         DeValue::String(s) => toml::Value::String(s.to_string()),
@@ -301,7 +300,7 @@ fn plain(value: &DeValue<'_>) -> std::result::Result<toml::Value, String> {
     })
 }
 
-/// The sentence and the hint for a key that does not exist.
+/// Error message and hint for an unknown key.
 pub(super) fn unknown(key: &str) -> (String, String) {
     let every = "`ferrotron explain` lists every key";
     match suggest(key) {

@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Good steps after which it doubles, where nothing is said.
 const INTERVAL: u32 = 1000;
 
-/// Where the factor on the loss begins, and after how many good steps it doubles: `65536`, or `[65536, 500]`.
+/// Initial loss scale, and the growth interval in steps: `65536`, or `[65536, 500]`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LossScale {
     /// At the start of a run.
@@ -58,7 +58,7 @@ impl KeyType for LossScale {
 }
 
 impl Config {
-    /// How the factor on the loss of f16 training moves; other types need none.
+    /// Dynamic loss scaling of f16 training; none for other dtypes.
     pub(crate) fn loss_scale(&self) -> Option<ScalerConfig> {
         let LossScale { initial, interval } = self.precision.loss_scale;
         (self.precision.dtype == Precision::F16).then(|| ScalerConfig {

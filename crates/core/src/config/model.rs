@@ -1,4 +1,4 @@
-//! From the `[model]` section to an architecture.
+//! The architecture that the `[model]` section describes.
 
 use super::resolve::Derivations;
 use super::{Config, KEYS, MlaDims, ModelSection, PositionKind, Recipe, nearest, write};
@@ -8,12 +8,12 @@ use crate::model::config::{
 };
 use crate::model::preset::PRESETS;
 
-/// Keys that may differ from a Hugging Face folder's own value without its weights ceasing to fit.
+/// Keys that may differ from the configuration of a Hugging Face folder; its weights fit all the same.
 const FREE_BESIDE_HF: &[&str] = &["model.max_positions", "model.init_std", "model.window"];
 
 impl Recipe {
-    /// The architecture: the preset or the Hugging Face folder's (`hf`, read by the caller from model.hf), with
-    /// the explicit sizes laid over it; or the explicit sizes alone.
+    /// The architecture: that of the preset or of the Hugging Face folder (`hf`, read by the caller from model.hf),
+    /// overridden by explicit sizes; or explicit sizes alone.
     pub fn model_config(&self, hf: Option<&ModelConfig>) -> Result<ModelConfig> {
         self.architecture(hf, &mut Derivations::default())
     }
@@ -37,15 +37,14 @@ impl Recipe {
         };
         if let Some(layers) = m.layers.filter(|l| *l != c.layers) {
             if !c.local_layers.is_empty() && layers > c.local_layers.len() {
-                let what =
-                    "the model says of each of its layers whether it is local, so it can only lose layers";
+                let what = "the preset says which of its layers have a sliding window, so it cannot have more layers";
                 return self.refuse("model.layers", what);
             }
             c.local_layers.truncate(layers);
             c.layers = layers;
         }
         if let Some(d) = m.head_dim.filter(|d| *d != c.head_dim) {
-            // What was derived from the old width follows the new one.
+            // RoPE and softmax scale that follow from the old head dim follow the new one.
             for rope in [rope_mut(&mut c.positions), c.rope_local.as_mut()].into_iter().flatten() {
                 if rope.rotary_dim == c.head_dim {
                     rope.rotary_dim = d;
@@ -81,7 +80,7 @@ impl Recipe {
             _ => {}
         }
         if let Some(mla) = m.mla.map(MlaConfig::from) {
-            // A folder's own says more than the key, such as its scale of scores.
+            // The Hugging Face configuration has more than the key, such as the softmax scale.
             if c.mla != Some(mla) {
                 c = c.with_mla(mla);
             }
@@ -115,7 +114,7 @@ impl Recipe {
         self.error("model.preset", what, hint)
     }
 
-    /// An architecture from sizes alone: Llama-like unless switches say otherwise.
+    /// An architecture from sizes alone: that of Llama unless other keys change it.
     fn sizes_alone(&self, derived: &mut Derivations) -> Result<ModelConfig> {
         let m = &self.config.model;
         let (Some(layers), Some(hidden), Some(heads), Some(vocab)) = (m.layers, m.hidden, m.heads, m.vocab)
@@ -202,7 +201,7 @@ impl Recipe {
         })
     }
 
-    /// Refuses explicit sizes that contradict the weights of a Hugging Face folder.
+    /// Refuses explicit sizes that the weights of a Hugging Face folder do not have.
     fn fits_weights(&self, theirs: &ModelConfig) -> Result<()> {
         let full = Config { model: section(&ModelSection::default(), theirs), ..Config::default() };
         for key in KEYS.iter().filter(|k| k.section == "model" && !FREE_BESIDE_HF.contains(&k.key)) {
@@ -221,10 +220,10 @@ impl Recipe {
     }
 }
 
-/// Layers beyond this are refused later; this only keeps a list from growing without bound before that.
+/// Most layers of a model; per-layer lists stop here, and validation refuses more.
 pub(super) const MAX_LAYERS: usize = 1 << 14;
 
-/// The `[model]` section that spells an architecture out, as far as keys go.
+/// The `[model]` section of an architecture, as far as it has keys.
 pub(super) fn section(from: &ModelSection, c: &ModelConfig) -> ModelSection {
     let rope = match &c.positions {
         Positions::Rope(rope) => Some(rope.theta),

@@ -12,9 +12,9 @@ struct Renamed {
     value: Translation,
 }
 
-/// How an old value reads under the new key.
+/// How an old value is translated to the new key.
 enum Translation {
-    /// As before.
+    /// Unchanged.
     Unchanged,
     /// These words have a new spelling; every other value is as before.
     Words(&'static [(&'static str, &'static str)]),

@@ -1,8 +1,8 @@
-//! What an unknown name may have meant: the same thing under another system's name, or a slip of the keyboard.
+//! Suggestions for unknown keys: names that other frameworks use, and misspellings.
 
 use super::{KEYS, KeyInfo, SECTIONS, renamed};
 
-/// Names from elsewhere that have no key here, and what to do instead.
+/// Options of other frameworks that have no key here, and what to do instead.
 const ELSEWHERE: &[(&[&str], &str)] = &[
     (
         &["save", "save_dir", "output_dir", "out_dir", "out", "checkpoint_dir", "log_dir", "tensorboard_dir"],
@@ -50,19 +50,16 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
             "enable_tensorboard",
             "log_to_tensorboard",
         ],
-        "every view reads events.jsonl in the run folder; leave it out",
+        "metrics are logged to events.jsonl in the run folder; leave it out",
     ),
     (
         &["lora", "peft", "lora_rank", "lora_alpha", "lora_r"],
         "LoRA is not in this version; model.hf fine-tunes every weight",
     ),
-    (
-        &["sequence_parallel"],
-        "ranks share the tokens between layers wherever parallel.tp is above 1; leave it out",
-    ),
+    (&["sequence_parallel"], "sequence parallelism is on wherever parallel.tp is above 1; leave it out"),
     (
         &["use_megatron_fsdp", "fsdp"],
-        "parallel.zero = 1 or 2 divides optimizer state and gradients; there is no ZeRO-3 in this version",
+        "parallel.zero = 1 or 2 shards optimizer state and gradients; there is no ZeRO-3 in this version",
     ),
     (
         &["num_layers_per_virtual_pipeline_stage"],
@@ -90,7 +87,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     ),
     (
         &["make_vocab_size_divisible_by", "should_pad_vocab"],
-        "padding of the vocabulary exists only in memory and is chosen by the program; leave it out",
+        "the vocabulary is padded in memory only, as GEMMs need it; leave it out",
     ),
     (
         &[
@@ -101,11 +98,11 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
             "attention_backend",
             "use_flash_attn",
         ],
-        "kernels are chosen by the program; leave it out",
+        "kernels are chosen automatically; leave it out",
     ),
 ];
 
-/// Sections under other systems' names.
+/// Section names of other frameworks.
 const SECTION_ALIASES: &[(&str, &str)] = &[
     ("dataset", "data"),
     ("training", "train"),
@@ -126,20 +123,20 @@ const SECTION_ALIASES: &[(&str, &str)] = &[
     ("inference", "generate"),
 ];
 
-/// What an unknown key may have meant.
+/// A suggestion for an unknown key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Suggestion {
-    /// This key goes by that name elsewhere, or stands in another section.
+    /// The key that another framework calls so, or that is in another section.
     Known(&'static str),
-    /// These keys are spelled nearly so.
+    /// Keys of similar spelling.
     Near(Vec<&'static str>),
-    /// No key, but this is what to do.
+    /// There is no such key; what to do instead.
     Advice(&'static str),
-    /// No idea.
+    /// No suggestion.
     Nothing,
 }
 
-/// What `key` (with or without a section) may have meant.
+/// The suggestion for `key`, with or without a section.
 pub fn suggest(key: &str) -> Suggestion {
     let key = key.trim().trim_start_matches('-').to_ascii_lowercase().replace('-', "_");
     let parts: Vec<&str> = key.split('.').collect();
@@ -149,12 +146,12 @@ pub fn suggest(key: &str) -> Suggestion {
     if let Some(new) = section.and_then(|section| renamed::new_name(&format!("{section}.{name}"))) {
         return Suggestion::Known(new);
     }
-    // A key in front of which something was put (`cfg.train.steps`, `train.eval.every`), or whose section has
-    // another name elsewhere (`trainer.steps`).
+    // A key with a prefix (`cfg.train.steps`, `train.eval.every`), or with another framework's name of its section
+    // (`trainer.steps`).
     if let Some(k) = KEYS.iter().find(|k| Some(k.section) == section && k.name == name) {
         return Suggestion::Known(k.key);
     }
-    // Another system's name; the section decides where several keys share one.
+    // Another framework's name; the section decides where several keys share it.
     let known = |k: &&KeyInfo| k.aliases.contains(&name);
     if let Some(k) = KEYS.iter().filter(known).max_by_key(|k| (Some(k.section) == section) as u8) {
         return Suggestion::Known(k.key);
@@ -162,7 +159,7 @@ pub fn suggest(key: &str) -> Suggestion {
     if let Some((_, advice)) = ELSEWHERE.iter().find(|(names, _)| names.contains(&name)) {
         return Suggestion::Advice(advice);
     }
-    // The right name in no section or a wrong one.
+    // The right name without a section, or in a wrong one.
     let same: Vec<_> = KEYS.iter().filter(|k| k.name == name).map(|k| k.key).collect();
     match same.as_slice() {
         [] => {}
@@ -173,7 +170,7 @@ pub fn suggest(key: &str) -> Suggestion {
 }
 
 fn near(key: &str, name: &str) -> Suggestion {
-    // Long input is no slip of the keyboard, and the distance costs its length times ours.
+    // Long input is no misspelling, and computing the edit distance costs the product of both lengths.
     const LONGEST: usize = 64;
     if name.is_empty() || key.len() > LONGEST {
         return Suggestion::Nothing;
@@ -189,7 +186,7 @@ fn near(key: &str, name: &str) -> Suggestion {
     }
 }
 
-/// The section meant by `name`, if any is near.
+/// The section whose name is nearest to `name`, if one is near.
 pub fn suggest_section(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let real = real_section(&name);

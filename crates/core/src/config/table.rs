@@ -14,9 +14,9 @@ pub struct KeyInfo {
     pub name: &'static str,
     /// One or two sentences of meaning.
     pub doc: &'static str,
-    /// What other systems call it. Never accepted as keys; they become hints.
+    /// Names in other frameworks. Never accepted as keys; they become hints.
     pub aliases: &'static [&'static str],
-    /// What values it takes, in words.
+    /// The values it takes, in words.
     pub expects: fn() -> String,
 }
 
@@ -38,7 +38,7 @@ impl KeyInfo {
 pub struct SectionInfo {
     /// Its name.
     pub name: &'static str,
-    /// What it is about.
+    /// One sentence about it.
     pub doc: &'static str,
 }
 

@@ -1,4 +1,4 @@
-//! The types of keys that are more than a number or a text.
+//! Types of configuration values: enumerations, and values with several spellings.
 
 mod architecture;
 mod precision;
@@ -13,7 +13,7 @@ pub use training::{
 };
 pub use written::{Count, DataSplit, OneOrMany};
 
-/// A key with a fixed list of values.
+/// Declares an enumeration with the spelling of each value.
 macro_rules! choice {
     ($(#[doc = $doc:literal])+ $name:ident {
         $( $(#[doc = $variant_doc:literal])+ $variant:ident = $text:literal ),+ $(,)?

@@ -1,4 +1,4 @@
-//! Refusing what cannot work, each in one sentence that says what to change.
+//! Validation of a configuration: every refusal is one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
 use super::{Config, CudaGraphMode, Decay, MasterDtype, Packing, Precision, QuantRecipe, Recipe, Resolved};
@@ -12,11 +12,11 @@ const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
 
 impl Config {
-    /// Why steps of this recipe cannot be captured and replayed, whatever the device.
+    /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
     pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
         let p = &self.parallel;
         if p.tp * p.cp * p.pp * p.dp * p.ep * p.etp.unwrap_or(1) > 1 {
-            Some("several ranks meet on the host in every step")
+            Some("several ranks synchronize on the host in every step")
         } else if self.dropout.hidden > 0.0 {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
@@ -26,9 +26,9 @@ impl Config {
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.moe.experts.is_some() {
-            Some("mixtures of experts are told which rows are tokens in every step")
+            Some("with MoE layers, every step uploads which rows are tokens")
         } else if self.mtp.layers > 0 {
-            Some("with mtp.layers, a step has more inputs and losses than one that is captured")
+            Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
         } else {
             None
         }
@@ -222,14 +222,14 @@ impl Recipe {
                 "must be at least 1: a token sees itself; leave it out for no window",
             );
         }
-        // What was above 0 may have become 0 in single precision, and what was finite infinite.
+        // A tiny value may round to 0 in f32, and a large one to infinity.
         if m.norm.eps <= 0.0 || !m.norm.eps.is_finite() {
             return self.refuse("model.norm_eps", "must be above 0, such as 1e-5");
         }
         if m.init_std < 0.0 || !m.init_std.is_finite() {
             return self.refuse("model.init_std", "must not be negative, such as 0.02");
         }
-        // What no key of ours can be blamed for: a folder's own constants, or sizes that only together are too large.
+        // Errors that no single key causes: constants of a Hugging Face configuration, or sizes that are too large together.
         m.validate().map_err(|e| Error::Config {
             file: None,
             line: None,
@@ -239,7 +239,7 @@ impl Recipe {
         })
     }
 
-    /// Checks of values against each other, after everything is derived.
+    /// Checks of values against each other, after derivation.
     pub(super) fn check_together(&self, r: &Resolved) -> Result<()> {
         let (c, plan, m) = (&r.config, &r.plan, &r.model);
         if plan.steps > MAX_STEPS {
@@ -266,7 +266,7 @@ impl Recipe {
         self.check_moe(r)?;
         self.check_mtp(r)?;
         if c.optimizer.master_dtype == MasterDtype::Remainder && c.precision.dtype != Precision::Bf16 {
-            let what = "a remainder completes bf16 weights; weights in f32 are their own masters, and f16 has other digits, so leave it out";
+            let what = "a remainder completes bf16 weights to f32; f32 weights are their own masters, and f16 has another exponent, so leave it out";
             return self.refuse("optimizer.master_dtype", what);
         }
         let stages = PipelineLayout { vp: c.parallel.vp, layout: c.parallel.stages.clone() };

@@ -143,7 +143,7 @@ impl Chunk {
         &self.layers
     }
 
-    /// Does it hold the LM head?
+    /// Whether it holds the LM head.
     pub fn is_last(&self) -> bool {
         self.output.is_some()
     }

@@ -30,7 +30,7 @@ pub struct ModelConfig {
     pub norm: NormConfig,
     /// Activation function of the MLP.
     pub activation: Activation,
-    /// Does the MLP have a gate branch (`act(gate) * up`)?
+    /// Gated MLP: `act(gate) * up`.
     pub gated: bool,
     /// Biases on the q, k, v projections.
     pub qkv_bias: bool,
@@ -71,7 +71,7 @@ pub struct ModelConfig {
     pub final_softcap: Option<f32>,
     /// Factor on embeddings after lookup (Gemma: sqrt(hidden)).
     pub embed_scale: f32,
-    /// Does the LM head share the token embedding?
+    /// The LM head shares the token embedding.
     pub tied: bool,
     /// Standard deviation of initial weights.
     pub init_std: f32,
@@ -188,7 +188,7 @@ impl ModelConfig {
         if self.attn_scale_by_layer { self.attn_scale / (i + 1) as f32 } else { self.attn_scale }
     }
 
-    /// Does layer `i` use the sliding window?
+    /// Whether layer `i` has the sliding window.
     pub fn is_local(&self, i: usize) -> bool {
         self.window.is_some() && self.local_layers.get(self.template_layer(i)).copied().unwrap_or(false)
     }

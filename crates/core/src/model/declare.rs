@@ -14,7 +14,7 @@ pub(super) struct ModelDeclaration<'a> {
     pub(super) params: Declarations,
     pub(super) config: &'a ModelConfig,
     pub(super) mtp: MtpTraining,
-    /// Are embedding and output on different pipeline ranks?
+    /// Embedding and LM head are on different pipeline ranks.
     pub(super) pipelined: bool,
     pub(super) rope: RopeTables<'a>,
     /// The token embedding, once a chunk of this rank has declared it: a tied LM head shares it.

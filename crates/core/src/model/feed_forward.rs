@@ -67,7 +67,7 @@ impl FeedForwardSaved {
 }
 
 impl FeedForward {
-    /// Does it need the amax of its input?
+    /// Whether it needs the amax of its input.
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         match self {
             FeedForward::Dense(m) => m.needs_input_amax(p),

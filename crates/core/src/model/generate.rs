@@ -70,7 +70,7 @@ impl Sampling {
     }
 }
 
-/// What to continue, and how far.
+/// A prompt and when to stop.
 #[derive(Clone, Copy, Debug)]
 pub struct Prompt<'a> {
     /// At least one token.
@@ -149,7 +149,7 @@ fn gather_logits(pass: &StepContext, mine: Vec<f32>) -> Result<Vec<f32>> {
     Ok(all.iter().flat_map(|b| b.chunks_exact(4)).map(bytemuck::pod_read_unaligned).collect())
 }
 
-/// Does every rank want to continue?
+/// Whether every rank continues.
 fn all_continue(pass: &StepContext, mine: bool) -> Result<bool> {
     if pass.rank.tp.size() == 1 {
         return Ok(mine);

@@ -39,9 +39,9 @@ pub struct LayerSplit {
     pub first: Option<usize>,
     /// Layers of the last rank, over all its chunks.
     pub last: Option<usize>,
-    /// Does the embedding count as a layer?
+    /// The embedding counts as a layer.
     pub count_embedding: bool,
-    /// Does the loss count as a layer?
+    /// The loss counts as a layer.
     pub count_loss: bool,
 }
 

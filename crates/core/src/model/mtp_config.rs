@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 pub struct MtpConfig {
     /// Depth D: tokens predicted besides the next.
     pub layers: usize,
-    /// Do all depths share one layer?
+    /// All depths share one layer.
     #[serde(default, rename = "repeated")]
     pub shared_layer: bool,
 }

@@ -21,7 +21,7 @@ pub struct UpcycleConfig {
     pub topk: usize,
     /// Slices of an MLP (g).
     pub granularity: usize,
-    /// Is the softmax taken over all experts before top-k?
+    /// Softmax over all experts before top-k.
     pub pre_softmax: bool,
     /// Seed of the router's random rows.
     pub seed: u64,

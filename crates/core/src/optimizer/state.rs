@@ -1,4 +1,4 @@
-//! One kind of state of the optimizer: what a rank has of every bucket, and of every parameter in it.
+//! One optimizer state (master weights or a moment): this rank's shard of every bucket and of every parameter in it.
 
 use crate::Result;
 use ferrotron_engine::data_parallel::{FlatBuffer, ParamShard, Placement, group_rank};
@@ -15,23 +15,23 @@ pub struct OptimizerState {
     dtype: DType,
     buckets: Vec<Tensor>,
     pieces: Vec<Tensor>,
-    /// Of packed moments: scales of the buckets' blocks, and of the pieces'.
+    /// Block scales of packed moments, by bucket and by parameter.
     scales: Option<(Vec<Tensor>, Vec<Tensor>)>,
 }
 
-/// What its elements mean.
+/// What the elements are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum StateKind {
     /// f32 weights.
     Masters,
-    /// The low halves of f32 weights, whose high halves are the model's.
+    /// The low 16 bits of f32 weights, whose high 16 bits are the model's bf16 weights.
     Remainders,
     /// A moment.
     Moment(MomentOrder),
 }
 
 impl OptimizerState {
-    /// New memory, zeros.
+    /// Allocates zeros.
     pub(super) fn new(
         (name, kind): (&'static str, StateKind),
         rank: &Rank,
@@ -48,7 +48,7 @@ impl OptimizerState {
         let buckets = lengths().map(|n| zeros(n, dtype)).collect::<Result<_>>()?;
         let mut state = OptimizerState::over((name, kind), dtype, buckets, pieces)?;
         if matches!(dtype, DType::F16 | DType::U8) {
-            // Parts of ranks, and parameters in them, begin at multiples of a block.
+            // Shards, and parameters in them, begin at multiples of a block.
             let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
             let scales: Vec<Tensor> =
                 lengths().map(|n| zeros(n.div_ceil(BLOCK), DType::U8)).collect::<Result<_>>()?;
@@ -62,7 +62,7 @@ impl OptimizerState {
         Ok(state)
     }
 
-    /// Masters in the memory of the weights themselves.
+    /// f32 weights as their own masters.
     pub(super) fn in_weights(
         name: &'static str,
         rank: &Rank,
@@ -94,13 +94,12 @@ impl OptimizerState {
         self.name
     }
 
-    /// Master weights, in whatever way?
+    /// Whether these are master weights, in f32 or as remainders.
     pub fn is_masters(&self) -> bool {
         !matches!(self.kind, StateKind::Moment(_))
     }
 
-    /// Its type in checkpoints, which hold every value exactly: masters f32 however they are kept, moments bf16 where
-    /// all of their values are.
+    /// Dtype in checkpoints, which hold every value exactly: f32 for master weights, bf16 for bf16 moments.
     pub fn saved(&self) -> DType {
         match (self.kind, self.dtype) {
             (StateKind::Moment(_), DType::BF16 | DType::U8) => DType::BF16,
@@ -112,17 +111,17 @@ impl OptimizerState {
         self.kind
     }
 
-    /// What this rank has of each parameter, flat, in order of declaration.
+    /// This rank's shard of each parameter, flat, in order of declaration.
     pub(super) fn pieces(&self) -> &[Tensor] {
         &self.pieces
     }
 
-    /// What this rank has of a parameter's moment.
+    /// This rank's shard of a parameter's moment.
     pub(super) fn moment(&self, i: usize) -> Moment<'_> {
         Moment { values: &self.pieces[i], scales: self.scales.as_ref().map(|s| &s.1[i]) }
     }
 
-    /// Rounds f32 values into what this rank has of a parameter.
+    /// Rounds f32 values into this rank's shard of a parameter.
     pub(super) fn put(&self, rank: &Rank, weight: &Tensor, i: usize, values: &Tensor) -> Result<()> {
         let (k, s) = (&rank.kernels, &rank.compute);
         if values.numel() == 0 {
@@ -137,7 +136,7 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// What this rank has of a bucket, as it is saved.
+    /// This rank's shard of a bucket, as checkpoints hold it.
     fn part(&self, rank: &Rank, params: &Params, placement: Placement, bucket: usize) -> Result<Tensor> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
         let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
@@ -163,7 +162,7 @@ impl OptimizerState {
         Ok(narrow)
     }
 
-    /// A bucket whole, flat, as it is saved.
+    /// A full bucket, flat, as checkpoints hold it.
     pub(super) fn gathered(
         &self,
         rank: &Rank,

@@ -17,7 +17,7 @@ pub enum OpKind {
 /// gradient, `W` weight gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PipelineOp {
-    /// What is done.
+    /// The operation.
     pub kind: OpKind,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
@@ -56,7 +56,7 @@ pub enum Payload {
 /// between the same two ranks are ordered separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Message {
-    /// What it carries.
+    /// Its payload.
     pub payload: Payload,
     /// The micro-batch.
     pub micro_batch: usize,

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// What a schedule is for.
+/// Kind of a schedule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ScheduleKind {
     /// One forward, one backward in turn; interleaved over chunks if there are several.
@@ -28,7 +28,7 @@ pub enum ScheduleKind {
     ForwardOnly,
 }
 
-/// How messages are put into the lists.
+/// How messages are ordered in the lists of operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
     /// Group calls that also work when a rank waits for each where it stands in the list.
@@ -39,7 +39,7 @@ pub enum Transport {
     Eager,
 }
 
-/// What a schedule is made from.
+/// Parameters of a schedule.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PipelinePlan {
     /// Pipeline ranks P.
@@ -50,7 +50,7 @@ pub struct PipelinePlan {
     pub micro_batches: usize,
     /// Micro-batches that a chunk takes before the next chunk's turn; `None` for the smallest legal.
     pub group_size: Option<usize>,
-    /// What it is for.
+    /// Kind of schedule.
     pub kind: ScheduleKind,
     /// How messages are matched.
     pub transport: Transport,

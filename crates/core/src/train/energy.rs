@@ -1,4 +1,4 @@
-//! Energy that the cards of a run use in its steps. Evaluations and checkpoints do not count.
+//! Energy that the GPUs of a run use in training steps, without evaluations and checkpoints.
 
 use super::StepMetrics;
 use crate::{Error, Result};
@@ -6,52 +6,52 @@ use ferrotron_engine::Rank;
 use ferrotron_kernels::cuda::EnergyCounter;
 use serde_json::{Value, json};
 
-/// Millijoules that a card has used since some time; none where it does not say.
+/// Reads a GPU's energy counter in millijoules; none where it cannot be read.
 type Source = Box<dyn FnMut() -> Option<u64> + Send>;
 
-/// Counts while it is not paused.
+/// An energy meter that can be paused.
 pub(super) struct Meter {
     source: Source,
-    /// The counter when counting began, unless it is paused.
+    /// The counter's value at the last resume; none while paused.
     since: Option<u64>,
-    /// Of the lap so far.
+    /// Millijoules of the lap so far.
     lap: u64,
-    /// The card has fallen silent: what was counted of this lap is not all of it.
-    silent: bool,
+    /// A read failed, so the lap is incomplete.
+    incomplete: bool,
 }
 
 impl Meter {
-    /// Counts from now on.
+    /// A running meter.
     pub(super) fn new(source: Source) -> Meter {
-        let mut meter = Meter { source, since: None, lap: 0, silent: false };
+        let mut meter = Meter { source, since: None, lap: 0, incomplete: false };
         meter.resume();
         meter
     }
 
-    /// What is used from now on belongs to no step. Nothing if it is paused already.
+    /// Pauses; does nothing if already paused.
     pub(super) fn pause(&mut self) {
         let Some(since) = self.since.take() else { return };
         match (self.source)() {
-            // A driver that was loaded anew starts from zero.
+            // A reloaded driver counts from zero again.
             Some(now) => self.lap += now.saturating_sub(since),
-            None => self.silent = true,
+            None => self.incomplete = true,
         }
     }
 
-    /// Steps go on. Nothing if they never stopped.
+    /// Resumes; does nothing if already running.
     pub(super) fn resume(&mut self) {
         if self.since.is_none() {
             self.since = (self.source)();
-            self.silent |= self.since.is_none();
+            self.incomplete |= self.since.is_none();
         }
     }
 
-    /// Millijoules since the last lap; the next begins. None where the card said nothing for a part of it.
+    /// Millijoules since the last lap, and starts the next; none if a read failed during the lap.
     pub(super) fn lap(&mut self) -> Option<i64> {
-        let running = self.since.is_some() || self.silent;
+        let running = self.since.is_some() || self.incomplete;
         self.pause();
-        let lap = (!self.silent).then_some(i64::try_from(self.lap).unwrap_or(i64::MAX));
-        (self.lap, self.silent) = (0, false);
+        let lap = (!self.incomplete).then_some(i64::try_from(self.lap).unwrap_or(i64::MAX));
+        (self.lap, self.incomplete) = (0, false);
         if running {
             self.resume();
         }
@@ -59,10 +59,10 @@ impl Meter {
     }
 }
 
-/// The energy of all cards of a run.
+/// Energy of all GPUs of a run.
 pub(super) struct Energy {
     meter: Meter,
-    /// Does another rank on the same card count for it?
+    /// Another rank on the same GPU reads its counter.
     other_counts: bool,
     steps: u64,
     tokens: u64,
@@ -70,12 +70,12 @@ pub(super) struct Energy {
 }
 
 impl Energy {
-    /// Every rank calls it.
+    /// Opens the energy counter of this rank's GPU. Collective over the world.
     pub(super) fn new(rank: &Rank) -> Result<Energy> {
         let counter = EnergyCounter::open(rank.device());
         let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let card = counter.as_ref().map(|c| format!("{machine}{}", c.bus_id())).unwrap_or_default();
-        let all = rank.world.all().all_gather_bytes(card.as_bytes(), "cards of all ranks")?;
+        let all = rank.world.all().all_gather_bytes(card.as_bytes(), "GPUs of all ranks")?;
         let first = all.iter().position(|c| c == card.as_bytes());
         let other_counts = !card.is_empty() && first.is_some_and(|i| i < rank.world.rank());
         let source: Source = Box::new(move || counter.as_ref()?.millijoules());
@@ -90,19 +90,20 @@ impl Energy {
         self.meter.resume();
     }
 
-    /// A step was made.
+    /// Counts a step.
     pub(super) fn step(&mut self, tokens: u64, seconds: f64) {
         self.steps += 1;
         self.tokens += tokens;
         self.seconds += seconds;
     }
 
-    /// The mean of the steps since this was last asked, over all cards together. Every rank calls it.
+    /// Energy per step and per token and mean power since the last report, of all GPUs together. Collective over the
+    /// world.
     pub(super) fn report(&mut self, rank: &Rank) -> Result<StepMetrics> {
         let mine = self.meter.lap();
-        // A card that another rank counts adds nothing.
+        // A GPU that another rank reads counts once.
         let mine = if self.other_counts { Some(0) } else { mine };
-        let broken = |e: serde_json::Error| Error::Invalid(format!("what ranks say of energy: {e}"));
+        let broken = |e: serde_json::Error| Error::Invalid(format!("energy of other ranks: {e}"));
         let mut sum = Some(0i64);
         let text = serde_json::to_vec(&mine).map_err(broken)?;
         for told in rank.world.all().all_gather_bytes(&text, "energy of the steps")? {
@@ -125,7 +126,7 @@ impl Energy {
 mod tests {
     use super::*;
 
-    /// A counter that says these, one after the other.
+    /// A meter whose counter returns these values in turn.
     fn scripted(said: &[Option<u64>]) -> Meter {
         let said: Vec<_> = said.to_vec();
         let mut said = said.into_iter();
@@ -155,10 +156,10 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_no_number_and_passes() {
+    fn a_failed_read_gives_no_number_for_its_lap() {
         let mut never = Meter::new(Box::new(|| None));
         assert_eq!((never.lap(), never.lap()), (None, None));
-        // Silent at the end of the first lap, then back: the second lap begins in silence, the third is whole.
+        // Reads fail at the end of the first lap and the start of the second; the third is complete.
         let mut m = scripted(&[Some(10), None, None, Some(40), Some(70), Some(70)]);
         assert_eq!(m.lap(), None);
         assert_eq!(m.lap(), None);
@@ -169,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn without_cards_there_is_no_number() {
+    fn without_gpus_there_is_no_number() {
         let rank = Rank::cpu(1, 1).unwrap();
         let mut e = Energy::new(&rank).unwrap();
         e.step(10, 1.0);

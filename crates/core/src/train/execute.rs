@@ -20,7 +20,7 @@ pub struct MicroBatch {
     pub input: Input,
     /// Labels and their loss weights; none if only logits are computed.
     pub targets: Option<Targets>,
-    /// Where it lies in its training step; none outside of training, or if nothing depends on it.
+    /// Its position in the training step; none outside of training, or if nothing depends on it.
     pub position: Option<StepPosition>,
 }
 

@@ -1,9 +1,9 @@
-//! DelayedScales of delayed scaling in checkpoints. They belong to modules and roles, not to ranks: all ranks that share a stage
-//! have the same, so any layout loads what any other has saved.
+//! Delayed-scaling state in checkpoints. Scales belong to modules and operand roles, not to ranks: all ranks of a stage have
+//! the same, so any layout loads what any other saved.
 //!
-//! Of each narrow map, named by its outputs (`layers.0.attn.q+k+v`; a tied output matrix is `embed.tokens`): `fp8.scale/<module>` f32 `[3]` and
-//! `fp8.history/<module>` f32 `[steps, 3]`, in the order input, weight, gradient. A module without them was not narrow
-//! under delayed scaling, and begins with fresh ones; what nobody asks for is passed over.
+//! For each quantized linear layer, named by its outputs (`layers.0.attn.q+k+v`; a tied LM head is `embed.tokens`):
+//! `fp8.scale/<module>` f32 `[3]` and `fp8.history/<module>` f32 `[steps, 3]`, in the order input, weight, gradient. A module
+//! without them starts with fresh state; saved state of modules that are not quantized now is ignored.
 
 use super::Trainer;
 use crate::checkpoint::{Item, Loaded};
@@ -17,8 +17,8 @@ const SCALE: &str = "fp8.scale/";
 const HISTORY: &str = "fp8.history/";
 const ROLES: usize = Role::ALL.len();
 
-/// A linear map as people call it, by its stacked outputs: `layers.0.mlp.gate+up`. Of experts, all of them together, whichever a
-/// rank has: `layers.0.moe.experts.gate+up`.
+/// The name of a linear layer by its stacked outputs: `layers.0.mlp.gate+up`. The experts of a layer have one name,
+/// whichever a rank holds: `layers.0.moe.experts.gate+up`.
 pub(super) fn module(spec: &ParamSpec) -> String {
     let plain = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_string();
     let mut names: Vec<String> = spec.parts.iter().map(|p| plain(&p.name)).collect();
@@ -47,7 +47,7 @@ fn of_all_experts(name: &str) -> String {
 
 const EXPERTS: &str = "experts";
 
-/// Is `name` a module of a model with the logical tensors `parts`?
+/// Whether `name` is a module of a model with the logical tensors `parts`.
 fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
     // The output matrix is `head`, or the table it shares.
     if name == "head" || name == "embed.tokens" {
@@ -88,8 +88,8 @@ pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
     Ok(items)
 }
 
-/// Names and shapes of a checkpoint's scales, which may be there or not; an error if one is none of this model's, is of
-/// another form, or lacks its other half. `parts` are the model's logical tensors.
+/// Names and shapes of a checkpoint's scales, all optional; an error if one belongs to no module of this model, has another
+/// shape, or comes without its history. `parts` are the model's logical tensors.
 pub(super) fn check<'a>(loaded: &'a Loaded, parts: &HashSet<&str>) -> Result<Vec<(&'a str, &'a [usize])>> {
     let damaged = |what: String| Err(Error::damaged(loaded.path(), what));
     let mut found = Vec::new();
@@ -144,7 +144,7 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
     Ok(())
 }
 
-/// DelayedScales and history of this rank's stage, as they are in memory.
+/// Scales and amax history of this rank's stage.
 pub(crate) struct DelayedScales {
     scale: Vec<f32>,
     history: Vec<f32>,

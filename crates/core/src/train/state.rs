@@ -82,7 +82,7 @@ pub(super) fn schedules(r: &Resolved) -> Result<Schedules> {
     Ok(Schedules { lr, weight_decay: wd, batch: batches })
 }
 
-/// What a checkpoint holds besides tensors. Nothing of time, host or path: equal runs give equal bytes.
+/// Metadata of a checkpoint. No time, host or path: equal runs give equal bytes.
 #[derive(Debug, Serialize, Deserialize)]
 struct State {
     /// Samples consumed: the data position.
@@ -98,7 +98,7 @@ struct State {
     /// Steps under delayed scaling, its calibration included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     scaled_steps: Option<u64>,
-    /// Of f16 training.
+    /// Loss scale of f16 training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     loss_scale: Option<SavedLossScale>,
 }

@@ -17,7 +17,7 @@ use ferrotron_tensor::{Category, Stream, Tensor};
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
 const MAX_CONSECUTIVE_SKIPS: u64 = 10;
 
-/// How far a run has come. The data position and every random draw are functions of it.
+/// Progress of a run. The data position and every random draw are functions of it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Optimizer steps.
@@ -46,7 +46,7 @@ impl Schedules {
 /// Delayed scaling over a run: its first steps may only record amax.
 #[derive(Clone, Copy)]
 pub(super) struct DelayedScaling {
-    /// Does the recipe use delayed scaling?
+    /// The recipe uses delayed scaling.
     pub(super) enabled: bool,
     /// Steps at the start that record amax and compute in high precision.
     calibration_steps: u64,
@@ -82,11 +82,11 @@ impl NonfinitePolicy {
     }
 }
 
-/// What the passes of a step leave on the device.
+/// Results of a step's passes, on the device.
 pub(super) struct ForwardBackward {
     /// Per micro-batch f32 `[1 + D]`: `Σ weight·loss` of the language model and of each MTP depth. Last stage only.
     pub(super) losses: Vec<Tensor>,
-    /// What MoE layers counted.
+    /// MoE counters.
     pub(super) moe_counters: Option<MoeCounters>,
 }
 
@@ -128,7 +128,7 @@ impl StepRunner {
         })
     }
 
-    /// Runs the forward and backward passes of `micro_batches` micro-batches, which `load` brings. Gradients end up in
+    /// Runs the forward and backward passes of `micro_batches` micro-batches, loaded by `load`. Gradients end up in
     /// the model's buckets, reduced over the data-parallel group.
     pub(super) fn forward_backward(
         &mut self,

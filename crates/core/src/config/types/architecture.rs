@@ -6,7 +6,7 @@ use crate::model::config::{Activation, NormKind};
 use crate::model::moe_config::ScoreKind;
 
 choice! {
-    /// How positions enter the model.
+    /// Position embedding.
     PositionKind {
         /// A learned vector per position.
         Learned = "learned",
@@ -16,33 +16,33 @@ choice! {
 }
 
 choice! {
-    /// The type of a router's logits.
+    /// Dtype of the router's logits.
     RouterPrecision {
-        /// That of the model.
+        /// The model's dtype.
         Model = "model",
         /// f32.
         F32 = "f32",
-        /// f64 sums.
+        /// f64 accumulation, f32 logits.
         F64 = "f64",
     }
 }
 
 choice! {
-    /// Which tokens stay within an expert's capacity.
+    /// Which tokens are kept where an expert is over its capacity.
     DropPolicy {
-        /// Those whose choice is most probable.
+        /// Those with the largest routing probability.
         Probable = "probable",
-        /// The first.
+        /// The first in token order.
         First = "first",
     }
 }
 
 choice! {
-    /// How tokens come to experts of other ranks.
+    /// How tokens reach experts on other ranks.
     DispatcherType {
-        /// Each rank gets the tokens of its experts.
+        /// Every rank receives the tokens of its experts.
         AllToAll = "all_to_all",
-        /// Each rank gets all tokens.
+        /// Every rank gathers all tokens.
         AllGather = "all_gather",
     }
 }

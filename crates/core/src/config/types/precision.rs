@@ -1,12 +1,12 @@
-//! What numbers are computed and kept in.
+//! Dtypes of compute, of quantized operands and of optimizer state.
 
 use super::choice;
 use ferrotron_tensor::DType;
 
 choice! {
-    /// The element type of weights and activations in compute.
+    /// Dtype of weights and activations.
     Precision {
-        /// Single precision throughout.
+        /// f32 throughout.
         F32 = "f32",
         /// bf16 compute; master weights and gradient sums stay f32.
         Bf16 = "bf16",
@@ -16,7 +16,7 @@ choice! {
 }
 
 impl Precision {
-    /// As tensors know it.
+    /// The tensor dtype.
     pub const fn dtype(self) -> DType {
         match self {
             Precision::F32 => DType::F32,
@@ -27,25 +27,25 @@ impl Precision {
 }
 
 choice! {
-    /// The low-precision recipe of GEMM operands.
+    /// Quantization recipe of the GEMMs of linear layers.
     QuantRecipe {
-        /// Not at all.
+        /// No quantization.
         None = "none",
-        /// FP8, one scale per tensor, from its own largest magnitude.
+        /// FP8, one scale per tensor from its amax.
         Fp8Current = "fp8-current",
-        /// FP8, one scale per tensor, from those of earlier steps.
+        /// FP8, one scale per tensor from the amax history of earlier steps.
         Fp8Delayed = "fp8-delayed",
-        /// FP8, one scale per 128 values (activations, gradients) and per 128 x 128 (weights).
+        /// FP8, one scale per 1 x 128 block (activations, gradients) or 128 x 128 block (weights).
         Fp8Block = "fp8-block",
-        /// FP8, one power of two per 32 values; emulated.
+        /// FP8, one power-of-two scale per 32 elements; emulated.
         Mxfp8 = "mxfp8",
-        /// Four bits, one scale per 16 values; emulated.
+        /// FP4, one scale per 16 elements; emulated.
         Nvfp4 = "nvfp4",
     }
 }
 
 choice! {
-    /// Which of the two 8-bit formats is used where.
+    /// FP8 formats of the operands.
     Fp8Format {
         /// Gradients in E5M2, everything else in E4M3.
         Hybrid = "hybrid",
@@ -55,32 +55,32 @@ choice! {
 }
 
 choice! {
-    /// How the f32 weights that the optimizer works on are kept.
+    /// Storage of the f32 master weights.
     MasterDtype {
-        /// As they are, beside the weights the model computes with: 4 bytes a parameter.
+        /// f32 beside the model's weights: 4 bytes per parameter.
         F32 = "f32",
-        /// As the 16 bits that a bf16 weight lacks: 2 bytes a parameter, the same f32 together. The weight is then the
-        /// f32 rounded half away from zero, not half to even.
+        /// The low 16 bits, which complete the bf16 weight to the same f32: 2 bytes per parameter. The bf16 weight is then
+        /// rounded half away from zero, not half to even.
         Remainder = "remainder",
     }
 }
 
 choice! {
-    /// How the optimizer's moments are kept; its arithmetic is f32.
+    /// Dtype of the optimizer's moments; its arithmetic is f32.
     StateDtype {
-        /// Single precision.
+        /// f32.
         F32 = "f32",
         /// bf16, rounded to nearest.
         Bf16 = "bf16",
-        /// f16 with a scale for each 32 elements, rounded at random but reproducibly.
+        /// f16 with one scale per 32 elements; stochastic rounding with a fixed seed.
         F16 = "f16",
-        /// 8 bits with a scale for each 32 elements, rounded at random but reproducibly.
+        /// FP8 with one scale per 32 elements; stochastic rounding with a fixed seed.
         Fp8 = "fp8",
     }
 }
 
 impl StateDtype {
-    /// As tensors know it.
+    /// The tensor dtype.
     pub const fn dtype(self) -> DType {
         match self {
             StateDtype::F32 => DType::F32,

@@ -1,4 +1,4 @@
-//! Choices of a run: update rule, schedules, the order of work and what is computed again.
+//! Values of training keys: optimizer, schedules, pipeline schedule and recomputation.
 
 use super::{OneOrMany, choice};
 use crate::config::KeyType;
@@ -6,35 +6,35 @@ use crate::pipeline::ScheduleKind;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 choice! {
-    /// The update rule.
+    /// The optimizer.
     OptimizerKind {
         /// Adam with decoupled weight decay.
         AdamW = "adamw",
         /// Adam with weight decay added to the gradient.
         Adam = "adam",
-        /// Gradient descent with momentum.
+        /// SGD with momentum.
         Sgd = "sgd",
     }
 }
 
 choice! {
-    /// How the learning rate falls after warm-up.
+    /// Decay of the learning rate after warm-up.
     Decay {
-        /// It does not.
+        /// None.
         Constant = "constant",
-        /// In a straight line to `min_lr`.
+        /// Linear to `min_lr`.
         Linear = "linear",
-        /// Along half a cosine to `min_lr`.
+        /// Half a cosine to `min_lr`.
         Cosine = "cosine",
-        /// As one over the square root of the step.
+        /// Inverse square root of the step.
         InverseSqrt = "inverse_sqrt",
-        /// Warm-up, stable, decay: constant, then down over the last `wsd_steps`.
+        /// Warm-up, stable, decay: constant, then decay over the last `wsd_steps`.
         Wsd = "wsd",
     }
 }
 
 choice! {
-    /// The shape of the last part of a warm-up, stable, decay schedule.
+    /// Shape of the decay phase of a WSD schedule, for x from 0 to 1.
     WsdStyle {
         /// 1 − x
         Linear = "linear",
@@ -48,13 +48,13 @@ choice! {
 }
 
 choice! {
-    /// How weight decay goes from `weight_decay` to `weight_decay_end`.
+    /// Change from `weight_decay` to `weight_decay_end`.
     WeightDecayStyle {
-        /// It stays.
+        /// None.
         Constant = "constant",
-        /// In a straight line.
+        /// Linear.
         Linear = "linear",
-        /// Along half a cosine.
+        /// Half a cosine.
         Cosine = "cosine",
     }
 }
@@ -70,9 +70,9 @@ choice! {
 }
 
 choice! {
-    /// Whether whole steps are captured once and replayed.
+    /// Whether a training step is captured as a CUDA graph and replayed.
     CudaGraphMode {
-        /// Where that is possible and pays.
+        /// Where it is possible and saves launch latency.
         Auto = "auto",
         /// Always; refused where it is not possible.
         On = "on",
@@ -82,14 +82,14 @@ choice! {
 }
 
 choice! {
-    /// The order of work in a pipeline.
+    /// Pipeline schedule.
     PipelineSchedule {
-        /// One forward, one backward in turn; interleaved where a rank has several chunks of layers.
+        /// 1F1B; interleaved where a rank has several model chunks.
         OneForwardOneBackward = "1f1b",
-        /// The same, with weight gradients put off to where a rank would wait.
+        /// 1F1B with weight gradients deferred to where a rank would idle.
         ZeroBubble = "zero-bubble",
-        /// A forward and a backward of different micro-batches interleaved: one's expert exchange is in flight while the other
-        /// computes. More micro-batches are in memory at a time; the results are the same bits.
+        /// Forward and backward of different micro-batches interleaved: the expert all-to-all of one is in flight while the
+        /// other computes. More micro-batches are in memory at a time; results are bit-identical.
         Paired = "paired",
     }
 }
@@ -106,27 +106,27 @@ impl PipelineSchedule {
 }
 
 choice! {
-    /// A part of a layer that recomputation can drop and run again in the backward pass.
+    /// A module whose activations backward recomputes.
     RecomputeModule {
         /// The norms.
         Norm = "norm",
-        /// The attention core: scores, softmax, weighted sum.
+        /// Attention.
         Attention = "attention",
-        /// The MLP's non-linearity.
+        /// The activation function of the MLP.
         Activation = "activation",
         /// The whole MLP.
         Mlp = "mlp",
     }
 }
 
-/// What the forward pass drops and the backward pass computes again.
+/// Activation recomputation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Recompute {
     /// Nothing.
     None,
-    /// Every layer keeps its input only.
+    /// Every layer saves its input only.
     Full,
-    /// These parts of every layer.
+    /// These modules of every layer.
     Modules(Vec<RecomputeModule>),
 }
 

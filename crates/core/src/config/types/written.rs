@@ -1,9 +1,9 @@
-//! Values that may be written in several ways: lists, large counts, shares.
+//! Values with several spellings: lists, large counts, shares.
 
 use crate::config::KeyType;
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
-/// A list of texts that may be written as one text.
+/// A list of strings; a single string is a list of one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct OneOrMany(pub Vec<String>);
 

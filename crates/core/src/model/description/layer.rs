@@ -41,7 +41,7 @@ pub(super) struct LayerBuilder<'a> {
     /// The part of the layer that is being described, and whether backward recomputes it.
     block: Block,
     recomputed: bool,
-    /// Do embedding and LM head get no gradient from this layer (a detached MTP layer)?
+    /// A detached MTP layer: embedding and LM head get no gradient from it.
     pub(super) detached: bool,
 }
 
@@ -70,7 +70,7 @@ impl<'a> LayerBuilder<'a> {
         &mut self.layer
     }
 
-    /// What follows belongs to `block`; `recomputed`: backward computes it a second time.
+    /// Starts `block`; `recomputed`: backward recomputes it.
     pub(super) fn begin(&mut self, block: Block, recomputed: bool) {
         (self.block, self.recomputed) = (block, recomputed);
     }
@@ -81,7 +81,7 @@ impl<'a> LayerBuilder<'a> {
         self.finish()
     }
 
-    /// The same inside a larger layer.
+    /// The attention and MLP blocks of a layer, also inside an MTP layer.
     pub(super) fn transformer_layer(&mut self, name: &str, index: usize) {
         let (m, r) = (&self.shape.model, self.shape.recompute);
         // Of a recomputed layer the input alone is stored, which is the input of its first norm.
@@ -314,7 +314,7 @@ impl<'a> LayerBuilder<'a> {
     }
 }
 
-/// Is a row quantized before it is gathered?
+/// Whether rows are quantized before they are gathered.
 fn gathers_fp8(q: &LinearQuant) -> bool {
     q.recipe.per_tensor() || q.recipe.per_block()
 }

@@ -57,7 +57,7 @@ pub struct LayerDescription {
     pub collectives: Vec<Collective>,
 }
 
-/// Which part of a layer something belongs to.
+/// A block of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Block {
     /// Token and position lookup.
@@ -122,9 +122,9 @@ pub struct Gemm {
     pub k: usize,
     /// Experts of a grouped GEMM, whose weights differ; 1 otherwise.
     pub experts: usize,
-    /// Are both operands FP8?
+    /// Both operands are FP8.
     pub fp8: bool,
-    /// Is it run a second time because its block is recomputed?
+    /// Its block is recomputed, so it runs a second time.
     pub recomputed: bool,
 }
 
@@ -146,7 +146,7 @@ pub struct CoreAttention {
     pub value_dim: usize,
     /// Sliding window, if the layer has one.
     pub window: Option<usize>,
-    /// Are q, k and v quantized to FP8 in forward?
+    /// q, k and v are quantized to FP8 in forward.
     pub fp8: bool,
 }
 

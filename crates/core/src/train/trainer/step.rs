@@ -29,17 +29,17 @@ pub struct InFlightStep {
     num_zeros: Option<u64>,
 }
 
-/// What a launched step leaves on the device.
+/// Results of a launched step, on the device.
 pub(in crate::train) struct LaunchedStep {
     /// Per micro-batch f32 `[1 + D]`: `Σ weight·loss` of the language model and of each MTP depth.
     pub(in crate::train) losses: Vec<Tensor>,
     /// f32 `[outcome::COUNT]`, see [`outcome`].
     pub(in crate::train) outcome: Tensor,
-    /// What MoE layers counted.
+    /// MoE counters.
     pub(in crate::train) moe_counters: Option<MoeCounters>,
 }
 
-/// What a step reports.
+/// Metrics of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// Number of the step, from 1.
