@@ -45,7 +45,7 @@ pub struct Global {
     #[arg(long, global = true)]
     pub check: bool,
     /// CPU threads, 0 for one per core; the results do not depend on it
-    #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true)]
+    #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true, value_parser = threads)]
     pub threads: usize,
     /// Record a trace of kernels and collectives; set by commands with `--trace`.
     #[arg(skip)]
@@ -59,6 +59,17 @@ pub struct Global {
     /// This process's rank in a job, where a launcher (mpirun, srun, torchrun) started it.
     #[arg(skip)]
     pub launch: Arc<Launch>,
+}
+
+/// Most CPU threads: more than any machine has cores.
+const MAX_THREADS: usize = 1024;
+
+fn threads(text: &str) -> Result<usize, String> {
+    let n: usize = text.parse().map_err(|_| "expected a whole number".to_string())?;
+    if n > MAX_THREADS {
+        return Err(format!("at most {MAX_THREADS} threads; 0 means one per core"));
+    }
+    Ok(n)
 }
 
 /// The device that `--device` names.

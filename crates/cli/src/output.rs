@@ -47,6 +47,11 @@ pub fn print(text: &str) -> anyhow::Result<()> {
     }
 }
 
+/// Writes a line to standard error. Nobody may be reading it any more, which is no reason to stop.
+pub fn note(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Writes one JSON value and a newline to standard output.
 pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     print(&format!("{}\n", serde_json::to_string_pretty(value)?))

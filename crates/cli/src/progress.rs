@@ -3,6 +3,7 @@
 use crate::args::Global;
 use crate::format;
 use crate::output;
+use crate::signal::Say;
 use ferrotron_core::events::{Ending, Event, Operand, Precision, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::cell::Cell;
@@ -17,36 +18,51 @@ pub struct Progress {
     view: View,
     total: u64,
     pace: Option<f64>,
+    /// The last step shown.
+    last: Option<Step>,
 }
 
 enum View {
     Json,
     Bar(ProgressBar),
-    Lines { last: Option<Instant> },
+    /// A line for every logged step if `every_step`, otherwise now and then.
+    Lines {
+        every_step: bool,
+        last: Option<Instant>,
+    },
 }
 
 impl Progress {
-    /// A run of `total` steps that resumes after step `done`.
-    pub fn new(global: &Global, total: u64, done: u64) -> Progress {
+    /// A run of `total` steps that resumes after step `done`. Where there is no terminal, every logged step is a line if
+    /// `every_step`: the recipe says how often to log.
+    pub fn new(global: &Global, total: u64, done: u64, every_step: bool) -> Progress {
         let view = if global.json {
             View::Json
         } else if std::io::stderr().is_terminal() {
-            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());
             let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {wide_msg}")
                 .unwrap_or_else(|_| ProgressStyle::default_bar());
             bar.set_style(style.progress_chars("━╸ "));
             bar.set_position(done);
             View::Bar(bar)
         } else {
-            View::Lines { last: None }
+            View::Lines { every_step, last: None }
         };
-        Progress { view, total, pace: None }
+        Progress { view, total, pace: None, last: None }
+    }
+
+    /// Shows the bar: what was to be said before it has been said.
+    pub fn start(&self) {
+        if let View::Bar(bar) = &self.view {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+        }
     }
 
     /// Shows one event. Errors of the terminal do not stop the run.
     pub fn event(&mut self, event: &Event) {
         if let Event::Step(step) = event {
             self.measure(step);
+            self.last = Some(step.clone());
         }
         let (total, pace) = (self.total, self.pace);
         match &mut self.view {
@@ -60,10 +76,10 @@ impl Progress {
                 }
                 other => note(other).into_iter().for_each(|n| bar.println(n)),
             },
-            View::Lines { last } => {
+            View::Lines { every_step, last } => {
                 let line = match event {
                     Event::Step(s) => {
-                        let due = last.is_none_or(|t| t.elapsed() >= EVERY) || s.step == total;
+                        let due = *every_step || last.is_none_or(|t| t.elapsed() >= EVERY) || s.step == total;
                         due.then(|| {
                             *last = Some(Instant::now());
                             format!("step {}/{total}  {}", s.step, describe(s, total, pace))
@@ -71,17 +87,39 @@ impl Progress {
                     }
                     other => note(other),
                 };
-                if let Some(line) = line {
-                    let _ = writeln!(std::io::stderr(), "{line}");
-                }
+                line.into_iter().for_each(output::note);
             }
         }
     }
 
-    /// Ends the progress bar.
-    pub fn finish(self) {
-        if let View::Bar(bar) = self.view {
-            bar.finish();
+    /// Shows lines beside the progress, from any thread; nothing with `--json`.
+    pub fn say(&self) -> Say {
+        match &self.view {
+            View::Json => Box::new(|_| {}),
+            View::Bar(bar) => {
+                let bar = bar.clone();
+                Box::new(move |line| bar.println(line))
+            }
+            View::Lines { .. } => Box::new(|line| output::note(line)),
+        }
+    }
+
+    /// Shows a warning, on standard error even with `--json`.
+    pub fn warning(&self, what: &str) {
+        match &self.view {
+            View::Bar(bar) => bar.println(format!("warning: {what}")),
+            _ => output::note(format_args!("warning: {what}")),
+        }
+    }
+
+    /// Ends the progress bar where the run has ended; what follows begins on a line of its own.
+    pub fn finish(&self) {
+        if let View::Bar(bar) = &self.view
+            && !bar.is_hidden()
+        {
+            let last = self.last.as_ref().map(|s| describe(s, self.total, None));
+            bar.abandon_with_message(last.unwrap_or_default());
+            output::note("");
         }
     }
 
@@ -163,6 +201,14 @@ fn note(event: &Event) -> Option<String> {
         Event::Checkpoint(c) => {
             let (size, time) = (ferrotron_tensor::format_bytes(c.bytes as usize), format::seconds(c.seconds));
             Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
+        }
+        Event::SaveFailed(e) => {
+            Some(format!("step {}  the checkpoint could not be saved: {}", e.step, e.reason))
+        }
+        Event::Resume(r) => {
+            let changes = r.changes.iter().map(|c| format!("changed since step {}: {c}", r.step));
+            let lines: Vec<String> = changes.chain(r.notes.iter().cloned()).collect();
+            (!lines.is_empty()).then(|| lines.join("\n"))
         }
         Event::RunEnd(e) if e.ending == Ending::Interrupted => {
             Some(format!("interrupted after step {}; the same command resumes", e.step))

@@ -1,7 +1,7 @@
 //! Devices and ranks of a command: on the CPU or a GPU, as threads or as the processes of a launcher.
 
 use crate::args::{Device, Global};
-use crate::output::UsageError;
+use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::{LaunchEnv, ReduceKernels, on_one_device, on_threads_with};
@@ -24,7 +24,9 @@ impl Global {
             Device::Cuda(ordinal) => self.card(ordinal, seed, watch),
             Device::Auto if gpus().is_ok_and(|all| !all.is_empty()) => {
                 self.card(0, seed, watch).or_else(|why| {
-                    eprintln!("warning: using the CPU, because the GPU cannot be used: {why:#}");
+                    output::note(format_args!(
+                        "warning: using the CPU, because the GPU cannot be used: {why:#}"
+                    ));
                     Ok(Rank::cpu_instrumented(self.threads, seed, watch)?)
                 })
             }
@@ -87,7 +89,9 @@ impl Global {
             let kept = cache_folder().map_or(String::new(), |f| format!("; cached in {}", f.display()));
             let seconds = begin.elapsed().as_secs_f64();
             let all = compiled + cached;
-            eprintln!("compiled {compiled} of {all} kernel sources for this GPU in {seconds:.1} s{kept}");
+            output::note(format_args!(
+                "compiled {compiled} of {all} kernel sources for this GPU in {seconds:.1} s{kept}"
+            ));
         }
         Ok(rank)
     }

@@ -1,31 +1,107 @@
-//! Interruption by SIGINT or SIGTERM. The first signal sets a flag, and the run saves a checkpoint and exits after the
-//! current step; the second exits at once.
+//! Signals of a run. SIGINT (Ctrl-C), SIGTERM and SIGHUP finish the step, save a checkpoint and end the run; a second Ctrl-C
+//! ends it at once. SIGUSR1 saves a checkpoint and the run goes on. Each is answered when it arrives.
 
-use signal_hook::consts::{SIGINT, SIGTERM};
+use crate::output;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::io::IsTerminal;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-/// The flag that a signal sets. Clones share it.
-#[derive(Clone, Debug)]
-pub struct StopFlag(Arc<AtomicBool>);
+/// Shows a line to the user.
+pub type Say = Box<dyn Fn(&str) + Send>;
 
-impl StopFlag {
-    /// Installs the handlers of SIGINT and SIGTERM.
-    pub fn listen() -> anyhow::Result<StopFlag> {
-        let requested = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // Registered first: this handler exits if the flag is set, so the first signal must see it unset.
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&requested))?;
-            flag::register(signal, Arc::clone(&requested))?;
+/// What signals have asked for. Clones share it.
+#[derive(Clone)]
+pub struct Signals(Arc<Shared>);
+
+struct Shared {
+    stop: Arc<AtomicBool>,
+    save: Arc<AtomicBool>,
+    /// The step in progress, from 1; 0 before the first.
+    step: AtomicU64,
+    say: Mutex<Say>,
+}
+
+impl Signals {
+    /// Installs the handlers, and a thread that answers with [`Signals::set_say`]; until then on standard error.
+    pub fn listen() -> anyhow::Result<Signals> {
+        let (stop, save) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let mut ending = vec![SIGINT, SIGTERM];
+        // `nohup` means that the end of the terminal is not to end the run.
+        if !is_ignored(SIGHUP) {
+            ending.push(SIGHUP);
         }
-        Ok(StopFlag(requested))
+        for signal in &ending {
+            flag::register(*signal, Arc::clone(&stop))?;
+        }
+        flag::register(SIGUSR1, Arc::clone(&save))?;
+        let say: Say = Box::new(|line| output::note(line));
+        let shared = Arc::new(Shared { stop, save, step: AtomicU64::new(0), say: Mutex::new(say) });
+        let mut arrived = signal_hook::iterator::Signals::new([&ending[..], &[SIGUSR1]].concat())?;
+        let answering = Arc::clone(&shared);
+        let answer = move || {
+            let mut asked = false;
+            for signal in arrived.forever() {
+                if signal == SIGINT && asked {
+                    answering.say("stopped at once; the same command resumes from the last checkpoint");
+                    if std::io::stderr().is_terminal() {
+                        output::note(""); // the progress bar's line ends here
+                    }
+                    signal_hook::low_level::exit(128 + SIGINT);
+                }
+                asked |= signal != SIGUSR1;
+                answering.say(&answer(signal, answering.step.load(Ordering::Relaxed)));
+            }
+        };
+        std::thread::Builder::new().name("signals".into()).spawn(answer)?;
+        Ok(Signals(shared))
     }
 
-    /// True once a signal has arrived.
-    pub fn requested(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+    /// True once a signal has asked the run to end.
+    pub fn stop_requested(&self) -> bool {
+        self.0.stop.load(Ordering::Relaxed)
     }
+
+    /// True once after a signal has asked for a checkpoint.
+    pub fn take_save_request(&self) -> bool {
+        self.0.save.swap(false, Ordering::Relaxed)
+    }
+
+    /// The run is about to do this step, from 1.
+    pub fn set_step(&self, step: u64) {
+        self.0.step.store(step, Ordering::Relaxed);
+    }
+
+    /// How signals are answered from here on.
+    pub fn set_say(&self, say: Say) {
+        *self.0.say.lock().unwrap_or_else(PoisonError::into_inner) = say;
+    }
+}
+
+impl Shared {
+    fn say(&self, line: &str) {
+        (self.say.lock().unwrap_or_else(PoisonError::into_inner))(line);
+    }
+}
+
+/// The answer to a signal while `step` is in progress.
+fn answer(signal: i32, step: u64) -> String {
+    let step = if step == 0 { "the first step".into() } else { format!("step {step}") };
+    match signal {
+        SIGUSR1 => format!("SIGUSR1: saving after {step}"),
+        SIGINT => format!("finishing {step} and saving; press Ctrl-C again to stop now"),
+        SIGHUP => format!("SIGHUP: finishing {step}, saving and ending"),
+        _ => format!("SIGTERM: finishing {step}, saving and ending"),
+    }
+}
+
+/// Did whoever started this process ignore the signal? As Linux tells it; elsewhere false.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|l| l.strip_prefix("SigIgn:"));
+    let mask = mask.and_then(|m| u64::from_str_radix(m.trim(), 16).ok()).unwrap_or(0);
+    mask >> (signal - 1) & 1 == 1
 }
 
 #[cfg(test)]
@@ -33,10 +109,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_signal_only_asks() {
-        let stop = StopFlag::listen().unwrap();
-        assert!(!stop.requested());
-        signal_hook::low_level::raise(SIGTERM).unwrap();
-        assert!(stop.requested() && stop.clone().requested());
+    fn signals_ask_and_are_answered() {
+        let signals = Signals::listen().unwrap();
+        let (said, heard) = std::sync::mpsc::channel();
+        signals.set_say(Box::new(move |line| said.send(line.to_string()).unwrap()));
+        signals.set_step(9);
+        assert!(!signals.stop_requested() && !signals.take_save_request());
+        let raise = |signal| {
+            signal_hook::low_level::raise(signal).unwrap();
+            heard.recv_timeout(std::time::Duration::from_secs(10)).unwrap()
+        };
+        assert_eq!(raise(SIGUSR1), "SIGUSR1: saving after step 9");
+        assert!(!signals.stop_requested());
+        assert!(signals.take_save_request() && !signals.take_save_request());
+        assert_eq!(raise(SIGTERM), "SIGTERM: finishing step 9, saving and ending");
+        assert!(signals.stop_requested() && signals.clone().stop_requested());
+        // Schedulers may send it twice: only Ctrl-C ends at once.
+        raise(SIGTERM);
+        assert_eq!(answer(SIGINT, 9), "finishing step 9 and saving; press Ctrl-C again to stop now");
+        assert!(!is_ignored(SIGTERM));
     }
 }

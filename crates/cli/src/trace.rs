@@ -71,6 +71,14 @@ impl Observer for StepTracer<'_> {
         self.inner.stop()
     }
 
+    fn save(&self) -> bool {
+        self.inner.save()
+    }
+
+    fn warning(&mut self, what: &str) {
+        self.inner.warning(what);
+    }
+
     fn wants_single_steps(&self) -> bool {
         true
     }

@@ -160,6 +160,13 @@ pub struct FileLock {
     file: Option<File>,
 }
 
+impl Drop for FileLock {
+    fn drop(&mut self) {
+        // The name of a process that has ended must not be taken for the next holder's.
+        self.file.iter().for_each(|f| drop(f.set_len(0)));
+    }
+}
+
 impl FileLock {
     /// Locks the file `path`, creating it if necessary, and writes into it which process holds it. If another process
     /// does, the error is [`Error::Locked`] and names it.
@@ -341,6 +348,7 @@ mod tests {
         );
         assert!(e.to_string().contains(&me), "{e}");
         drop(held);
+        assert_eq!(fs::read(&path).unwrap(), b"");
         FileLock::take(&path).unwrap();
     }
 

@@ -22,7 +22,7 @@ fn start() -> Event {
 }
 
 fn end(step: u64, ending: Ending) -> Event {
-    Event::RunEnd(RunEnd { step, ending, seconds: 1.5, tokens_per_s: 10.0 })
+    Event::RunEnd(RunEnd { step, ending, seconds: 1.5, tokens_per_s: 10.0, reason: None })
 }
 
 fn checkpoint(step: u64) -> Event {

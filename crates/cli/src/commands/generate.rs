@@ -135,7 +135,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "positions" => "maximum sequence length",
             _ => "--tokens reached",
         };
-        eprintln!("[{} tokens, {rate:.0} tokens/s; {ended}]", new.len());
+        output::note(format_args!("[{} tokens, {rate:.0} tokens/s; {ended}]", new.len()));
     }
     Ok(ExitCode::SUCCESS)
 }

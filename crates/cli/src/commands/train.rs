@@ -6,18 +6,18 @@ use crate::machine::Memory;
 use crate::output::{self, UsageError};
 use crate::progress::Progress;
 use crate::ranks;
-use crate::signal::StopFlag;
+use crate::signal::Signals;
 use crate::trace;
 use anyhow::Result;
-use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved};
+use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved, refused_changes};
 use ferrotron_core::cost::summary::timeline;
 use ferrotron_core::cost::{MemoryEstimate, check_fits};
-use ferrotron_core::data::source;
+use ferrotron_core::data::{Sources, source};
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::generate::{Prompt, Sampling, generate};
-use ferrotron_core::train::{Observer, Run, Trainer};
-use ferrotron_engine::StepContext;
+use ferrotron_core::train::{Observer, OpenOptions, Outcome, Run, Trainer};
+use ferrotron_engine::{Rank, StepContext};
 use ferrotron_tensor::gpus;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -28,8 +28,14 @@ pub const LONG: &str = "\
 Train a model from a recipe.
 
 Without an argument it trains a small model on the built-in corpus, which takes about a minute and ends with a sample and a
-summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration. Ctrl-C saves a
-checkpoint and exits; the same command resumes.
+summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration.
+
+Ctrl-C, SIGTERM and SIGHUP finish the step, save a checkpoint and exit; the same command resumes. A second Ctrl-C exits at
+once. SIGUSR1 saves a checkpoint and training goes on. A run goes on if nobody reads its output any more (| head).
+
+A resumed run prints what has changed since its checkpoint. It is refused if the samples before its data position are no
+longer those it was trained on (batch size, sequence length, data, its seed, split or blend), unless --allow-changes names
+the key. Data is compared by its whole .idx and by the .bin: all of it up to 64 MiB, 1,024 blocks of a larger one.
 
 Several ranks: parallel.tp is the tensor-parallel size, parallel.cp the context-parallel size, parallel.pp the number of
 pipeline stages; the remaining ranks are data-parallel replicas (parallel.dp). Ranks are threads of this process, on the CPU or
@@ -73,9 +79,12 @@ pub struct Args {
     /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
-    /// Delete the run in the run folder and start over
+    /// Start over; the run in the run folder is deleted when the new one has saved a checkpoint, and is restored otherwise
     #[arg(long)]
     pub fresh: bool,
+    /// Resume although these keys have changed (data.path: the data itself; data.order: the order of its samples)
+    #[arg(long, value_name = "KEY", value_delimiter = ',')]
+    pub allow_changes: Vec<String>,
     /// Print the resolved configuration, its memory, FLOPs and communication, then exit; data and tokenizer are opened
     #[arg(long)]
     pub dry_run: bool,
@@ -149,91 +158,147 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return super::dry_run::run(&args, &recipe, &resolved, global);
     }
     check_memory(&resolved, global)?;
+    check_allowed(&args.allow_changes)?;
     let out = args.out(&recipe);
-    let stop = StopFlag::listen()?;
+    let signals = Signals::listen()?;
+    if global.json || !global.launch.leads() {
+        signals.set_say(Box::new(|_| {}));
+    }
     let layout = resolved.config.parallel.layout();
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
     ranks::run(&args.trace.with_tracing(global)?, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
-        // `Run::open` synchronizes the ranks, so the others see the folder after this.
-        if args.fresh && lead {
-            Run::discard(&out)?;
-        }
-        let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
+        // Before the run folder is touched: a typo in a path must not cost anything.
+        let sources = source::open(&resolved)?;
+        let options = OpenOptions {
+            initial_weights: Some(&fill),
+            data: Some(&*sources.train),
+            fresh: args.fresh,
+            allow_changes: &args.allow_changes,
+        };
+        let run = Run::open_with(rank, resolved.clone(), &out, options)?;
+        let training = Training { args: &args, recipe: &recipe, global, sources, signals: signals.clone() };
         match lead {
-            true => train_lead_rank(&args, &recipe, run, stop.clone(), global).map_err(ranks::to_core_error),
-            false => train_other_rank(&args, run, stop.clone()),
+            true => training.on_lead_rank(run).map_err(ranks::to_core_error),
+            false => training.on_other_rank(run),
         }
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Trains on a rank other than 0, which prints nothing.
-fn train_other_rank(args: &Args, mut run: Run, stop: StopFlag) -> ferrotron_core::Result<()> {
-    struct SilentObserver(StopFlag);
-    impl Observer for SilentObserver {
-        fn event(&mut self, _: &Event) {}
-        fn stop(&self) -> bool {
-            self.0.requested()
+/// Refuses names in `--allow-changes` that allow nothing.
+fn check_allowed(keys: &[String]) -> Result<()> {
+    match keys.iter().find(|k| !refused_changes().any(|r| r == *k)) {
+        Some(key) => {
+            let all: Vec<&str> = refused_changes().collect();
+            let what = format!("--allow-changes {key}: its change is never refused");
+            Err(UsageError::new(what).hint(format!("the keys are {}", all.join(", "))).into())
         }
+        None => Ok(()),
     }
-    let sources = source::open(&run.resolved)?;
-    let (outcome, _) =
-        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut SilentObserver(stop))?;
-    if outcome.finished {
-        sample(&run)?;
-    }
-    Ok(())
 }
 
-/// Trains on rank 0, which reports progress and writes the summary.
-fn train_lead_rank(
-    args: &Args,
-    recipe: &Recipe,
-    mut run: Run,
-    stop: StopFlag,
-    global: &Global,
-) -> Result<()> {
-    let begin = Instant::now();
-    let sources = source::open(&run.resolved)?;
-    let done = run.trainer.step();
-    let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
-    announce(&mut run, recipe, &mut view, global, done)?;
-    if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
-        eprintln!("{note}");
-    }
-    let (outcome, traced) =
-        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut view)?;
-    let text = if outcome.finished { sample(&run)? } else { None };
-    if let Some(text) = &text {
-        let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
-        let event = events::Sample { step: run.trainer.step(), prompt, text: text.clone() };
-        run.emit(Event::Sample(event), &mut view)?;
-    }
-    let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
-    let seconds = begin.elapsed().as_secs_f64();
-    let end =
-        RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s: outcome.tokens as f64 / seconds };
-    run.emit(Event::RunEnd(end), &mut view)?;
-    view.progress.finish();
-    if !global.json && outcome.finished {
-        output::print(&super::train_summary::text(
-            args,
-            recipe,
-            &run,
-            &outcome,
-            global.started,
-            text.as_deref(),
-        ))?;
-    }
-    traced.map_or(Ok(()), |t| t.print(global))
+/// What a rank needs to train.
+struct Training<'a> {
+    args: &'a Args,
+    recipe: &'a Recipe,
+    global: &'a Global,
+    sources: Sources,
+    signals: Signals,
 }
 
-/// Shows events as progress, and stops the run at the next step after Ctrl-C.
+impl Training<'_> {
+    /// Trains on a rank other than 0, which prints nothing.
+    fn on_other_rank(self, mut run: Run) -> ferrotron_core::Result<()> {
+        struct SilentObserver(Signals);
+        impl Observer for SilentObserver {
+            fn event(&mut self, _: &Event) {}
+            fn stop(&self) -> bool {
+                self.0.stop_requested()
+            }
+            fn save(&self) -> bool {
+                self.0.take_save_request()
+            }
+        }
+        let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
+        let mut observer = SilentObserver(self.signals);
+        let (outcome, _) = self.args.trace.train(&mut run, train, eval, &mut observer)?;
+        if outcome.finished {
+            sample(&run)?;
+        }
+        Ok(())
+    }
+
+    /// Trains on rank 0, which reports progress and writes the summary. However it ends, the log says so.
+    fn on_lead_rank(self, mut run: Run) -> Result<()> {
+        let begin = Instant::now();
+        let (total, done) = (run.resolved.plan.steps, run.trainer.step());
+        let progress = Progress::new(self.global, total, done, self.recipe.is_set("train.log_every"));
+        let mut view = View { progress, signals: self.signals.clone(), total };
+        let ended = self.train(&mut run, &mut view, begin);
+        if let Err(e) = &ended {
+            let seconds = begin.elapsed().as_secs_f64();
+            let (ending, reason) = (Ending::Failed, Some(format!("{e:#}")));
+            let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s: 0.0, reason };
+            // The error at hand is the one to report.
+            drop(run.emit(Event::RunEnd(end), &mut view));
+        }
+        view.progress.finish();
+        // From here on there is nothing to finish or save.
+        let (outcome, text, traced) = ended?;
+        if !self.global.json && outcome.finished {
+            let started = self.global.started;
+            let (args, recipe) = (self.args, self.recipe);
+            output::print(&super::train_summary::text(
+                args,
+                recipe,
+                &run,
+                &outcome,
+                started,
+                text.as_deref(),
+            ))?;
+        }
+        traced.map_or(Ok(()), |t| t.print(self.global))
+    }
+
+    /// The run from its first to its last event.
+    fn train(&self, run: &mut Run, view: &mut View, begin: Instant) -> Result<Ended> {
+        announce(run, self.recipe, view, self.global, run.trainer.step())?;
+        if let Some(note) = self.sources.note.as_ref().filter(|_| !self.global.json) {
+            output::note(note);
+        }
+        view.progress.start();
+        self.signals.set_say(view.progress.say());
+        if let Some(resume) = &run.resumed {
+            view.event(&Event::Resume(resume.clone())); // the log has it already
+        }
+        let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
+        let (outcome, traced) = self.args.trace.train(run, train, eval, view)?;
+        let text = if outcome.finished { sample(run)? } else { None };
+        if let Some(text) = &text {
+            let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
+            let event = events::Sample { step: run.trainer.step(), prompt, text: text.clone() };
+            run.emit(Event::Sample(event), view)?;
+        }
+        let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
+        let seconds = begin.elapsed().as_secs_f64();
+        let tokens_per_s = outcome.tokens as f64 / seconds;
+        let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s, reason: None };
+        run.emit(Event::RunEnd(end), view)?;
+        Ok((outcome, text, traced))
+    }
+}
+
+/// Outcome, sample and trace of a run.
+type Ended = (Outcome, Option<String>, Option<trace::Summary>);
+
+/// Shows events as progress, and brings requests of signals to the run.
 struct View {
     progress: Progress,
-    stop: StopFlag,
+    signals: Signals,
+    /// Steps of the run.
+    total: u64,
 }
 
 impl Observer for View {
@@ -241,7 +306,17 @@ impl Observer for View {
         self.progress.event(event);
     }
     fn stop(&self) -> bool {
-        self.stop.requested()
+        self.signals.stop_requested()
+    }
+    fn save(&self) -> bool {
+        self.signals.take_save_request()
+    }
+    fn warning(&mut self, what: &str) {
+        self.progress.warning(what);
+    }
+    fn before_step(&mut self, _: &Rank, left: u64) -> ferrotron_core::Result<()> {
+        self.signals.set_step(self.total + 1 - left.min(self.total));
+        Ok(())
     }
 }
 
@@ -265,7 +340,8 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             n if n >= p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
             n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
         };
-        eprintln!(
+        run.notes.iter().for_each(output::note);
+        output::note(format_args!(
             "{doing}: {} parameters in {}, {} steps of {} tokens, {} -> {}",
             format::count(start.parameters),
             start.dtype,
@@ -273,13 +349,13 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
             ranks::device_description(&run.trainer.rank),
             run.dir().display(),
-        );
+        ));
         if first == 0 {
-            eprintln!("{}", MemoryEstimate::of(&run.resolved)?.bytes_per_parameter()?);
+            output::note(MemoryEstimate::of(&run.resolved)?.bytes_per_parameter()?);
             let parallel = &run.resolved.config.parallel;
             if parallel.pp > 1 {
                 let bubble = 100.0 * timeline(&run.resolved)?.bubble();
-                eprintln!("pipeline: {} stages, {bubble:.1} % of a step is bubble", parallel.pp);
+                output::note(format!("pipeline: {} stages, {bubble:.1} % of a step is bubble", parallel.pp));
             }
             let mut resolved = run.resolved.clone();
             // Resolved on the device, so it is not among the recipe's derived values.
@@ -288,7 +364,10 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
                 let value = format!("\"{}\"", choice.value);
                 resolved.derived.push(Derived { key: "train.cuda_graph", value, reason: choice.reason });
             }
-            eprint!("{}", derived(&resolved));
+            let derived = derived(&resolved);
+            if !derived.is_empty() {
+                output::note(derived.trim_end());
+            }
         }
     }
     if first == 0 {

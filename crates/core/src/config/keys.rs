@@ -4,7 +4,7 @@ use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, OneOrMany,
     OptimizerKind, Packing, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute,
-    RouterPrecision, StateDtype, WeightDecayStyle, WsdStyle,
+    RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -309,6 +309,9 @@ keys! {
         keep: u64 = 2, "save_total_limit", "keep_last_k", "most_recent_k", "save_top_k", "keep_latest_k", "max_to_keep";
         /// Save a checkpoint at the end of the run.
         at_end: bool = true, "save_at_end", "save_last", "save_on_train_end";
+        /// When a checkpoint cannot be written (a full disk): continue tells it at once and tries again at the next one, stop ends
+        /// the run. Earlier checkpoints stay either way, and a run whose last checkpoint failed ends with an error.
+        on_failure: SaveFailurePolicy = SaveFailurePolicy::Continue, "save_failure", "ignore_save_errors";
     }
 
     /// Parallelism over ranks.

@@ -3,6 +3,7 @@
 //! Each key is declared once, in `keys.rs`. A [`Recipe`] layers built-in defaults, a file and `--set` values;
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
+mod changes;
 mod keys;
 mod load;
 mod loss;
@@ -22,6 +23,7 @@ mod types;
 mod validate;
 mod write;
 
+pub use changes::{ChangeEffect, DATA_CONTENT, DATA_ORDER, change_effect, differences, refused_changes};
 pub use keys::*;
 pub use load::{Recipe, STORED_CONFIG};
 pub use loss_scale::LossScale;

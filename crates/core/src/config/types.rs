@@ -9,7 +9,7 @@ pub use architecture::{DispatcherType, DropPolicy, PositionKind, RouterPrecision
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
     CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
-    WeightDecayStyle, WsdStyle,
+    SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
 pub use written::{Count, DataSplit, OneOrMany};
 

@@ -5,6 +5,7 @@ pub mod batch;
 pub mod blend;
 pub mod build;
 pub mod corpus;
+pub mod digest;
 pub mod gpt;
 pub mod gpt_index;
 pub mod indexed;

@@ -18,6 +18,8 @@ pub(super) struct GlobalBatch {
     pub(super) samples: u64,
     /// Tokens of the step over all data-parallel ranks.
     pub(super) tokens: u64,
+    /// Labels of this rank's micro-batches, of the language model and of each MTP depth.
+    labels: Vec<f64>,
     /// Weight of a label: `1/n` in the language-modelling loss of n labels, then `loss_weight/(D·n)` at each MTP depth.
     pub(super) label_weights: Vec<f32>,
     /// Sequences of a micro-batch.
@@ -27,10 +29,11 @@ pub(super) struct GlobalBatch {
 }
 
 impl GlobalBatch {
-    /// Reads the samples that follow the `consumed` first ones of `data`, and counts labels over all ranks.
+    /// Reads the samples that follow the `consumed` first ones of `data`. Changes nothing and communicates with nobody, so
+    /// that a rank whose data cannot be read leaves the state of the last step; [`GlobalBatch::count_labels`] is to follow.
     ///
     /// Data-parallel ranks take micro-batches in turn: micro-batch i of rank r starts at sample `(i·dp + r)·micro`.
-    pub(super) fn load(
+    pub(super) fn read(
         rank: &Rank,
         decoder: &Decoder,
         runner: &StepRunner,
@@ -49,18 +52,25 @@ impl GlobalBatch {
             let counts = mtp::labels(batch, seq, depth)?;
             labels.iter_mut().zip(counts).for_each(|(all, n)| *all += n);
         }
-        let labels = runner.all_reduce(&rank.dp, labels, "labels of the step")?;
         let tokens = dp_size * micro_batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         Ok(GlobalBatch {
             micro_batches,
             seq,
             samples: micro * count * dp_size,
             tokens,
-            label_weights: mtp::weights(&labels, decoder.mtp().loss_weight),
+            labels,
+            label_weights: Vec::new(),
             micro,
             dp_rank,
             dp_size,
         })
+    }
+
+    /// Counts labels over all ranks, from which their weights follow.
+    pub(super) fn count_labels(&mut self, rank: &Rank, decoder: &Decoder, runner: &StepRunner) -> Result<()> {
+        let labels = runner.all_reduce(&rank.dp, self.labels.clone(), "labels of the step")?;
+        self.label_weights = mtp::weights(&labels, decoder.mtp().loss_weight);
+        Ok(())
     }
 
     /// Index in the step of the first token of micro-batch `i`.

@@ -1,25 +1,33 @@
-//! A run and its folder: resume, steps, evaluation, checkpoints, events, and a clean end when asked to stop.
+//! A run and its folder: begins or resumes; [`Run::train`] has the steps.
 
 use super::energy::Energy;
-use super::{InFlightStep, StepMetrics, StepReport, Trainer};
-use crate::checkpoint::{self, Saver};
-use crate::config::{Resolved, STORED_CONFIG};
+use super::record::{self, RunRecord, ScheduleSpan};
+use super::run_folder::{CHECKPOINTS, RunFolder};
+use super::state::{self, Origin};
+use super::{StepMetrics, StepReport, Trainer};
+use crate::checkpoint::{self, Loaded, Saver};
+use crate::config::Resolved;
 use crate::cost::Traffic;
-use crate::data::Batches;
-use crate::events::{self, Event, EventLog};
+use crate::data::{Batches, digest};
+use crate::events::{self, Change, Event, EventLog, Resume};
 use crate::{Error, Result};
-use ferrotron_comm::ReduceOp;
+use ferrotron_comm::Communicator;
 use ferrotron_engine::Rank;
-use ferrotron_tensor::Category;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Hears what a run does, and may ask it to stop.
+/// Hears what a run does, and may ask it to save or to stop.
 pub trait Observer {
     /// Something happened; it is in the log already.
     fn event(&mut self, event: &Event);
     /// Should the run save and end after this step?
     fn stop(&self) -> bool;
+    /// Should the run save after this step and go on? Asked once per step; the answer is not asked for again.
+    fn save(&self) -> bool {
+        false
+    }
+    /// Something the user should know that the log cannot hold: the log itself cannot be written.
+    fn warning(&mut self, _what: &str) {}
     /// Is each step to be ended before the next one begins, so that it can be looked at alone?
     fn wants_single_steps(&self) -> bool {
         false
@@ -36,6 +44,20 @@ pub trait Observer {
 
 /// Fills the weights of a fresh model.
 pub type InitialWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
+
+/// How a run is opened.
+#[derive(Default)]
+pub struct OpenOptions<'a> {
+    /// Fills a fresh model (from a Hugging Face folder); without it declared initial values are used.
+    pub initial_weights: Option<&'a InitialWeights<'a>>,
+    /// The training data that the recipe names. Its files and the order of its samples are recorded in checkpoints, and
+    /// compared by a resumed run. Without it only the configuration is.
+    pub data: Option<&'a dyn Batches>,
+    /// Replace the run in the folder. It is deleted when the new one has a checkpoint, and comes back if that never happens.
+    pub fresh: bool,
+    /// Keys that may change although the data position is lost, see [`crate::config::refused_changes`].
+    pub allow_changes: &'a [String],
+}
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -66,23 +88,31 @@ pub struct Run {
     pub flops_per_token: f64,
     /// What this rank sent in the last step.
     pub sent: Traffic,
+    /// From which checkpoint it goes on and what has changed since; none for a new run.
+    pub resumed: Option<Resume>,
+    /// What the user should know about the folder.
+    pub notes: Vec<String>,
     /// Of the cards, if it is measured.
-    energy: Option<Energy>,
+    pub(super) energy: Option<Energy>,
     dir: PathBuf,
     /// Writes the folder: on the first rank only.
-    writer: Option<RunFolderWriter>,
+    pub(super) writer: Option<RunFolderWriter>,
 }
 
 /// What writes into a run's folder.
-struct RunFolderWriter {
-    log: EventLog,
-    saver: Saver,
+pub(super) struct RunFolderWriter {
+    pub(super) log: EventLog,
+    pub(super) saver: Saver,
+    pub(super) folder: RunFolder,
+    /// The checkpoint being written; its event follows when it is on disk.
+    pub(super) pending: Option<events::Checkpoint>,
+    /// The newest checkpoint of this run that is on disk.
+    pub(super) saved: Option<u64>,
+    /// Why the last save failed, if it did.
+    pub(super) failed: Option<Error>,
+    /// The log could not be written, and that was told.
+    pub(super) log_failed: bool,
 }
-
-/// Folder of checkpoints inside a run folder.
-pub const CHECKPOINTS: &str = "checkpoints";
-/// The resolved recipe inside a run folder.
-pub const CONFIG: &str = STORED_CONFIG;
 
 impl Run {
     /// Opens the run in `dir`: continues from its newest checkpoint if there is one, else starts fresh.
@@ -93,66 +123,138 @@ impl Run {
         dir: &Path,
         initial_weights: Option<&InitialWeights>,
     ) -> Result<Run> {
+        Run::open_with(rank, resolved, dir, OpenOptions { initial_weights, ..OpenOptions::default() })
+    }
+
+    /// [`Run::open`] with more options. Whatever fails, the folder's run is as it was.
+    pub fn open_with(rank: Rank, resolved: Resolved, dir: &Path, options: OpenOptions) -> Result<Run> {
         let first = rank.world.rank() == 0;
         let together = rank.world.all();
         let wait = |label| together.barrier(label);
-        let checkpoints = dir.join(CHECKPOINTS);
-        let saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
+        let digests = match first && options.data.is_some() {
+            true => digest::digests(&resolved)?,
+            false => Vec::new(),
+        };
+        let record = RunRecord::new(&resolved, digests);
+        let mut folder = first.then(|| RunFolder::open(dir)).transpose()?;
+        let mut saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
         // What a broken-off save left is gone before anybody looks for the newest checkpoint.
         wait("the run folder is ready")?;
         let mut trainer = Trainer::new(rank, &resolved)?;
-        let latest = checkpoint::latest(&checkpoints)?;
-        match &latest {
-            Some(path) => trainer.restore(&checkpoint::load_parallel(path, &together)?)?,
-            None => initial_weights.map_or(Ok(()), |fill| fill(&trainer))?,
-        }
+        trainer.record = Some(record);
+        let latest = if options.fresh { None } else { checkpoint::latest(&dir.join(CHECKPOINTS))? };
+        let resumed = match &latest {
+            Some(path) => Some(Run::resume(&mut trainer, &resolved, path, &together, &options)?),
+            None => {
+                options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
+                None
+            }
+        };
         wait("the checkpoint is read")?;
-        let writer =
-            saver.map(|saver| Run::writer(dir, saver, &resolved, &latest, trainer.step())).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
+        // Everything is checked: from here on the folder changes.
+        if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {
+            drop(saver.take());
+            folder.set_aside()?;
+            saver = Some(Run::saver(dir, &resolved)?);
+        }
+        let notes = folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)).collect();
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
-        Ok(Run { trainer, resolved, flops_per_token, sent, energy, dir, writer })
+        let mut run =
+            Run { trainer, resolved, flops_per_token, sent, resumed, notes, energy, dir, writer: None };
+        if let (Some(folder), Some(saver)) = (folder, saver) {
+            run.begin_writing(folder, saver)?;
+        }
+        Ok(run)
     }
 
     fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
-        let io = |e| Error::io_doing(dir, "make the run folder", e);
-        std::fs::create_dir_all(dir).map_err(io)?;
         let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
         Saver::new(&dir.join(CHECKPOINTS), keep)
     }
 
-    fn writer(
-        dir: &Path,
-        saver: Saver,
+    /// Restores the checkpoint at `path`, unless what has changed since breaks the data position.
+    fn resume(
+        trainer: &mut Trainer,
         resolved: &Resolved,
-        latest: &Option<PathBuf>,
-        step: u64,
-    ) -> Result<RunFolderWriter> {
-        let log = dir.join(events::FILE_NAME);
-        let log = match latest {
-            Some(_) => {
-                saver.tidy()?;
-                EventLog::resume(&log, step)?
+        path: &Path,
+        together: &Communicator,
+        options: &OpenOptions,
+    ) -> Result<Resume> {
+        let loaded = checkpoint::load_parallel(path, together)?;
+        let origin = state::origin(&loaded);
+        let mut changes = Vec::new();
+        let mut notes = Vec::new();
+        match origin.as_ref().map(|o| (o, &o.run)) {
+            Some((origin, Some(old))) => {
+                let new = trainer.record.get_or_insert_default();
+                changes = old.changes(new);
+                new.continue_from(old);
+                // A run of another model or seed is refused as such below.
+                let known = changes.iter().any(record::breaks_position);
+                let reordered = options.data.filter(|_| !known);
+                changes.extend(reordered.and_then(|data| old.order_change(data, origin.samples)));
             }
-            None => EventLog::create(&log)?,
-        };
-        let path = dir.join(CONFIG);
-        std::fs::write(&path, resolved.config.to_toml()).map_err(|e| Error::io_doing(&path, "write", e))?;
-        Ok(RunFolderWriter { log, saver })
+            Some((_, None)) => notes.push(
+                "the checkpoint is of a version that recorded neither configuration nor data: changes cannot be shown".into(),
+            ),
+            None => {}
+        }
+        Run::restore(trainer, &loaded, &changes)?;
+        record::refuse(path, &changes, options.allow_changes)?;
+        notes.extend(origin.and_then(|o| Run::schedule_note(trainer, resolved, &o)));
+        Ok(Resume { step: trainer.step(), changes, notes })
     }
 
-    /// Throws away what a folder holds of a run: checkpoints, log and resolved recipe. Other files stay.
-    pub fn discard(dir: &Path) -> Result<()> {
-        let gone = |path: PathBuf, result: std::io::Result<()>| match result {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io_doing(&path, "remove", e)),
-            _ => Ok(()),
+    /// Restores a checkpoint; the error of one that does not fit lists what has changed.
+    fn restore(trainer: &mut Trainer, loaded: &Loaded, changes: &[Change]) -> Result<()> {
+        trainer.restore(loaded).map_err(|e| {
+            let list: Vec<String> = changes.iter().map(Change::to_string).collect();
+            if list.is_empty() { e } else { e.with_hint(&format!(" (changed: {})", list.join(", "))) }
+        })
+    }
+
+    fn schedule_note(trainer: &Trainer, resolved: &Resolved, old: &Origin) -> Option<String> {
+        let span = ScheduleSpan {
+            step: trainer.step(),
+            samples: old.samples,
+            batch: resolved.config.train.global_batch as u64,
+            steps: resolved.plan.steps,
+            end: resolved.plan.samples,
         };
-        let checkpoints = dir.join(CHECKPOINTS);
-        gone(checkpoints.clone(), std::fs::remove_dir_all(&checkpoints))?;
-        for file in [events::FILE_NAME, CONFIG].map(|f| dir.join(f)) {
-            gone(file.clone(), std::fs::remove_file(&file))?;
+        record::schedule_note(&old.lr, &trainer.runner.schedules.lr, span)
+    }
+
+    /// Opens the log and writes the configuration. The folder's run has been read and found good.
+    fn begin_writing(&mut self, folder: RunFolder, saver: Saver) -> Result<()> {
+        let (path, step) = (self.dir.join(events::FILE_NAME), self.trainer.step());
+        let mut log = match &self.resumed {
+            Some(_) => {
+                saver.tidy()?;
+                EventLog::resume(&path, step)?
+            }
+            None => EventLog::create(&path)?,
+        };
+        if !log.damaged().is_empty() {
+            let lines: Vec<String> = log.damaged().iter().map(usize::to_string).collect();
+            let what = format!("{}: dropped damaged lines: {}", path.display(), lines.join(", "));
+            self.notes.push(what);
         }
+        folder.write_config(&self.resolved, step)?;
+        if let Some(resume) = self.resumed.as_ref().filter(|_| step < self.resolved.plan.steps) {
+            log.write(&Event::Resume(resume.clone()))?;
+        }
+        let saved = self.resumed.as_ref().map(|r| r.step);
+        self.writer = Some(RunFolderWriter {
+            log,
+            saver,
+            folder,
+            pending: None,
+            saved,
+            failed: None,
+            log_failed: false,
+        });
         Ok(())
     }
 
@@ -161,146 +263,7 @@ impl Run {
         &self.dir
     }
 
-    /// Logs an event and tells the observer.
-    pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
-        if let Some(writer) = &mut self.writer {
-            writer.log.write(&event)?;
-            observer.event(&event);
-        }
-        Ok(())
-    }
-
-    /// Trains until the recipe's last step, or until the observer asks to stop.
-    pub fn train(
-        &mut self,
-        data: &dyn Batches,
-        eval: Option<&dyn Batches>,
-        observer: &mut dyn Observer,
-    ) -> Result<Outcome> {
-        let total = self.resolved.plan.steps;
-        let c = self.resolved.config.clone();
-        let mut out = Outcome {
-            finished: true,
-            steps: 0,
-            tokens: 0,
-            seconds: 0.0,
-            first: None,
-            loss: None,
-            eval: None,
-        };
-        // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
-        let rank = &self.trainer.rank;
-        let ahead = rank.device().gpu().is_some() && rank.world.size() == 1 && !observer.wants_single_steps();
-        let mut queued: Option<InFlightStep> = None;
-        let mut stopping = false;
-        self.energy.iter_mut().for_each(Energy::resume);
-        let mut start = Instant::now();
-        while queued.is_some() || self.trainer.step() < total {
-            let left = total - self.trainer.step() + u64::from(queued.is_some());
-            observer.before_step(&self.trainer.rank, left)?;
-            let before = Traffic::of(&self.trainer.rank);
-            let this = queued.take().map_or_else(|| self.trainer.begin_step(data), Ok)?;
-            let step = self.trainer.step();
-            let due = |every: u64| every > 0 && step.is_multiple_of(every);
-            let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
-            if ahead && !between && !stopping {
-                queued = Some(self.trainer.begin_step(data)?);
-            }
-            let report = self.trainer.end_step(this)?;
-            self.sent = Traffic::of(&self.trainer.rank).since(&before);
-            let seconds = std::mem::replace(&mut start, Instant::now()).elapsed().as_secs_f64();
-            observer.after_step(&self.trainer.rank, left)?;
-            out.steps += 1;
-            out.tokens += report.tokens;
-            out.seconds += seconds;
-            out.first.get_or_insert(start);
-            out.loss = Some(report.loss);
-            self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
-            let last = report.step == total;
-            if last || report.step % c.train.log_every.max(1) == 0 {
-                let mut more = self.trainer.take_moe_metrics()?;
-                if let Some(energy) = &mut self.energy {
-                    more.extend(energy.report(&self.trainer.rank)?);
-                }
-                self.emit(Event::Step(self.step_event(&report, seconds, more)), observer)?;
-            }
-            if let Some(seen) = self.trainer.take_statistics() {
-                self.emit(Event::Precision(seen), observer)?;
-            }
-            let mut evaluated = false;
-            if let Some(data) = eval
-                && c.eval.every > 0
-                && (last || report.step % c.eval.every == 0)
-            {
-                out.eval = Some(self.evaluate(data, c.eval.batches, observer)?);
-                evaluated = true;
-            }
-            stopping = !last && self.agree(observer.stop())?;
-            // A step that the card has already is ended first.
-            let stop = stopping && queued.is_none();
-            let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
-            if due || stop || (last && c.checkpoint.at_end) {
-                self.save(observer)?;
-            }
-            if stop {
-                out.finished = false;
-                break;
-            }
-            if due || evaluated {
-                start = Instant::now();
-            }
-        }
-        if let Some(writer) = &mut self.writer {
-            writer.saver.finish()?;
-        }
-        Ok(out)
-    }
-
-    /// Does any rank ask for it? All then do it at the same step.
-    fn agree(&self, mine: bool) -> Result<bool> {
-        let rank = &self.trainer.rank;
-        if rank.world.size() == 1 {
-            return Ok(mine);
-        }
-        let asked = rank.compute.upload(&[i32::from(mine)], &[1], Category::Communication)?;
-        let all = rank.world.all();
-        all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
-        Ok(rank.compute.download::<i32>(&asked)?[0] != 0)
-    }
-
-    fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
-        let micro = self.resolved.plan.micro_batch as u64;
-        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
-        let micro_batches = (batches * per_batch).max(1);
-        self.energy.iter_mut().for_each(Energy::pause);
-        let loss = self.trainer.evaluate(data, micro_batches)?;
-        self.energy.iter_mut().for_each(Energy::resume);
-        let tokens = micro_batches * micro * data.seq() as u64;
-        self.emit(Event::Eval(events::Eval { step: self.trainer.step(), loss, tokens }), observer)?;
-        Ok(loss)
-    }
-
-    /// Hands a copy of the state to the writer; training goes on while it is written.
-    fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        let start = Instant::now();
-        // Every rank brings its share; the first one writes.
-        self.energy.iter_mut().for_each(Energy::pause);
-        let snapshot = self.trainer.snapshot()?;
-        let Some(writer) = &mut self.writer else {
-            self.energy.iter_mut().for_each(Energy::resume);
-            return Ok(());
-        };
-        let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
-        let step = self.trainer.step();
-        writer.log.sync()?;
-        writer.saver.save(snapshot)?;
-        self.energy.iter_mut().for_each(Energy::resume);
-        let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
-        let seconds = start.elapsed().as_secs_f64();
-        self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)
-    }
-
-    fn step_event(&self, r: &StepReport, seconds: f64, more: StepMetrics) -> events::Step {
+    pub(super) fn step_event(&self, r: &StepReport, seconds: f64, more: StepMetrics) -> events::Step {
         let rate = r.tokens as f64 / seconds.max(1e-9);
         events::Step {
             step: r.step,

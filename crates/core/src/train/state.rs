@@ -1,5 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
+use super::record::RunRecord;
 use super::step_runner::{Progress, Schedules};
 use super::{Trainer, fp8_scales, gather, moe_state};
 use crate::checkpoint::{Item, Loaded, Snapshot};
@@ -101,6 +102,25 @@ struct State {
     /// Loss scale of f16 training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     loss_scale: Option<SavedLossScale>,
+    /// Configuration and data; none in checkpoints of earlier versions and of trainers without a run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    run: Option<RunRecord>,
+}
+
+/// What a checkpoint says of the run that wrote it, before it is restored.
+#[derive(Deserialize)]
+pub(super) struct Origin {
+    /// Samples consumed.
+    pub(super) samples: u64,
+    /// The schedule of its learning rate.
+    pub(super) lr: LrSchedule,
+    #[serde(default)]
+    pub(super) run: Option<RunRecord>,
+}
+
+/// The origin of a checkpoint; none if it holds no run or its state is unreadable, which [`restore`] reports.
+pub(super) fn origin(loaded: &Loaded) -> Option<Origin> {
+    serde_json::from_value(loaded.state().clone()).ok()
 }
 
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
@@ -123,6 +143,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         batch: schedules.batch.clone(),
         scaled_steps: delayed.enabled.then_some(delayed.steps),
         loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
+        run: t.record.clone(),
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
     Ok(Snapshot { step: t.step(), state, items })

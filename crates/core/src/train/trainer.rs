@@ -2,6 +2,7 @@
 
 mod step;
 
+pub(in crate::train) use step::HostBatch;
 pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
@@ -9,6 +10,7 @@ use super::hooks::StepHooks;
 use super::micro_batch::upload;
 use super::model_state::{self, ModelState};
 use super::moe_metrics::StepMetrics;
+use super::record::RunRecord;
 use super::step_runner::{Progress, StepRunner};
 use super::{CudaGraphDecision, state};
 use crate::Result;
@@ -32,6 +34,8 @@ pub struct Trainer {
     pub(super) runner: StepRunner,
     pub(super) hooks: StepHooks,
     memory_estimate: MemoryEstimate,
+    /// Configuration and data of the run it is part of, for its checkpoints.
+    pub(super) record: Option<RunRecord>,
 }
 
 impl Trainer {
@@ -55,7 +59,7 @@ impl Trainer {
             .with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         let runner = StepRunner::new(&rank, r)?;
-        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate })
+        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate, record: None })
     }
 
     /// Moves the data position and counters, as when weights come from elsewhere.

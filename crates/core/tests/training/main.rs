@@ -5,6 +5,7 @@ mod architectures;
 mod bits;
 mod data;
 mod f16;
+mod failures;
 mod forward_backward;
 mod fp8_scales;
 mod loss;

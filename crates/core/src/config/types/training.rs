@@ -18,6 +18,16 @@ choice! {
 }
 
 choice! {
+    /// What a run does when a checkpoint cannot be written.
+    SaveFailurePolicy {
+        /// Trains on and tries again at the next checkpoint.
+        Continue = "continue",
+        /// Ends with an error.
+        Stop = "stop",
+    }
+}
+
+choice! {
     /// Decay of the learning rate after warm-up.
     Decay {
         /// None.

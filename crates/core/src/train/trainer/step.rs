@@ -29,6 +29,16 @@ pub struct InFlightStep {
     num_zeros: Option<u64>,
 }
 
+impl InFlightStep {
+    /// When the device is done with it.
+    pub(in crate::train) fn done(&self) -> &Event {
+        &self.done
+    }
+}
+
+/// The data of a step, read and not launched yet.
+pub(in crate::train) struct HostBatch(GlobalBatch);
+
 /// Results of a launched step, on the device.
 pub(in crate::train) struct LaunchedStep {
     /// Per micro-batch f32 `[1 + D]`: `Σ weight·loss` of the language model and of each MTP depth.
@@ -75,13 +85,24 @@ impl Trainer {
     /// Launches a step without waiting for the device. The next step may begin before this one is ended, so that the
     /// device never waits for the host.
     pub fn begin_step(&mut self, data: &dyn Batches) -> Result<InFlightStep> {
-        let step = self.launch_step(data);
+        let batch = self.read_batch(data)?;
+        self.begin_step_on(batch)
+    }
+
+    /// Reads the data of the next step. Nothing changes, whether it succeeds or not.
+    pub(in crate::train) fn read_batch(&self, data: &dyn Batches) -> Result<HostBatch> {
+        Ok(HostBatch(GlobalBatch::read(&self.rank, &self.model.decoder, &self.runner, data)?))
+    }
+
+    /// [`Trainer::begin_step`] on data that was read before.
+    pub(in crate::train) fn begin_step_on(&mut self, batch: HostBatch) -> Result<InFlightStep> {
+        let step = self.launch_step(batch.0);
         advise(step, &self.rank, &self.memory_estimate)
     }
 
-    fn launch_step(&mut self, data: &dyn Batches) -> Result<InFlightStep> {
+    fn launch_step(&mut self, mut batch: GlobalBatch) -> Result<InFlightStep> {
         let (rank, runner, hooks) = (&self.rank, &mut self.runner, &mut self.hooks);
-        let batch = GlobalBatch::load(rank, &self.model.decoder, runner, data)?;
+        batch.count_labels(rank, &self.model.decoder, runner)?;
         // The learning rate is that of the samples consumed including this step's, so that the first step moves.
         let rates = runner.schedules.rates(runner.progress.samples + batch.samples);
         let collects_stats = hooks.operand_stats.begin(runner.progress.step + 1, &self.model.step_state);

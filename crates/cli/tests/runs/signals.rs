@@ -1,0 +1,129 @@
+//! Signals are answered at once, pipes may break, and piped lines follow the recipe.
+
+use super::support::{binary, ferrotron, losses, recipe, run, wait};
+use super::{of_kind, signal, train, wait_for_steps, wait_until};
+use std::io::{BufRead, BufReader};
+use std::process::Command;
+
+/// A recipe whose steps take long enough to be interrupted.
+fn endless(dir: &std::path::Path) -> std::path::PathBuf {
+    recipe(dir, 1_000_000, "[checkpoint]\nkeep = 0\n")
+}
+
+#[test]
+fn sigusr1_saves_and_goes_on_and_sighup_saves_and_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let (recipe, out) = (endless(dir.path()), dir.path().join("run"));
+    let child = ferrotron(&train(&recipe, &out, &[])).spawn().unwrap();
+    wait_for_steps(&out, 3);
+    signal("USR1", child.id());
+    wait_until("a checkpoint", || of_kind(&out, "checkpoint").len() == 1);
+    let step = of_kind(&out, "checkpoint")[0]["step"].as_u64().unwrap();
+    assert!(out.join(format!("checkpoints/step-{step:08}/manifest.json")).is_file());
+    wait_for_steps(&out, step as usize + 3);
+    signal("HUP", child.id());
+    // A terminal that closes may send it twice.
+    signal("HUP", child.id());
+    let e = wait(child);
+    assert_eq!(e.code, Some(0), "{}", e.err);
+    assert!(
+        e.err.contains("SIGUSR1: saving after step ") && e.err.contains("SIGHUP: finishing step "),
+        "{}",
+        e.err
+    );
+    let last = losses(&out).len();
+    assert!(out.join(format!("checkpoints/step-{last:08}/manifest.json")).is_file());
+    assert!(
+        e.err.ends_with(&format!("interrupted after step {last}; the same command resumes\n")),
+        "{}",
+        e.err
+    );
+}
+
+#[test]
+fn nohup_is_respected() {
+    let dir = tempfile::tempdir().unwrap();
+    let (recipe, out) = (endless(dir.path()), dir.path().join("run"));
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(binary()).args(train(
+        &recipe,
+        &out,
+        &["--threads", "1"],
+    ));
+    let child =
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+    wait_for_steps(&out, 2);
+    signal("HUP", child.id());
+    let steps = losses(&out).len();
+    wait_for_steps(&out, steps + 5);
+    signal("TERM", child.id());
+    assert_eq!(wait(child).code, Some(0));
+}
+
+#[test]
+fn ctrl_c_is_answered_and_the_second_ends_at_once() {
+    let dir = tempfile::tempdir().unwrap();
+    // A step of many micro-batches takes a second or more.
+    let recipe = recipe(dir.path(), 1000, "");
+    let text = std::fs::read_to_string(&recipe).unwrap().replace("global_batch = 4", "global_batch = 4000");
+    std::fs::write(&recipe, text).unwrap();
+    let out = dir.path().join("run");
+    let mut child = ferrotron(&train(&recipe, &out, &[])).spawn().unwrap();
+    wait_for_steps(&out, 1);
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+    signal("INT", child.id());
+    let answer = lines.find(|l| l.as_ref().is_ok_and(|l| l.contains("Ctrl-C"))).unwrap().unwrap();
+    assert!(
+        answer.starts_with("finishing step ") && answer.ends_with("press Ctrl-C again to stop now"),
+        "{answer}"
+    );
+    signal("INT", child.id());
+    let status = child.wait().unwrap();
+    // Slow machines end by the second Ctrl-C; fast ones may have saved by then.
+    assert!(matches!(status.code(), Some(130 | 0)), "{status:?}");
+}
+
+#[test]
+fn a_broken_pipe_ends_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = recipe(dir.path(), 200, "[checkpoint]\nevery = 20\n");
+    let text = std::fs::read_to_string(&recipe)
+        .unwrap()
+        .replace("micro_batch = 2", "micro_batch = 2\nlog_every = 1");
+    std::fs::write(&recipe, text).unwrap();
+    for (name, more) in [("text", ""), ("json", "--json")] {
+        let out = dir.path().join(name);
+        let script = format!(
+            "(\"$0\" train {} --out {} --threads 1 {more} 2>&1; echo $? > {}/code) | head -1",
+            recipe.display(),
+            out.display(),
+            dir.path().display()
+        );
+        let head = Command::new("sh").args(["-c", &script]).arg(binary()).output().unwrap();
+        assert_eq!(head.stdout.iter().filter(|b| **b == b'\n').count(), 1, "{head:?}");
+        assert_eq!(std::fs::read_to_string(dir.path().join("code")).unwrap(), "0\n", "{name}");
+        assert_eq!(losses(&out).len(), 200, "{name}");
+        assert_eq!(of_kind(&out, "run_end")[0]["ending"], "finished", "{name}");
+    }
+}
+
+#[test]
+fn piped_lines_follow_log_every() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = recipe(dir.path(), 7, "");
+    let e = run(&train(&recipe, &dir.path().join("run"), &["--set", "train.log_every=3"]));
+    let steps: Vec<&str> = e
+        .err
+        .lines()
+        .filter_map(|l| l.strip_prefix("step ")?.split_once("/7  loss"))
+        .map(|(n, _)| n)
+        .collect();
+    assert_eq!(steps, ["3", "6", "7"], "{}", e.err);
+}
+
+#[test]
+fn too_many_threads_are_refused_with_the_limit() {
+    let e = Command::new(binary()).args(["train", "--threads", "100000"]).output().unwrap();
+    let err = String::from_utf8(e.stderr).unwrap();
+    assert!(e.status.code() == Some(2) && err.contains("at most 1024 threads"), "{err}");
+}

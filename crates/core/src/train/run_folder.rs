@@ -1,0 +1,178 @@
+//! The folder of a run: its lock, what a killed run left in it, and the run that `--fresh` replaces.
+//!
+//! A replaced run is never deleted before its successor has a checkpoint. It is moved, by renames, into `.replaced`, its
+//! checkpoints last; the next start moves it back unless a checkpoint of the new run is there:
+//!
+//! | a crash leaves | the next start |
+//! |---|---|
+//! | `.replaced` without `checkpoints` | moves its files back: `checkpoints` is still the old run's |
+//! | `.replaced/checkpoints`, and no checkpoint of the new run | moves everything back |
+//! | `.replaced/checkpoints`, and a checkpoint of the new run | deletes `.replaced` |
+
+use crate::config::{Resolved, STORED_CONFIG};
+use crate::{Error, Result, checkpoint, events, fs};
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+
+/// Folder of checkpoints inside a run folder.
+pub const CHECKPOINTS: &str = "checkpoints";
+/// The resolved recipe inside a run folder.
+pub const CONFIG: &str = STORED_CONFIG;
+/// The run that `--fresh` replaces, until the new one has a checkpoint.
+const REPLACED: &str = ".replaced";
+/// The same while it is being deleted.
+const DOOMED: &str = ".tmp-replaced";
+const LOCK: &str = ".lock";
+
+/// A run folder that this process has locked.
+pub(super) struct RunFolder {
+    dir: PathBuf,
+    /// A replaced run is in `.replaced`.
+    has_replaced: bool,
+    /// What the user should know.
+    pub(super) notes: Vec<String>,
+    _lock: fs::FileLock,
+}
+
+impl RunFolder {
+    /// Creates and locks the folder, removes what a killed run left half-written, and moves back a run that was being
+    /// replaced.
+    pub(super) fn open(dir: &Path) -> Result<RunFolder> {
+        std::fs::create_dir_all(dir).map_err(|e| Error::io_doing(dir, "create the run folder", e))?;
+        let checkpoints = dir.join(CHECKPOINTS);
+        if checkpoints.symlink_metadata().is_ok_and(|m| m.is_symlink()) {
+            return Err(Error::Invalid(format!(
+                "{}: is a link, and checkpoints would be written and deleted where it points; choose another --out, or put \
+                 the whole run folder there",
+                checkpoints.display()
+            )));
+        }
+        let lock = fs::FileLock::take(&dir.join(LOCK))?;
+        let mut folder =
+            RunFolder { dir: dir.to_path_buf(), has_replaced: false, notes: Vec::new(), _lock: lock };
+        folder.remove_leftovers()?;
+        folder.recover_replaced()?;
+        Ok(folder)
+    }
+
+    fn at(&self, name: impl AsRef<Path>) -> PathBuf {
+        self.dir.join(name)
+    }
+
+    fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
+        let list = |e| Error::io_doing(dir, "list the folder", e);
+        let entries = std::fs::read_dir(dir).map_err(list)?;
+        entries.map(|e| e.map(|e| e.path())).collect::<std::io::Result<_>>().map_err(list)
+    }
+
+    /// Removes temporary files of this program. Nobody else writes here while the lock is held.
+    fn remove_leftovers(&self) -> Result<()> {
+        for path in Self::entries(&self.dir)? {
+            let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+            let of = name.strip_prefix('.').and_then(|n| n.strip_suffix(fs::TEMPORARY));
+            // Earlier versions wrote the log to events.jsonl.new.
+            let old_log = name.strip_suffix(".new") == Some(events::FILE_NAME);
+            if of.is_some_and(is_run_file) || old_log || name == DOOMED {
+                fs::remove(&path)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Is there anything of a run here?
+    fn has_run(&self) -> Result<bool> {
+        let begun = checkpoint::latest(&self.at(CHECKPOINTS))?.is_some();
+        Ok(begun || [events::FILE_NAME, CONFIG].iter().any(|f| fs::exists(&self.at(f))))
+    }
+
+    /// Moves the run in this folder aside; it stays until [`RunFolder::new_run_is_saved`]. `checkpoints` must exist and
+    /// nobody may use it.
+    pub(super) fn set_aside(&mut self) -> Result<()> {
+        if !self.has_run()? {
+            return Ok(());
+        }
+        let replaced = self.at(REPLACED);
+        std::fs::create_dir(&replaced).map_err(|e| Error::io_doing(&replaced, "create the folder", e))?;
+        fs::sync_folder(&self.dir)?;
+        for path in Self::entries(&self.dir)? {
+            let Some(name) = path.file_name().filter(|n| n.to_str().is_some_and(is_run_file)) else {
+                continue;
+            };
+            fs::rename(&path, &replaced.join(name))?;
+        }
+        // Last, so that checkpoints in place are the old run's as long as none are in `.replaced`.
+        fs::rename(&self.at(CHECKPOINTS), &replaced.join(CHECKPOINTS))?;
+        fs::sync_folder(&replaced)?;
+        fs::sync_folder(&self.dir)?;
+        self.has_replaced = true;
+        let kept = format!("the run that was here is in {} until the first checkpoint", replaced.display());
+        self.notes.push(kept);
+        Ok(())
+    }
+
+    /// The new run has a checkpoint, or has ended well without one: the replaced run is deleted.
+    pub(super) fn new_run_is_saved(&mut self) -> Result<()> {
+        if !std::mem::take(&mut self.has_replaced) {
+            return Ok(());
+        }
+        let doomed = self.at(DOOMED);
+        fs::rename(&self.at(REPLACED), &doomed)?;
+        fs::remove(&doomed)
+    }
+
+    fn recover_replaced(&mut self) -> Result<()> {
+        let (replaced, checkpoints) = (self.at(REPLACED), self.at(CHECKPOINTS));
+        if !replaced.symlink_metadata().is_ok_and(|m| m.is_dir()) {
+            return Ok(());
+        }
+        let old = replaced.join(CHECKPOINTS);
+        if fs::exists(&old) {
+            if checkpoint::latest(&checkpoints)?.is_some() {
+                self.has_replaced = true;
+                return self.new_run_is_saved();
+            }
+            if fs::exists(&checkpoints) {
+                fs::remove(&checkpoints)?;
+            }
+            fs::rename(&old, &checkpoints)?;
+        }
+        for path in Self::entries(&replaced)? {
+            let Some(name) = path.file_name() else { continue };
+            fs::rename(&path, &self.at(name))?;
+        }
+        std::fs::remove_dir(&replaced).map_err(|e| Error::io_doing(&replaced, "delete", e))?;
+        fs::sync_folder(&self.dir)?;
+        let back = "the run that --fresh was replacing is back: the new one had saved no checkpoint";
+        self.notes.push(format!("{}: {back}", self.dir.display()));
+        Ok(())
+    }
+
+    /// Writes the configuration of a run that begins or goes on after `step` steps. One that was there before and differs is
+    /// kept as `config-until-STEP.toml`.
+    pub(super) fn write_config(&self, resolved: &Resolved, step: u64) -> Result<()> {
+        let (path, text) = (self.at(CONFIG), resolved.config.to_toml());
+        if step > 0 && fs::is_regular_file(&path) {
+            let old = fs::read_regular(&path)?;
+            if old == text.as_bytes() {
+                return Ok(());
+            }
+            // If it is there already, nothing was saved under the configuration in between.
+            let until = self.at(format!("config-until-{step:08}.toml"));
+            if !fs::exists(&until) {
+                fs::write_atomic(&until, &old)?;
+            }
+        }
+        fs::write_atomic(&path, text.as_bytes())
+    }
+}
+
+/// A file that a run writes beside its checkpoints.
+fn is_run_file(name: &str) -> bool {
+    let segment = name.strip_prefix("config-until-").and_then(|n| n.strip_suffix(".toml"));
+    name == events::FILE_NAME
+        || name == CONFIG
+        || segment.is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
+}
+
+#[cfg(test)]
+mod tests;

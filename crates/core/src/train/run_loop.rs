@@ -1,0 +1,209 @@
+//! The loop of a run: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
+
+use super::InFlightStep;
+use super::energy::Energy;
+use super::run::{Observer, Outcome, Run};
+use super::run_save::Failure;
+use super::trainer::HostBatch;
+use crate::cost::Traffic;
+use crate::data::Batches;
+use crate::events::{self, Event};
+use crate::{Error, Result};
+use ferrotron_comm::ReduceOp;
+use ferrotron_tensor::Category;
+use std::time::Instant;
+
+/// What a rank asks for after a step. All ranks do what the most urgent request says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Request {
+    GoOn,
+    /// Save and go on.
+    Save,
+    /// Save and end.
+    Stop,
+    /// Save and fail: this rank cannot read its data.
+    Fail,
+}
+
+impl Run {
+    /// Trains until the recipe's last step, or until the observer asks to stop. If data cannot be read, the state of the
+    /// last step is saved before the error is returned. Divergence saves nothing: a run resumed there would diverge again.
+    pub fn train(
+        &mut self,
+        data: &dyn Batches,
+        eval: Option<&dyn Batches>,
+        observer: &mut dyn Observer,
+    ) -> Result<Outcome> {
+        let mut out = Outcome {
+            finished: true,
+            steps: 0,
+            tokens: 0,
+            seconds: 0.0,
+            first: None,
+            loss: None,
+            eval: None,
+        };
+        match self.train_steps(data, eval, observer, &mut out) {
+            Ok(()) => self.finish_saves(out.finished, observer)?,
+            Err(failure) => {
+                if failure.saveable {
+                    self.save_after_error(data, observer);
+                }
+                return Err(failure.error);
+            }
+        }
+        Ok(out)
+    }
+
+    fn train_steps(
+        &mut self,
+        data: &dyn Batches,
+        eval: Option<&dyn Batches>,
+        observer: &mut dyn Observer,
+        out: &mut Outcome,
+    ) -> Result<(), Failure> {
+        let total = self.resolved.plan.steps;
+        let c = self.resolved.config.clone();
+        // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
+        let rank = &self.trainer.rank;
+        let alone = rank.world.size() == 1;
+        let ahead = rank.device().gpu().is_some() && alone && !observer.wants_single_steps();
+        let mut queued: Option<InFlightStep> = None;
+        // Data of the next step that was read already, or why it could not be.
+        let mut next: Option<Result<HostBatch>> = None;
+        // What was asked for and is not done yet; until then no further step is launched.
+        let mut pending = Request::GoOn;
+        self.energy.iter_mut().for_each(Energy::resume);
+        // Steps are timed by the device, from the end of one to the end of the next.
+        let mut since = rank.compute.record().map_err(Error::from)?;
+        while queued.is_some() || self.trainer.step() < total {
+            let left = total - self.trainer.step() + u64::from(queued.is_some());
+            observer.before_step(&self.trainer.rank, left)?;
+            let before = Traffic::of(&self.trainer.rank);
+            let this = match queued.take() {
+                Some(step) => step,
+                None => {
+                    let batch = next.take().unwrap_or_else(|| self.trainer.read_batch(data));
+                    let batch = batch.map_err(|error| Failure { error, saveable: alone })?;
+                    self.trainer.begin_step_on(batch)?
+                }
+            };
+            let step = self.trainer.step();
+            let due = |every: u64| every > 0 && step.is_multiple_of(every);
+            let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
+            if ahead && !between && pending == Request::GoOn {
+                match self.trainer.read_batch(data) {
+                    Ok(batch) => queued = Some(self.trainer.begin_step_on(batch)?),
+                    Err(e) => next = Some(Err(e)), // once this step has ended
+                }
+            }
+            let done = this.done().clone();
+            let report = self.trainer.end_step(this)?;
+            self.sent = Traffic::of(&self.trainer.rank).since(&before);
+            let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
+            since = done;
+            observer.after_step(&self.trainer.rank, left)?;
+            out.steps += 1;
+            out.tokens += report.tokens;
+            out.seconds += seconds;
+            out.first.get_or_insert_with(Instant::now);
+            out.loss = Some(report.loss);
+            self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
+            let last = report.step == total;
+            if last || report.step % c.train.log_every.max(1) == 0 {
+                let mut more = self.trainer.take_moe_metrics()?;
+                if let Some(energy) = &mut self.energy {
+                    more.extend(energy.report(&self.trainer.rank)?);
+                }
+                self.emit(Event::Step(self.step_event(&report, seconds, more)), observer)?;
+            }
+            if let Some(seen) = self.trainer.take_statistics() {
+                self.emit(Event::Precision(seen), observer)?;
+            }
+            self.poll_save(observer)?;
+            let mut paused = false;
+            if let Some(data) = eval
+                && c.eval.every > 0
+                && (last || report.step % c.eval.every == 0)
+            {
+                let loss = self.evaluate(data, c.eval.batches, observer);
+                out.eval =
+                    Some(loss.map_err(|error| Failure { error, saveable: alone && queued.is_none() })?);
+                paused = true;
+            }
+            if !last {
+                if !alone {
+                    // Read before the ranks agree, so that all of them save if one has no data.
+                    next = Some(self.trainer.read_batch(data));
+                }
+                pending = pending.max(self.agree(request(&next, alone, observer))?);
+            }
+            // A step that the card has already is ended first.
+            let asked = if queued.is_none() { pending } else { Request::GoOn };
+            let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
+            if due || asked > Request::GoOn || (last && c.checkpoint.at_end) {
+                self.save(data, observer)?;
+                paused = true;
+            }
+            match asked {
+                Request::GoOn => {}
+                Request::Save => pending = Request::GoOn,
+                Request::Stop => {
+                    out.finished = false;
+                    break;
+                }
+                Request::Fail => {
+                    self.wait_for_save(observer)?;
+                    if let Some(Err(e)) = next {
+                        return Err(e.into());
+                    }
+                    // The rank that failed says why.
+                    let heard = self.trainer.rank.world.all().barrier("a rank has no data");
+                    let unsaid = || Error::Invalid("another rank could not read its data".into());
+                    return Err(heard.map_or_else(Error::from, |()| unsaid()).into());
+                }
+            }
+            if paused {
+                since = self.trainer.rank.compute.record().map_err(Error::from)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The most urgent request of any rank. All then act on it after the same step.
+    fn agree(&self, mine: Request) -> Result<Request> {
+        let rank = &self.trainer.rank;
+        if rank.world.size() == 1 {
+            return Ok(mine);
+        }
+        let asked = rank.compute.upload(&[mine as i32], &[1], Category::Communication)?;
+        let all = rank.world.all();
+        all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
+        let most = rank.compute.download::<i32>(&asked)?[0];
+        let known = [Request::Save, Request::Stop, Request::Fail];
+        Ok(known.into_iter().find(|r| *r as i32 == most).unwrap_or(Request::GoOn))
+    }
+
+    fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
+        let micro = self.resolved.plan.micro_batch as u64;
+        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
+        let micro_batches = (batches * per_batch).max(1);
+        self.energy.iter_mut().for_each(Energy::pause);
+        let loss = self.trainer.evaluate(data, micro_batches)?;
+        self.energy.iter_mut().for_each(Energy::resume);
+        let tokens = micro_batches * micro * data.seq() as u64;
+        self.emit(Event::Eval(events::Eval { step: self.trainer.step(), loss, tokens }), observer)?;
+        Ok(loss)
+    }
+}
+
+/// What this rank asks for, before it launches the next step.
+fn request(next: &Option<Result<HostBatch>>, alone: bool, observer: &dyn Observer) -> Request {
+    let (stop, save) = (observer.stop(), observer.save());
+    match next {
+        Some(Err(_)) if !alone => Request::Fail,
+        _ if stop => Request::Stop,
+        _ if save => Request::Save,
+        _ => Request::GoOn,
+    }
+}
