@@ -91,6 +91,15 @@ pub(crate) trait GroupBackend: Send + Sync {
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError>;
 }
 
+/// Elements that an all-to-all sends to and receives from each rank.
+#[derive(Clone, Copy, Debug)]
+pub struct SplitSizes<'a> {
+    /// `sent[p]` elements go to rank p.
+    pub sent: &'a [usize],
+    /// `received[p]` elements come from rank p.
+    pub received: &'a [usize],
+}
+
 /// A collective on n ranks. Tensors are contiguous, on the stream's device and of matching sizes; reductions are on
 /// f32, bf16, f16, f64, i32 or i64.
 #[derive(Clone, Copy)]
@@ -106,9 +115,9 @@ pub(crate) enum Collective<'a> {
     /// `mine` = part `rank` of n equal parts of the reduction of `all`. `mine` may be that part of `all`; the rest of
     /// `all` is unspecified afterwards.
     ReduceScatter { all: &'a Tensor, mine: &'a Tensor, op: ReduceOp },
-    /// Part p of `from` goes to rank p; part p of `to` comes from rank p. Parts have `counts` = (sent, received)
-    /// elements if given, else equal size. `from` and `to` do not overlap.
-    AllToAll { from: &'a Tensor, to: &'a Tensor, counts: Option<(&'a [usize], &'a [usize])> },
+    /// Part p of `from` goes to rank p; part p of `to` comes from rank p. Parts have the given sizes, or
+    /// else equal size. `from` and `to` do not overlap.
+    AllToAll { from: &'a Tensor, to: &'a Tensor, splits: Option<SplitSizes<'a>> },
     /// `t` = the root's `t`.
     Broadcast { t: &'a Tensor, root: usize },
     /// Sizes may differ between ranks; `run` is not called, see [`GroupBackend::all_gather_bytes`].

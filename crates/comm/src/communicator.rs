@@ -1,6 +1,6 @@
 //! Process groups as seen by one rank, and the collectives on them.
 
-use crate::backend::{Collective, Descriptors, GroupBackend, JobBackend};
+use crate::backend::{Collective, Descriptors, GroupBackend, JobBackend, SplitSizes};
 use crate::flight_recorder::OpStatus;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use crate::volume::{self, VolumeMeter};
@@ -177,19 +177,19 @@ impl Communicator {
             )
         })?;
         let sent = (from.bytes() - from.bytes() / self.size()) as u64;
-        self.collective(Some(s), descriptor, Collective::AllToAll { from, to, counts: None }, sent)
+        self.collective(Some(s), descriptor, Collective::AllToAll { from, to, splits: None }, sent)
     }
 
-    /// [`Communicator::all_to_all`] with `sent[p]` elements for rank p and `received[p]` elements from rank p.
+    /// [`Communicator::all_to_all`] with parts of different sizes.
     pub fn all_to_all_v(
         &self,
         s: &Stream,
         from: &Tensor,
-        sent: &[usize],
         to: &Tensor,
-        received: &[usize],
+        splits: SplitSizes<'_>,
         label: &'static str,
     ) -> Result<()> {
+        let SplitSizes { sent, received } = splits;
         let pairs = Detail::Pairs { sent: to_u64(sent), received: to_u64(received) };
         let descriptor = self.descriptor(OpKind::AllToAll, label).for_tensor(from, false).with_detail(pairs);
         self.check(&descriptor, |c| {
@@ -197,12 +197,7 @@ impl Communicator {
             c.counts(self.size(), sent, from)?.counts(self.size(), received, to)
         })?;
         let bytes = ((from.numel() - sent[self.rank()]) * from.dtype().size()) as u64;
-        self.collective(
-            Some(s),
-            descriptor,
-            Collective::AllToAll { from, to, counts: Some((sent, received)) },
-            bytes,
-        )
+        self.collective(Some(s), descriptor, Collective::AllToAll { from, to, splits: Some(splits) }, bytes)
     }
 
     /// `t` = the `t` of rank `root` of the group.

@@ -35,6 +35,7 @@ mod volume;
 mod watchdog;
 mod world;
 
+pub use backend::SplitSizes;
 pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use flight_recorder::{OpRecord, OpStatus};

@@ -267,8 +267,7 @@ impl Linear {
         &self,
         p: &StepContext,
         saved: LinearSaved,
-        act: Act,
-        h: &Tensor,
+        (act, h): (Act, &Tensor),
         dy: &Tensor,
         extras: GradExtras,
     ) -> Result<(WithAmax, WeightGrad)> {

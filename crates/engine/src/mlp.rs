@@ -108,7 +108,7 @@ impl Mlp {
             let (da, grad) = self.down.backward(p, down, dy)?;
             (p.act_backward(self.act, true, &saved.h, &da, extras)?, grad)
         } else {
-            self.down.backward_act(p, down, self.act, &saved.h, dy, extras)?
+            self.down.backward_act(p, down, (self.act, &saved.h), dy, extras)?
         };
         let (dx, up_grad) = self.up.backward(p, saved.up, &dh)?;
         Ok((dx, down_grad.and(up_grad)))

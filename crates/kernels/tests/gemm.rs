@@ -1,8 +1,8 @@
 //! Matrix products against an f64 oracle, on every instruction-set level of this machine.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};
+use ferrotron_kernels::cpu::gemm::{Epilogue, GemmShape, gemm_bf16, gemm_f32};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 /// splitmix64: reproducible cases without a dependency.
@@ -89,6 +89,10 @@ impl<T: Float, C: Float> Case<T, C> {
         (terms.iter().sum(), terms.iter().map(|t| t.abs()).sum(), terms.len())
     }
 
+    fn epilogue(&self) -> Epilogue<'_, T> {
+        Epilogue { bias: self.bias.as_deref(), accumulate: self.accumulate }
+    }
+
     /// Checks `got` against the definition, element by element; what lies between the rows must be untouched.
     fn check(&self, isa: Isa, flush: bool, got: &[C]) {
         let GemmShape { m, n, ldc, .. } = self.shape;
@@ -99,8 +103,8 @@ impl<T: Float, C: Float> Case<T, C> {
             self.bias.is_some(),
             self.accumulate
         );
-        // Each product rounds at most once in f32, and so does each addition; a narrow C rounds once more.
-        let narrow = if size_of::<C>() == 2 { 2f64.powi(-8) } else { 0.0 };
+        // Each multiplication and each addition rounds at most once in f32; a bf16 C rounds once more.
+        let bf16_error = if size_of::<C>() == 2 { 2f64.powi(-8) } else { 0.0 };
         let tiny = if flush { 2f64.powi(-126) } else { 2f64.powi(-149) };
         for (at, (new, old)) in got.iter().zip(&self.c).enumerate() {
             let (i, j) = (at / ldc.max(1), at % ldc.max(1));
@@ -112,7 +116,7 @@ impl<T: Float, C: Float> Case<T, C> {
             let (exact, size, terms) = self.exact(i, j, flush);
             let new = new.to_f64();
             let sum_error = 1.01 * (terms + 1) as f64 * 2f64.powi(-24) * size + (terms + 1) as f64 * tiny;
-            let bound = sum_error + narrow * (exact.abs() + sum_error);
+            let bound = sum_error + bf16_error * (exact.abs() + sum_error);
             let right = if exact.is_nan() {
                 new.is_nan()
             } else if exact.is_infinite() {
@@ -125,22 +129,22 @@ impl<T: Float, C: Float> Case<T, C> {
     }
 }
 
-trait Product: Sized {
-    fn product<C: Float>(case: &Case<Self, C>, threads: &Threads, isa: Isa) -> Vec<C>;
+trait CpuGemm: Sized {
+    fn gemm<C: Float>(case: &Case<Self, C>, cpu: CpuContext) -> Vec<C>;
 }
 
-impl Product for f32 {
-    fn product<C: Float>(case: &Case<f32, C>, threads: &Threads, isa: Isa) -> Vec<C> {
+impl CpuGemm for f32 {
+    fn gemm<C: Float>(case: &Case<f32, C>, cpu: CpuContext) -> Vec<C> {
         let mut c: Vec<f32> = case.c.iter().map(|x| x.to_f32()).collect();
-        gemm_f32(threads, isa, case.shape, &case.a, &case.b, case.bias.as_deref(), case.accumulate, &mut c);
+        gemm_f32(cpu, case.shape, &case.a, &case.b, case.epilogue(), &mut c);
         c.into_iter().map(C::from_f32).collect()
     }
 }
 
-impl Product for bf16 {
-    fn product<C: Float>(case: &Case<bf16, C>, threads: &Threads, isa: Isa) -> Vec<C> {
+impl CpuGemm for bf16 {
+    fn gemm<C: Float>(case: &Case<bf16, C>, cpu: CpuContext) -> Vec<C> {
         let mut c = case.c.clone();
-        gemm_bf16(threads, isa, case.shape, &case.a, &case.b, case.bias.as_deref(), case.accumulate, &mut c);
+        gemm_bf16(cpu, case.shape, &case.a, &case.b, case.epilogue(), &mut c);
         c
     }
 }
@@ -150,7 +154,7 @@ fn threads(count: usize) -> Threads {
 }
 
 /// Runs one shape with random layout, bias and accumulation on every level.
-fn try_shape<T: Float + Product, C: Float>(
+fn try_shape<T: Float + CpuGemm, C: Float>(
     random: &mut Random,
     threads: &Threads,
     size: (usize, usize, usize),
@@ -159,7 +163,7 @@ fn try_shape<T: Float + Product, C: Float>(
     let case = Case::<T, C>::new(random, size, value);
     for isa in Isa::all() {
         let flush = isa == Isa::Amx && size_of::<T>() == 2;
-        case.check(isa, flush, &T::product(&case, threads, isa));
+        case.check(isa, flush, &T::gemm(&case, CpuContext { threads, isa }));
     }
 }
 
@@ -200,7 +204,7 @@ fn every_layout_of_an_awkward_shape_matches_the_oracle() {
             case.bias = (bits & 4 != 0).then(|| draw(n));
             case.accumulate = bits & 8 != 0;
             for isa in Isa::all() {
-                case.check(isa, isa == Isa::Amx, &bf16::product(&case, &threads, isa));
+                case.check(isa, isa == Isa::Amx, &bf16::gemm(&case, CpuContext { threads: &threads, isa }));
             }
         }
     }
@@ -246,12 +250,13 @@ fn hostile_values_follow_ieee() {
 fn old_output_is_not_read_without_accumulate() {
     let threads = threads(1);
     for isa in Isa::all() {
+        let cpu = CpuContext { threads: &threads, isa };
         let shape = GemmShape { m: 3, n: 5, k: 2, trans_a: false, trans_b: false, lda: 2, ldb: 5, ldc: 5 };
         let mut c = [f32::NAN; 15];
-        gemm_f32(&threads, isa, shape, &[1.0; 6], &[2.0; 10], None, false, &mut c);
+        gemm_f32(cpu, shape, &[1.0; 6], &[2.0; 10], Epilogue::OVERWRITE, &mut c);
         assert_eq!(c, [4.0; 15]);
         let mut c = [bf16::NAN; 15];
-        gemm_bf16(&threads, isa, shape, &[bf16::ONE; 6], &[bf16::ONE; 10], None, false, &mut c);
+        gemm_bf16(cpu, shape, &[bf16::ONE; 6], &[bf16::ONE; 10], Epilogue::OVERWRITE, &mut c);
         assert_eq!(c, [bf16::from_f32(2.0); 15]);
     }
 }
@@ -260,17 +265,17 @@ fn old_output_is_not_read_without_accumulate() {
 fn any_number_of_threads_gives_the_same_bits() {
     let mut random = Random(5);
     for size in [(1, 1, 1), (70, 90, 50), (300, 300, 700), (600, 40, 300), (40, 1300, 90)] {
-        let narrow = Case::<bf16, bf16>::new(&mut random, size, &mut Random::unit);
-        let wide = Case::<bf16, f32>::new(&mut random, size, &mut Random::unit);
-        let full = Case::<f32, f32>::new(&mut random, size, &mut Random::unit);
+        let bf16_out = Case::<bf16, bf16>::new(&mut random, size, &mut Random::unit);
+        let f32_out = Case::<bf16, f32>::new(&mut random, size, &mut Random::unit);
+        let f32_in = Case::<f32, f32>::new(&mut random, size, &mut Random::unit);
         for isa in Isa::all() {
             let results = [1, 2, 3].map(|count| {
-                let t = threads(count);
+                let cpu = CpuContext { threads: &threads(count), isa };
                 let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 (
-                    bf16::product(&narrow, &t, isa).into_iter().map(bf16::to_bits).collect::<Vec<_>>(),
-                    bits(bf16::product(&wide, &t, isa)),
-                    bits(f32::product(&full, &t, isa)),
+                    bf16::gemm(&bf16_out, cpu).into_iter().map(bf16::to_bits).collect::<Vec<_>>(),
+                    bits(bf16::gemm(&f32_out, cpu)),
+                    bits(f32::gemm(&f32_in, cpu)),
                 )
             });
             assert!(results[0] == results[1] && results[1] == results[2], "{isa:?} {size:?}");
@@ -282,7 +287,8 @@ fn any_number_of_threads_gives_the_same_bits() {
 #[should_panic(expected = "B has 5 elements")]
 fn a_short_operand_is_refused() {
     let shape = GemmShape { m: 2, n: 2, k: 3, trans_a: false, trans_b: false, lda: 3, ldb: 2, ldc: 2 };
-    gemm_f32(&threads(1), Isa::Portable, shape, &[0.0; 6], &[0.0; 5], None, false, &mut [0.0; 4]);
+    let cpu = CpuContext { threads: &threads(1), isa: Isa::Portable };
+    gemm_f32(cpu, shape, &[0.0; 6], &[0.0; 5], Epilogue::OVERWRITE, &mut [0.0; 4]);
 }
 
 /// Not a gate: `cargo test --release -p ferrotron-kernels --test gemm -- --ignored --nocapture speed`.
@@ -334,13 +340,16 @@ fn speed() {
             if isa == Isa::Portable || only.as_ref().is_some_and(|o| *o != format!("{isa:?}")) {
                 continue;
             }
+            let cpu = CpuContext { threads: &threads, isa };
             let speed = best(&mut || match wide {
-                true => gemm_bf16(&threads, isa, shape, &a, &b, None, true, &mut cw),
-                false => gemm_bf16(&threads, isa, shape, &a, &b, None, false, &mut c),
+                true => gemm_bf16(cpu, shape, &a, &b, Epilogue::ACCUMULATE, &mut cw),
+                false => gemm_bf16(cpu, shape, &a, &b, Epilogue::OVERWRITE, &mut c),
             });
             print!("  bf16 {isa:?} {speed:6.0}");
             if isa != Isa::Amx {
-                let speed = best(&mut || gemm_f32(&threads, isa, shape, &af, &bf, None, wide, &mut cw));
+                let speed = best(&mut || {
+                    gemm_f32(cpu, shape, &af, &bf, Epilogue { bias: None, accumulate: wide }, &mut cw)
+                });
                 print!("  f32 {isa:?} {speed:6.0}");
             }
         }

@@ -6,6 +6,16 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::Path;
 
+/// Sizes of an attention.
+struct AttentionShape<'a> {
+    tokens: usize,
+    heads: usize,
+    scale: f64,
+    /// Tokens that a query sees, its own included.
+    window: usize,
+    sink: Option<&'a [f64]>,
+}
+
 /// Tensors by name.
 #[derive(Clone)]
 pub struct Tensors(pub BTreeMap<String, (Vec<usize>, Vec<f64>)>);
@@ -129,16 +139,13 @@ impl Oracle<'_> {
         }
     }
 
-    /// Softmax attention: `q(t, h)`, `k(t, h)`, `v(t, h)` by token and query head, `window` tokens seen at most.
+    /// Softmax attention: `q(t, h)`, `k(t, h)`, `v(t, h)` by token and query head.
     fn attend(
         &self,
-        tokens: usize,
-        heads: usize,
-        scale: f64,
-        window: usize,
-        sink: Option<&[f64]>,
+        shape: AttentionShape<'_>,
         [q, k, v]: [&dyn Fn(usize, usize) -> Vec<f64>; 3],
     ) -> Vec<f64> {
+        let AttentionShape { tokens, heads, scale, window, sink } = shape;
         let mut out = Vec::new();
         for t in 0..tokens {
             let row = t / self.seq * self.seq;
@@ -193,12 +200,9 @@ impl Oracle<'_> {
             scale *= mscale(r["factor"].as_f64().unwrap(), m).powi(2);
         }
         let kv = |t: usize, i: usize| &kv[(t * n + i) * (nope + dv)..][..nope + dv];
+        let shape = AttentionShape { tokens, heads: n, scale, window: usize::MAX, sink: None };
         let out = self.attend(
-            tokens,
-            n,
-            scale,
-            usize::MAX,
-            None,
+            shape,
             [
                 &|t, i| q[(t * n + i) * (nope + rope)..][..nope + rope].to_vec(),
                 &|t, i| [&kv(t, i)[..nope], &k_rope[t * rope..][..rope]].concat(),
@@ -227,12 +231,10 @@ impl Oracle<'_> {
         let head = |x: &[f64], i: usize| x[i * d..][..d].to_vec();
         let kv = |t: usize, i: usize| t * g + i / (n / g);
         let sinks = Some(w("sinks"));
+        let scale = 1.0 / (d as f64).sqrt();
+        let shape = AttentionShape { tokens, heads: n, scale, window, sink: sinks };
         let out = self.attend(
-            tokens,
-            n,
-            1.0 / (d as f64).sqrt(),
-            window,
-            sinks,
+            shape,
             [&|t, i| head(&q, t * n + i), &|t, i| head(&k, kv(t, i)), &|t, i| head(&v, kv(t, i))],
         );
         linear(&out, w("o_proj.weight"), b("o_proj.bias"), n * d)

@@ -4,7 +4,7 @@ use super::control::{Comm, MpiControl};
 use super::ffi::Mpi;
 use super::reduce;
 use super::transfer::{GroupTransfer, MAX_MESSAGE};
-use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
+use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::control::{ControlTransport, Topic};
 use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
@@ -67,7 +67,7 @@ impl MpiGroupBackend {
         &self,
         s: &Stream,
         (from, to): (&Tensor, &Tensor),
-        (sent, received): (&[usize], &[usize]),
+        SplitSizes { sent, received }: SplitSizes<'_>,
         deadline: Instant,
     ) -> Done {
         let (f, t) = (from.as_bytes()?, to.as_bytes()?);
@@ -137,9 +137,14 @@ impl GroupBackend for MpiGroupBackend {
                 }
                 self.gather(s, all, counts, deadline)
             }
-            Collective::AllToAll { from, to, counts } => {
+            Collective::AllToAll { from, to, splits } => {
                 let equal = vec![from.numel() / n; n];
-                self.all_to_all(s, (from, to), counts.unwrap_or((&equal, &equal)), deadline)
+                self.all_to_all(
+                    s,
+                    (from, to),
+                    splits.unwrap_or(SplitSizes { sent: &equal, received: &equal }),
+                    deadline,
+                )
             }
             Collective::Broadcast { t, root } => self.broadcast(s, t, *root, deadline),
         }

@@ -188,10 +188,10 @@ impl GroupBackend for NcclGroupBackend {
                 })
             }
             Collective::AllGather { mine, all, counts } => self.gather(s, (mine, all), *counts, deadline),
-            Collective::AllToAll { from, to, counts } => {
+            Collective::AllToAll { from, to, splits } => {
                 let (size, equal) = (from.dtype().size(), from.numel() / n);
-                let sent = starts(counts.map(|c| c.0), equal, n, size);
-                let received = starts(counts.map(|c| c.1), equal, n, size);
+                let sent = starts(splits.map(|s| s.sent), equal, n, size);
+                let received = starts(splits.map(|s| s.received), equal, n, size);
                 let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, ArgSlice)> {
                     (0..n).map(|r| (r, (arg, starts[r], starts[r + 1] - starts[r]))).collect()
                 };

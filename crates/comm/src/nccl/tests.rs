@@ -4,7 +4,7 @@
 
 use super::*;
 use crate::ReduceOp;
-use crate::backend::{Collective, P2pOp};
+use crate::backend::{Collective, P2pOp, SplitSizes};
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use ferrotron_tensor::{Category, DType, Instrumentation, Tensor, Threads, bf16};
 
@@ -60,8 +60,9 @@ fn one_rank_alone() {
         check(&|y| run(Collective::ReduceScatter { all: &x, mine: y, op: ReduceOp::Sum }));
         check(&|y| run(Collective::AllGather { mine: &x, all: y, counts: None }));
         check(&|y| run(Collective::AllGather { mine: &x, all: y, counts: Some(&[1000]) }));
-        check(&|y| run(Collective::AllToAll { from: &x, to: y, counts: None }));
-        check(&|y| run(Collective::AllToAll { from: &x, to: y, counts: Some((&[1000], &[1000])) }));
+        check(&|y| run(Collective::AllToAll { from: &x, to: y, splits: None }));
+        let splits = Some(SplitSizes { sent: &[1000], received: &[1000] });
+        check(&|y| run(Collective::AllToAll { from: &x, to: y, splits }));
         run(Collective::AllGather { mine: &x, all: &x, counts: None });
         run(Collective::AllGather { mine: &x, all: &x, counts: Some(&[1000]) });
         run(Collective::Broadcast { t: &x, root: 0 });

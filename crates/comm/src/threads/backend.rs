@@ -4,7 +4,7 @@ use super::staging::{StagedBuffer, Staging};
 use super::thread_group::{Contribution, Contributions, P2pMessage, ThreadGroup};
 use super::{SharedJob, reduce};
 use crate::ReduceOp;
-use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
+use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::op_descriptor::{Detail, OpDescriptor};
 use ferrotron_tensor::{Stream, Tensor};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -205,12 +205,12 @@ impl GroupBackend for ThreadGroupBackend {
             Collective::AllGather { mine, all, counts } => {
                 self.gather(s, &contributions, (mine, all), *counts, |_| 0)
             }
-            Collective::AllToAll { from, to, counts: None } => {
+            Collective::AllToAll { from, to, splits: None } => {
                 let part = from.numel() / self.size();
                 let mine = from.view(&[from.numel()])?.narrow(0, self.rank * part, part)?;
                 self.gather(s, &contributions, (&mine, to), None, |_| self.rank * part)
             }
-            Collective::AllToAll { from, to, counts: Some((sent, received)) } => {
+            Collective::AllToAll { from, to, splits: Some(SplitSizes { sent, received }) } => {
                 let start = sent[..self.rank].iter().sum();
                 let mine = from.view(&[from.numel()])?.narrow(0, start, sent[self.rank])?;
                 self.gather(s, &contributions, (&mine, to), Some(received), |b| {

@@ -1,6 +1,6 @@
 //! Every operation against its definition, on any backend: each rank can compute what all of them contribute.
 
-use ferrotron_comm::{Communicator, ReduceOp, SendRecv, World};
+use ferrotron_comm::{Communicator, ReduceOp, SendRecv, SplitSizes, World};
 use ferrotron_tensor::{Category, DType, Element, Float, Stream, Tensor, bf16};
 
 /// Values whose sums depend on the order of addition and on where they are rounded.
@@ -198,7 +198,8 @@ fn uneven(g: &Communicator, s: &Stream) {
     };
     let from: Vec<i32> = (0..n).flat_map(|p| staged(me, p)).collect();
     let to = s.zeros(&[received.iter().sum()], DType::I32, Category::Communication).unwrap();
-    g.all_to_all_v(s, &up(s, &from), &sent, &to, &received, "uneven").unwrap();
+    let splits = SplitSizes { sent: &sent, received: &received };
+    g.all_to_all_v(s, &up(s, &from), &to, splits, "uneven").unwrap();
     assert_eq!(s.download::<i32>(&to).unwrap(), (0..n).flat_map(|p| staged(p, me)).collect::<Vec<_>>());
 }
 

@@ -1,7 +1,7 @@
 //! Errors are detected in time, on every rank, and name the ranks and calls involved.
 
 use crate::support::*;
-use ferrotron_comm::{Error, OpStatus, ReduceOp, Result, World};
+use ferrotron_comm::{Error, OpStatus, ReduceOp, Result, SplitSizes, World};
 use ferrotron_tensor::Stream;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -111,7 +111,8 @@ fn counts_that_do_not_match_pairwise() {
             received[0] = 2;
         }
         let to = blank::<f32>(&s, received.iter().sum());
-        world.all().all_to_all_v(&s, &blank::<f32>(&s, 3), &sent, &to, &received, "tokens")
+        let splits = SplitSizes { sent: &sent, received: &received };
+        world.all().all_to_all_v(&s, &blank::<f32>(&s, 3), &to, splits, "tokens")
     });
     for e in &errors {
         assert!(matches!(e, Error::Mismatch { rank: 0, other: 2, .. }), "{e}");

@@ -1,7 +1,7 @@
 //! Every operation against its definition.
 
 use crate::support::*;
-use ferrotron_comm::{Communicator, Error, ReduceKernels, ReduceOp, World};
+use ferrotron_comm::{Communicator, Error, ReduceKernels, ReduceOp, SplitSizes, World};
 use ferrotron_tensor::{Category, Device, Float, Stream, Tensor, Threads, bf16};
 
 /// The bits of a tensor.
@@ -133,7 +133,8 @@ fn data_movement<T: Sample>(g: &Communicator, s: &Stream) {
         let received: Vec<usize> = (0..n).map(|p| count(p, me)).collect();
         let from = tensor(s, &values::<T>(me, sent.iter().sum()));
         let to = blank::<T>(s, received.iter().sum());
-        g.all_to_all_v(s, &from, &sent, &to, &received, "uneven all-to-all").unwrap();
+        let splits = SplitSizes { sent: &sent, received: &received };
+        g.all_to_all_v(s, &from, &to, splits, "uneven all-to-all").unwrap();
         let expect: Vec<T> = (0..n)
             .flat_map(|r| {
                 let start: usize = (0..me).map(|p| count(r, p)).sum();

@@ -7,7 +7,7 @@ use super::decoder::Input;
 use super::description::Block;
 use super::layer::{Layer, LayerSaved, checkpointed_blocks, norm_of};
 use super::layer_split::Stage;
-use super::mtp::{MtpBlock, MtpBlockSaved};
+use super::mtp::{MtpBackward, MtpBlock, MtpBlockSaved};
 use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
     Checkpointed, Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig,
@@ -257,7 +257,8 @@ impl Chunk {
                 let (mut dx, g) = head.backward(p, head_saved)?;
                 put(g)?;
                 if let (Some(block), Some(saved)) = (&self.mtp, saved.mtp) {
-                    dx = block.backward(p, saved, input, head, dx, put).await?;
+                    let mut pass = MtpBackward { p, input, head, put };
+                    dx = block.backward(&mut pass, saved, dx).await?;
                 }
                 let (dx, g) = norm.backward(p, norm_saved, &dx, None)?;
                 put(g)?;

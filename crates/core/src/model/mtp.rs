@@ -36,6 +36,15 @@ pub(super) struct MtpLayer {
     norm: NormLayer,
 }
 
+/// Backward pass through the MTP layers.
+pub(super) struct MtpBackward<'a> {
+    pub(super) p: &'a StepContext<'a>,
+    pub(super) input: &'a Input,
+    pub(super) head: &'a LmHead,
+    /// Receives each weight gradient as soon as its operands are known.
+    pub(super) put: &'a mut dyn FnMut(WeightGrad) -> Result<()>,
+}
+
 /// What one MTP layer saves for backward.
 struct MtpLayerSaved {
     depth: usize,
@@ -197,36 +206,28 @@ impl MtpBlock {
     /// Gradient of the decoder's output: `dh` from the main loss plus that of all depths.
     pub(super) async fn backward(
         &self,
-        p: &StepContext<'_>,
+        pass: &mut MtpBackward<'_>,
         saved: MtpBlockSaved,
-        input: &Input,
-        head: &LmHead,
         dh: Tensor,
-        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Tensor> {
         let mut depths = saved.depths;
         // Start with the last depth; every earlier one adds the gradient of its own loss.
-        let mut dy = self.loss_backward(p, head, depths.last_mut(), put)?;
+        let mut dy = self.loss_backward(pass, depths.last_mut())?;
         while let Some(saved) = depths.pop() {
             let depth = depths.len();
             let before = match depth {
                 0 if self.detach => None,
                 0 => Some(dh.clone()),
-                _ => Some(self.loss_backward(p, head, depths.last_mut(), put)?),
+                _ => Some(self.loss_backward(pass, depths.last_mut())?),
             };
-            dy = self.layer_backward(p, saved, input, &dy, before.as_ref(), put).await?;
+            dy = self.layer_backward(pass, saved, &dy, before.as_ref()).await?;
         }
         Ok(if self.detach { dh } else { dy })
     }
 
     /// Gradient of a depth's output from its own loss.
-    fn loss_backward(
-        &self,
-        p: &StepContext,
-        head: &LmHead,
-        saved: Option<&mut MtpLayerSaved>,
-        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
-    ) -> Result<Tensor> {
+    fn loss_backward(&self, pass: &mut MtpBackward<'_>, saved: Option<&mut MtpLayerSaved>) -> Result<Tensor> {
+        let MtpBackward { p, head, put, .. } = pass;
         let Some(head_saved) = saved.and_then(|s| s.head.take()) else {
             return shape_error("prediction", "its loss was not head_saved");
         };
@@ -241,13 +242,12 @@ impl MtpBlock {
     /// Gradient of the previous depth's output, plus `before` from that depth's own loss.
     async fn layer_backward(
         &self,
-        p: &StepContext<'_>,
+        pass: &mut MtpBackward<'_>,
         saved: MtpLayerSaved,
-        input: &Input,
         dy: &Tensor,
         before: Option<&Tensor>,
-        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Tensor> {
+        let MtpBackward { p, input, put, .. } = pass;
         let depth = saved.depth;
         let (m, inner) = self.at(p, depth);
         let (dy, g) = m.norm.backward(p, saved.norm, dy, None)?;

@@ -2,7 +2,7 @@
 
 use super::{Bucket, BucketPlan, Placement};
 use crate::{GroupRank, Rank};
-use ferrotron_comm::{Communicator, ReduceOp};
+use ferrotron_comm::{Communicator, ReduceOp, SplitSizes};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::Arc;
@@ -135,7 +135,8 @@ impl FlatBuffer {
                 };
                 let (sent, received) =
                     (counts(self.placement, to.placement), counts(to.placement, self.placement));
-                Ok(group.all_to_all_v(s, from, &sent, out, &received, label)?)
+                let splits = SplitSizes { sent: &sent, received: &received };
+                Ok(group.all_to_all_v(s, from, out, splits, label)?)
             }
         }
     }
@@ -152,7 +153,8 @@ impl FlatBuffer {
         let (n, mine, dtype) = (group.size(), out.numel(), out.dtype());
         let sent = self.counts(Placement::TensorAtomic, n);
         let all = Tensor::empty(s, &[n * mine], dtype, Category::Communication)?;
-        group.all_to_all_v(s, &self.memory, &sent, &all, &vec![mine; n], label)?;
+        let splits = SplitSizes { sent: &sent, received: &vec![mine; n] };
+        group.all_to_all_v(s, &self.memory, &all, splits, label)?;
         if mine == 0 {
             return Ok(());
         }

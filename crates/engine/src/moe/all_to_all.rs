@@ -10,7 +10,7 @@ use super::MoeTraining;
 use super::router::TopK;
 use super::token_dispatcher::ExpertLayout;
 use crate::StepContext;
-use ferrotron_comm::InFlight;
+use ferrotron_comm::{InFlight, SplitSizes};
 use ferrotron_kernels::{RowMap, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
@@ -159,7 +159,8 @@ impl AllToAll {
         let side = if rank.overlap { &rank.dispatch_stream } else { &rank.compute };
         InFlight::launch((&rank.compute, side), to, vec![x.clone()], |s, to| {
             let (sent, received) = (elements(sent), elements(received));
-            Ok(rank.etp_ep_group.all_to_all_v(s, &x, &sent, to, &received, label)?)
+            let splits = SplitSizes { sent: &sent, received: &received };
+            Ok(rank.etp_ep_group.all_to_all_v(s, &x, to, splits, label)?)
         })
     }
 }

@@ -2,7 +2,8 @@
 //! them.
 
 use crate::quant::{
-    GemmOperand, GemmOptions, LinearGemm, LinearQuant, Orientations, Role, SavedOperand, WgradOperand,
+    GemmOperand, GemmOptions, LinearGemm, LinearQuant, Orientations, QuantInput, Role, SavedOperand,
+    WgradOperand,
 };
 use crate::{
     Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
@@ -190,7 +191,10 @@ impl Experts {
         if !fp8 {
             return Ok(unquantized(amax));
         }
-        match p.quantize(id, role, &x.values, Orientations::ROWWISE, amax.as_ref(), None)?.take_rowwise()? {
+        match p
+            .quantize(id, role, QuantInput::with_amax(&x.values, amax.as_ref()), Orientations::ROWWISE)?
+            .take_rowwise()?
+        {
             GemmOperand::Fp8(b) => Ok(DispatchRows {
                 rows: b.data,
                 scales: RowScales { scale_inv: Some(b.scale_inv), amax: None },
@@ -242,7 +246,8 @@ impl Experts {
             return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));
         }
         drop(received);
-        let quantized = p.quantize(id, role, &rows, orientations, scales.amax.as_ref(), None)?;
+        let quantized =
+            p.quantize(id, role, QuantInput::with_amax(&rows, scales.amax.as_ref()), orientations)?;
         let columnwise = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
         let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
         Ok((rowwise, WgradOperand { operand: columnwise, sorted: true }, rows))
@@ -284,14 +289,8 @@ impl Experts {
         let a = self.activate(p, &h, &probs, measure)?;
         let amax = measure.then(|| p.reduced_amax_over(&p.rank.etp, &a)).transpose()?;
         p.calibrates(self.down, Role::Input, &a.values)?;
-        let quantized = p.quantize(
-            self.down,
-            Role::Input,
-            &a.values,
-            orientations(down, !recompute),
-            amax.as_ref(),
-            None,
-        )?;
+        let input = QuantInput::with_amax(&a.values, amax.as_ref());
+        let quantized = p.quantize(self.down, Role::Input, input, orientations(down, !recompute))?;
         let cols = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a.values));
         let a = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&a.values));
         let y = p.empty(&[n, self.width])?;
@@ -337,8 +336,12 @@ impl Experts {
             None => {
                 let a = self.activate(p, &h, &probs, false)?.values;
                 let orientations = Orientations { rows: false, ..orientations(down) };
-                let quantized =
-                    p.quantize(self.down, Role::Input, &a, orientations, amax.as_deref(), None)?;
+                let quantized = p.quantize(
+                    self.down,
+                    Role::Input,
+                    QuantInput::with_amax(&a, amax.as_deref()),
+                    orientations,
+                )?;
                 quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a))
             }
         };
@@ -407,7 +410,8 @@ impl Experts {
             }));
         }
         p.calibrates(self.up, Role::Gradient, &dh)?;
-        let quantized = p.quantize(self.up, Role::Gradient, &dh, orientations(up), amax.as_ref(), None)?;
+        let quantized =
+            p.quantize(self.up, Role::Gradient, QuantInput::with_amax(&dh, amax.as_ref()), orientations(up))?;
         let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
         let dx = p.empty(&[n, self.width])?;
         let (w, _) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Dgrad)?;

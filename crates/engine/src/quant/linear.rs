@@ -12,7 +12,7 @@
 //! 128-token blocks of columnwise operands are gathered only where each rank holds a multiple of 128 tokens.
 //! Otherwise, and for emulated formats, bf16 is gathered and quantized afterwards.
 
-use super::quantize::{Orientations, quantize_columnwise};
+use super::quantize::{Orientations, QuantInput, quantize_columnwise};
 use super::{GemmOperand, GemmOptions, LinearGemm, LinearQuant, Role, SavedOperand};
 use crate::linear::{Linear, LinearSaved};
 use crate::tensor_parallel::WeightOperand;
@@ -45,7 +45,8 @@ impl Linear {
         };
         let amax = self.needs_input_amax(p).then(|| p.reduced_amax(x)).transpose()?;
         let x = &x.values;
-        let quantized = p.quantize(self.weight, Role::Input, x, orientations, amax.as_ref(), None)?;
+        let quantized =
+            p.quantize(self.weight, Role::Input, QuantInput::with_amax(x, amax.as_ref()), orientations)?;
         let f = WeightOperand {
             bias: bias.filter(|_| alone || !self.row_parallel),
             ..self.factor(p, e, LinearGemm::Fprop)?
@@ -54,9 +55,8 @@ impl Linear {
         let y = match rows {
             None if e.fprop && gathered => {
                 let all = p.all_gather(x, LABEL)?;
-                let rows = p
-                    .quantize(self.weight, Role::Input, &all, Orientations::ROWWISE, None, None)?
-                    .take_rowwise()?;
+                let rows =
+                    p.quantize(self.weight, Role::Input, &all, Orientations::ROWWISE)?.take_rowwise()?;
                 p.gemm(&rows, &f)?
             }
             _ => {
@@ -105,8 +105,8 @@ impl Linear {
         let flat = taken.as_ref().map(|t| t.view(&[t.numel()])).transpose()?;
         let amax = (reads && e.recipe.measures()).then(|| p.reduced_amax(dy)).transpose()?;
         let values = &dy.values;
-        let quantized =
-            p.quantize(self.weight, Role::Gradient, values, orientations, amax.as_ref(), flat.as_ref())?;
+        let input = QuantInput { x: values, amax: amax.as_ref(), sums: flat.as_ref() };
+        let quantized = p.quantize(self.weight, Role::Gradient, input, orientations)?;
         let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(values));
         let dx = match alone {
             true => p.gemm(&rows, &f)?,
@@ -130,24 +130,22 @@ impl Linear {
         let rowwise_serves_both = e.recipe.per_tensor() && e.dgrad && e.wgrad;
         if rowwise_serves_both || !e.dgrad {
             let rows = match e.dgrad {
-                true => p
-                    .quantize(self.weight, Role::Gradient, dy, Orientations::ROWWISE, None, None)?
-                    .take_rowwise()?,
+                true => p.quantize(self.weight, Role::Gradient, dy, Orientations::ROWWISE)?.take_rowwise()?,
                 false => GemmOperand::rowwise(dy),
             };
             let (dx, all) = p.all_gather_gemm(&rows, f, true, LABEL)?;
             let Some(all) = all else { return shape_error(LABEL, "the ring cached no gathered rows") };
             let cols = match &all {
-                GemmOperand::HighPrecision { t, .. } if e.wgrad => p
-                    .quantize(self.weight, Role::Gradient, t, Orientations::COLUMNWISE, None, None)?
-                    .take_columnwise()?,
+                GemmOperand::HighPrecision { t, .. } if e.wgrad => {
+                    p.quantize(self.weight, Role::Gradient, t, Orientations::COLUMNWISE)?.take_columnwise()?
+                }
                 _ => transposed(p.rank, &all)?,
             };
             return Ok((dx, cols));
         }
         let orientations = Orientations { rows: true, cols: e.wgrad };
         if e.recipe.per_block() && e.wgrad && has_whole_blocks(dy) {
-            let quantized = p.quantize(self.weight, Role::Gradient, dy, orientations, None, None)?;
+            let quantized = p.quantize(self.weight, Role::Gradient, dy, orientations)?;
             let cols = quantized.cols.clone();
             let (dx, _) = p.all_gather_gemm(&quantized.take_rowwise()?, f, false, LABEL)?;
             let Some(GemmOperand::Fp8(mine)) = cols else {
@@ -158,7 +156,7 @@ impl Linear {
             return Ok((dx, GemmOperand::Fp8(StepContext::join_columnwise(p.rank, &mine, &data, &scales)?)));
         }
         let all = p.all_gather(dy, LABEL)?;
-        let quantized = p.quantize(self.weight, Role::Gradient, &all, orientations, None, None)?;
+        let quantized = p.quantize(self.weight, Role::Gradient, &all, orientations)?;
         let cols = quantized.cols.clone().unwrap_or_else(|| GemmOperand::columnwise(&all));
         Ok((p.gemm(&quantized.take_rowwise()?, f)?, cols))
     }
@@ -173,7 +171,7 @@ impl Linear {
     ) -> Result<WeightGrad> {
         let amax = saved.amax.clone();
         let quantize = |x: &Tensor, orientations| {
-            p.quantize(self.weight, Role::Input, x, orientations, amax.as_deref(), None)
+            p.quantize(self.weight, Role::Input, QuantInput::with_amax(x, amax.as_deref()), orientations)
         };
         if self.is_local(p) || self.row_parallel {
             let cols = match saved.quantized {

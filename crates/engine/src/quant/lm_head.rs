@@ -63,7 +63,7 @@ impl LmHead {
         x: &Tensor,
     ) -> Result<Tensor> {
         let orientations = Orientations { rows: e.fprop, cols: false };
-        let quantized = p.quantize(self.weight, Role::Input, x, orientations, None, None)?;
+        let quantized = p.quantize(self.weight, Role::Input, x, orientations)?;
         let z = p.gemm(
             &quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(x)),
             &map.factor(p, e, LinearGemm::Fprop)?,

@@ -27,7 +27,7 @@ pub(crate) use experts::WgradOperand;
 pub(crate) use fp8_params::Fp8Params;
 pub(crate) use operand::{GemmOperand, GemmOptions, SavedOperand};
 pub use precomputed::Precomputed;
-pub(crate) use quantize::Orientations;
+pub(crate) use quantize::{Orientations, QuantInput};
 pub use recipe::{Exception, LinearGemm, LinearQuant, Method, Policy, Recipe, Role};
 pub use state::{DelayedState, QuantState, ScaleSlot};
 pub use stats::OperandStats;

@@ -54,19 +54,38 @@ pub(super) enum QuantScale {
     Blocks,
 }
 
+/// A tensor to quantize, `x [tokens, n]`.
+#[derive(Clone, Copy)]
+pub(crate) struct QuantInput<'a> {
+    pub(crate) x: &'a Tensor,
+    /// The all-reduced amax, if known; otherwise it is measured and all-reduced over the tensor-parallel group.
+    pub(crate) amax: Option<&'a Tensor>,
+    /// f32 `[n]`: also compute the column sums of `x`.
+    pub(crate) sums: Option<&'a Tensor>,
+}
+
+impl<'a> QuantInput<'a> {
+    pub(crate) fn with_amax(x: &'a Tensor, amax: Option<&'a Tensor>) -> QuantInput<'a> {
+        QuantInput { x, amax, sums: None }
+    }
+}
+
+impl<'a> From<&'a Tensor> for QuantInput<'a> {
+    fn from(x: &'a Tensor) -> QuantInput<'a> {
+        QuantInput { x, amax: None, sums: None }
+    }
+}
+
 impl StepContext<'_> {
-    /// Quantizes an input or output gradient `x [tokens, n]` of the linear with weight `param`. `amax` is the
-    /// all-reduced amax if known; otherwise it is measured and all-reduced over the tensor-parallel group. With
-    /// `sums`, f32 `[n]`, also computes the column sums of `x`.
-    pub(crate) fn quantize(
+    /// Quantizes an input or output gradient of the linear with weight `param`.
+    pub(crate) fn quantize<'a>(
         &self,
         param: ParamId,
         role: Role,
-        x: &Tensor,
+        input: impl Into<QuantInput<'a>>,
         orientations: Orientations,
-        amax: Option<&Tensor>,
-        sums: Option<&Tensor>,
     ) -> Result<Quantized> {
+        let QuantInput { x, amax, sums } = input.into();
         if orientations == Orientations::NONE {
             sums.map_or(Ok(()), |sums| self.rank.kernels.column_sum(&self.rank.compute, x, false, sums))?;
             return Ok(Quantized::default());

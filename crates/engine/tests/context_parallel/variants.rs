@@ -107,7 +107,8 @@ impl Case {
             _ => |x| x,
         };
         let sink = self.sink.then_some(&x.0[4][..]);
-        oracle::attention(stored, &shape, &spans, &dense(0), &dense(1), &dense(2), &dense(3), sink)
+        let (shape, spans, [q, k, v, dout]) = (&shape, &spans[..], &[0, 1, 2, 3].map(dense));
+        oracle::attention(stored, &oracle::Inputs { shape, spans, q, k, v, dout, sink })
     }
 
     /// out, dq, dk, dv of the full batch and dsink.

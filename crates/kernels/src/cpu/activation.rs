@@ -2,14 +2,14 @@
 //!
 //! Gated input is `[rows, 2f]`: the first half goes through the activation, the second is the linear gate.
 
-use super::Isa;
+use super::CpuContext;
 use super::math::{
     Fma, SIGMOID_HIGH, SIGMOID_LOW, at_least, at_most, multiversion_fma, normal_cdf_pdf, sigmoid_pair,
     sigmoid_range, times_sigmoid,
 };
 use super::rows::{PIECE, check_len};
 use crate::Act;
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Float, Result};
 
 /// An activation: its value, derivative, and effect on the gate.
 pub(super) trait Curve: Copy + Sync {
@@ -170,19 +170,18 @@ macro_rules! with_curve {
 pub(super) use with_curve;
 
 /// `y = act(x)`, any shape.
-pub fn activation<T: Float>(threads: &Threads, isa: Isa, act: Act, x: &[T], y: &mut [T]) -> Result<()> {
+pub fn activation<T: Float>(cpu: CpuContext, act: Act, x: &[T], y: &mut [T]) -> Result<()> {
     check_len("activation", "y", y.len(), x.len())?;
-    threads.parallel_chunks(y, PIECE, &|i, y| {
+    cpu.threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
-        with_curve!(act, curve => forward(isa, curve, x, y));
+        with_curve!(act, curve => forward(cpu.isa, curve, x, y));
     });
     Ok(())
 }
 
 /// `dx = act'(x)·dy`, any shape.
 pub fn activation_backward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     act: Act,
     x: &[T],
     dy: &[T],
@@ -190,30 +189,29 @@ pub fn activation_backward<T: Float>(
 ) -> Result<()> {
     check_len("activation_backward", "dy", dy.len(), x.len())?;
     check_len("activation_backward", "dx", dx.len(), x.len())?;
-    threads.parallel_chunks(dx, PIECE, &|i, dx| {
+    cpu.threads.parallel_chunks(dx, PIECE, &|i, dx| {
         let (x, dy) = (&x[i * PIECE..][..dx.len()], &dy[i * PIECE..][..dx.len()]);
-        with_curve!(act, curve => backward(isa, curve, x, dy, dx));
+        with_curve!(act, curve => backward(cpu.isa, curve, x, dy, dx));
     });
     Ok(())
 }
 
 /// `y = act(x₁)·gate(x₂)`: x is `[rows, 2f]`, y is `[rows, f]`.
-pub fn gated<T: Float>(threads: &Threads, isa: Isa, act: Act, f: usize, x: &[T], y: &mut [T]) -> Result<()> {
+pub fn gated<T: Float>(cpu: CpuContext, act: Act, f: usize, x: &[T], y: &mut [T]) -> Result<()> {
     let rows = y.len() / f.max(1);
     check_len("gated activation", "y", y.len(), rows * f)?;
     check_len("gated activation", "x", x.len(), 2 * y.len())?;
     let piece = (PIECE / f.max(1)).max(1) * f;
-    threads.parallel_chunks(y, piece, &|i, y| {
+    cpu.threads.parallel_chunks(y, piece, &|i, y| {
         let x = &x[2 * i * piece..][..2 * y.len()];
-        with_curve!(act, curve => gated_forward(isa, curve, f, x, y));
+        with_curve!(act, curve => gated_forward(cpu.isa, curve, f, x, y));
     });
     Ok(())
 }
 
 /// Gradient of [`gated`]: `dx₁ = act'(x₁)·gate(x₂)·dy`, `dx₂ = act(x₁)·gate'(x₂)·dy`; dx is `[rows, 2f]`.
 pub fn gated_backward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     act: Act,
     f: usize,
     x: &[T],
@@ -225,9 +223,9 @@ pub fn gated_backward<T: Float>(
     check_len("gated activation backward", "x", x.len(), 2 * dy.len())?;
     check_len("gated activation backward", "dx", dx.len(), x.len())?;
     let piece = (PIECE / f.max(1)).max(1) * f;
-    threads.parallel_chunks(dx, 2 * piece, &|i, dx| {
+    cpu.threads.parallel_chunks(dx, 2 * piece, &|i, dx| {
         let (x, dy) = (&x[2 * i * piece..][..dx.len()], &dy[i * piece..][..dx.len() / 2]);
-        with_curve!(act, curve => gated_back(isa, curve, f, x, dy, dx));
+        with_curve!(act, curve => gated_back(cpu.isa, curve, f, x, dy, dx));
     });
     Ok(())
 }

@@ -1,16 +1,15 @@
 //! Merging of partial attention results (ring attention).
 
 use super::rows::{PIECE, check_len};
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result};
 
 /// Merges `part [rows, width]` with `part_lse [rows]` into `out` and `lse` of the same shapes.
 ///
 /// With `x = e^−|lse − part_lse|` the result with the larger lse has weight `1/(1+x)` and the other `x/(1+x)`: the exponent is
 /// never positive, and the weights sum to 1 for any magnitude of the log-sum-exps.
 pub fn merge<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     width: usize,
     out: &mut [f32],
     lse: &mut [f32],
@@ -23,7 +22,7 @@ pub fn merge<T: Float>(
     let grain = (PIECE / width.max(1)).max(1);
     let rows = out.chunks_mut((grain * width).max(1)).zip(lse.chunks_mut(grain));
     let mut pieces: Vec<_> = rows.collect();
-    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for (out, lse) in pieces {
             let first = i * grain;
             for (r, (out, lse)) in out.chunks_mut(width).zip(lse.iter_mut()).enumerate() {
@@ -35,7 +34,7 @@ pub fn merge<T: Float>(
                 let (large, small) = (1.0 / (1.0 + x), x / (1.0 + x));
                 let (old, new) = if a >= b { (large, small) } else { (small, large) };
                 *lse = a.max(b) + x.ln_1p();
-                mix(isa, out, old, &part[(first + r) * width..][..width], new);
+                mix(cpu.isa, out, old, &part[(first + r) * width..][..width], new);
             }
         }
     });

@@ -3,7 +3,7 @@
 //! With target weights `on` at the label and `off` everywhere (see [`LabelSmoothing`]):
 //! `loss = lse − on·x_label − off·Σx`, `dlogits = (softmax − off − on·1[label])·w` with a weight per row.
 
-use super::Isa;
+use super::CpuContext;
 use super::math::{Baseline, Fma, LANES, exp, fold, multiversion_fma};
 use super::rows::{Rows, check_len};
 use super::vocab::{Id, Shard, check_ids};
@@ -109,26 +109,24 @@ impl<I: Id> Labels<'_, I> {
 /// Statistics of each row over this shard, or of no columns where it is ignored. Merged over ranks, they give
 /// [`RowStats::loss`] and [`cross_entropy_backward`].
 pub fn row_stats<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     logits: &[T],
     rows: Rows,
     labels: Labels<'_, I>,
     stats: &mut [RowStats],
 ) -> Result<()> {
-    stats_of(threads, isa, logits, rows, labels, true, stats)
+    stats_of(cpu, logits, rows, labels, true, stats)
 }
 
 fn stats_of<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     logits: &[T],
     rows: Rows,
     labels: Labels<'_, I>,
     with_sum: bool,
     stats: &mut [RowStats],
 ) -> Result<()> {
-    labels.check(threads, "row_stats", &rows, logits.len())?;
+    labels.check(cpu.threads, "row_stats", &rows, logits.len())?;
     check_len("row_stats", "stats", stats.len(), rows.count())?;
     // Rows without columns are in no chunk.
     stats.fill(RowStats::EMPTY);
@@ -136,9 +134,9 @@ fn stats_of<T: Float, I: Id>(
     let per = grain * rows.inner;
     let mut pieces: Vec<_> =
         rows.cut(logits, grain).zip(labels.ids.chunks(per)).zip(stats.chunks_mut(per)).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for ((x, ids), stats) in pieces {
-            stats_rows(isa, x, rows, ids, labels.ignore, with_sum, labels.shard, stats);
+            stats_rows(cpu.isa, x, rows, Labels { ids, ..labels }, with_sum, stats);
         }
     });
     Ok(())
@@ -146,8 +144,7 @@ fn stats_of<T: Float, I: Id>(
 
 /// Loss and log-sum-exp of each row over the whole vocabulary, f32 `[rows]`, both 0 where ignored.
 pub fn cross_entropy<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     logits: &[T],
     rows: Rows,
     labels: Labels<'_, I>,
@@ -159,7 +156,7 @@ pub fn cross_entropy<T: Float, I: Id>(
     check_len("cross_entropy", "vocabulary", labels.shard.len, labels.shard.total)?;
     let mut stats = vec![RowStats::EMPTY; rows.count()];
     let with_sum = labels.smoothing != LabelSmoothing::None;
-    stats_of(threads, isa, logits, rows, labels, with_sum, &mut stats)?;
+    stats_of(cpu, logits, rows, labels, with_sum, &mut stats)?;
     for (((loss, lse), stats), id) in loss.iter_mut().zip(lse).zip(stats).zip(labels.ids) {
         let counts = (*id).into() != labels.ignore;
         *loss = if counts { stats.loss(labels.smoothing, labels.shard.total) } else { 0.0 };
@@ -170,8 +167,7 @@ pub fn cross_entropy<T: Float, I: Id>(
 
 /// Loss of each row; the logits are overwritten by its gradient times `weights` `[rows]`, rounded once.
 pub fn cross_entropy_with_gradient<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     logits: &mut [T],
     rows: Rows,
     labels: Labels<'_, I>,
@@ -179,7 +175,7 @@ pub fn cross_entropy_with_gradient<T: Float, I: Id>(
     loss: &mut [f32],
 ) -> Result<()> {
     const OP: &str = "cross_entropy_with_gradient";
-    labels.check(threads, OP, &rows, logits.len())?;
+    labels.check(cpu.threads, OP, &rows, logits.len())?;
     check_len(OP, "weights", weights.len(), rows.count())?;
     check_len(OP, "loss", loss.len(), rows.count())?;
     check_len(OP, "vocabulary", labels.shard.len, labels.shard.total)?;
@@ -190,9 +186,9 @@ pub fn cross_entropy_with_gradient<T: Float, I: Id>(
         .zip(labels.ids.chunks(per).zip(weights.chunks(per)))
         .zip(loss.chunks_mut(per))
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for ((x, (ids, weights)), loss) in pieces {
-            fused_rows(isa, x, rows, ids, labels.ignore, labels.smoothing, labels.shard, weights, loss);
+            fused_rows(cpu.isa, x, rows, Labels { ids, ..labels }, weights, loss);
         }
     });
     Ok(())
@@ -201,8 +197,7 @@ pub fn cross_entropy_with_gradient<T: Float, I: Id>(
 /// Overwrites the logits by their gradient, from statistics over the whole vocabulary and the gradient `dloss` of each row's
 /// loss, both `[rows]`; zeros in padding columns.
 pub fn cross_entropy_backward<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     logits: &mut [T],
     rows: Rows,
     labels: Labels<'_, I>,
@@ -210,7 +205,7 @@ pub fn cross_entropy_backward<T: Float, I: Id>(
     dloss: &[f32],
 ) -> Result<()> {
     const OP: &str = "cross_entropy_backward";
-    labels.check(threads, OP, &rows, logits.len())?;
+    labels.check(cpu.threads, OP, &rows, logits.len())?;
     check_len(OP, "stats", stats.len(), rows.count())?;
     check_len(OP, "dloss", dloss.len(), rows.count())?;
     let grain = rows.grain();
@@ -220,9 +215,9 @@ pub fn cross_entropy_backward<T: Float, I: Id>(
         .zip(labels.ids.chunks(per))
         .zip(stats.chunks(per).zip(dloss.chunks(per)))
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for ((x, ids), (stats, dloss)) in pieces {
-            backward_rows(isa, x, rows, ids, labels.ignore, labels.smoothing, labels.shard, stats, dloss);
+            backward_rows(cpu.isa, x, rows, Labels { ids, ..labels }, stats, dloss);
         }
     });
     Ok(())
@@ -230,14 +225,15 @@ pub fn cross_entropy_backward<T: Float, I: Id>(
 
 multiversion_fma! {
     fn stats_rows<F: Fma, T: Float, I: Id>(
-        x: &[T], rows: Rows, ids: &[I], ignore: i64, with_sum: bool, shard: Shard, stats: &mut [RowStats],
+        x: &[T], rows: Rows, labels: Labels<'_, I>, with_sum: bool, stats: &mut [RowStats],
     ) {
-        for (i, (id, stats)) in ids.iter().zip(stats).enumerate() {
+        for (i, (id, stats)) in labels.ids.iter().zip(stats).enumerate() {
             let id = (*id).into();
-            *stats = if id == ignore {
+            *stats = if id == labels.ignore {
                 RowStats::EMPTY
             } else {
-                stats_row::<F, T>(&rows.row(x, i)[..shard.len], shard.local(id), with_sum)
+                let columns = &rows.row(x, i)[..labels.shard.len];
+                stats_row::<F, T>(columns, labels.shard.local(id), with_sum)
             };
         }
     }
@@ -245,9 +241,9 @@ multiversion_fma! {
 
 multiversion_fma! {
     fn fused_rows<F: Fma, T: Float, I: Id>(
-        x: &mut [T], rows: Rows, ids: &[I], ignore: i64, smoothing: LabelSmoothing, shard: Shard,
-        weights: &[f32], loss: &mut [f32],
+        x: &mut [T], rows: Rows, labels: Labels<'_, I>, weights: &[f32], loss: &mut [f32],
     ) {
+        let Labels { ids, ignore, smoothing, shard } = labels;
         let target = Target::new(smoothing, shard.total);
         for (i, ((id, w), loss)) in ids.iter().zip(weights).zip(loss).enumerate() {
             let (id, row) = ((*id).into(), rows.row_mut(x, i));
@@ -268,9 +264,9 @@ multiversion_fma! {
 
 multiversion_fma! {
     fn backward_rows<F: Fma, T: Float, I: Id>(
-        x: &mut [T], rows: Rows, ids: &[I], ignore: i64, smoothing: LabelSmoothing, shard: Shard,
-        stats: &[RowStats], dloss: &[f32],
+        x: &mut [T], rows: Rows, labels: Labels<'_, I>, stats: &[RowStats], dloss: &[f32],
     ) {
+        let Labels { ids, ignore, smoothing, shard } = labels;
         let target = Target::new(smoothing, shard.total);
         for (i, (id, (stats, w))) in ids.iter().zip(stats.iter().zip(dloss)).enumerate() {
             let (id, row) = ((*id).into(), rows.row_mut(x, i));

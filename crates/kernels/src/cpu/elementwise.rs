@@ -2,19 +2,19 @@
 
 use super::math::{multiversion_fma, tanh};
 use super::rows::{PIECE, Rows, check_len};
-use super::{Isa, multiversion};
+use super::{CpuContext, multiversion};
 use ferrotron_tensor::{Element, Float, Result, Threads};
 
 /// `y = x` in another element type, rounded to nearest even.
-pub fn cast<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
+pub fn cast<S: Float, D: Float>(cpu: CpuContext, x: &[S], y: &mut [D]) -> Result<()> {
     check_len("cast", "y", y.len(), x.len())?;
-    threads.parallel_chunks(y, PIECE, &|i, y| {
+    cpu.threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
         if S::DTYPE == D::DTYPE {
             // Equal types are copied: a detour through f32 would lose bits of f64 and NaN payloads.
             bytemuck::cast_slice_mut::<D, u8>(y).copy_from_slice(bytemuck::cast_slice(x));
         } else {
-            cast_piece(isa, x, y);
+            cast_piece(cpu.isa, x, y);
         }
     });
     Ok(())
@@ -29,11 +29,11 @@ multiversion! {
 }
 
 /// `y = a + b`
-pub fn add<T: Float>(threads: &Threads, isa: Isa, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+pub fn add<T: Float>(cpu: CpuContext, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
     check_len("add", "b", b.len(), a.len())?;
     check_len("add", "y", y.len(), a.len())?;
-    threads.parallel_chunks(y, PIECE, &|i, y| {
-        add_piece(isa, &a[i * PIECE..][..y.len()], &b[i * PIECE..][..y.len()], y);
+    cpu.threads.parallel_chunks(y, PIECE, &|i, y| {
+        add_piece(cpu.isa, &a[i * PIECE..][..y.len()], &b[i * PIECE..][..y.len()], y);
     });
     Ok(())
 }
@@ -47,9 +47,9 @@ multiversion! {
 }
 
 /// `y += x`, rounded to the type of `y`; with f32 `y` it accumulates into the main gradient.
-pub fn accumulate<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
+pub fn accumulate<S: Float, D: Float>(cpu: CpuContext, x: &[S], y: &mut [D]) -> Result<()> {
     check_len("accumulate", "y", y.len(), x.len())?;
-    threads.parallel_chunks(y, PIECE, &|i, y| accumulate_piece(isa, &x[i * PIECE..][..y.len()], y));
+    cpu.threads.parallel_chunks(y, PIECE, &|i, y| accumulate_piece(cpu.isa, &x[i * PIECE..][..y.len()], y));
     Ok(())
 }
 
@@ -62,19 +62,19 @@ multiversion! {
 }
 
 /// `y[r, j] += bias[j]` over dense `[rows, width]`.
-pub fn add_bias<T: Float>(threads: &Threads, isa: Isa, bias: &[T], y: &mut [T]) -> Result<()> {
+pub fn add_bias<T: Float>(cpu: CpuContext, bias: &[T], y: &mut [T]) -> Result<()> {
     let width = bias.len();
     check_len("add_bias", "y", y.len(), y.len() / width.max(1) * width)?;
     let piece = (PIECE / width.max(1)).max(1) * width;
-    threads.parallel_chunks(y, piece, &|_, y| {
-        y.chunks_mut(width).for_each(|row| accumulate_piece(isa, bias, row));
+    cpu.threads.parallel_chunks(y, piece, &|_, y| {
+        y.chunks_mut(width).for_each(|row| accumulate_piece(cpu.isa, bias, row));
     });
     Ok(())
 }
 
 /// `x *= factor`
-pub fn scale<T: Float>(threads: &Threads, isa: Isa, x: &mut [T], factor: f32) {
-    threads.parallel_chunks(x, PIECE, &|_, x| scale_piece(isa, x, factor));
+pub fn scale<T: Float>(cpu: CpuContext, x: &mut [T], factor: f32) {
+    cpu.threads.parallel_chunks(x, PIECE, &|_, x| scale_piece(cpu.isa, x, factor));
 }
 
 multiversion! {
@@ -91,8 +91,8 @@ pub fn fill<T: Element>(threads: &Threads, x: &mut [T], value: T) {
 }
 
 /// `x = c·tanh(x/c)`, in place.
-pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &mut [T]) {
-    threads.parallel_chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
+pub fn softcap<T: Float>(cpu: CpuContext, cap: f32, x: &mut [T]) {
+    cpu.threads.parallel_chunks(x, PIECE, &|_, x| softcap_piece(cpu.isa, cap, x));
 }
 
 multiversion_fma! {
@@ -104,16 +104,11 @@ multiversion_fma! {
 }
 
 /// Gradient of [`softcap`], in place: `dy *= 1 − (y/c)²`; y is the output of the forward pass.
-pub fn softcap_backward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
-    cap: f32,
-    y: &[T],
-    dy: &mut [T],
-) -> Result<()> {
+pub fn softcap_backward<T: Float>(cpu: CpuContext, cap: f32, y: &[T], dy: &mut [T]) -> Result<()> {
     check_len("softcap_backward", "dy", dy.len(), y.len())?;
-    threads
-        .parallel_chunks(dy, PIECE, &|i, dy| softcap_back_piece(isa, cap, &y[i * PIECE..][..dy.len()], dy));
+    cpu.threads.parallel_chunks(dy, PIECE, &|i, dy| {
+        softcap_back_piece(cpu.isa, cap, &y[i * PIECE..][..dy.len()], dy)
+    });
     Ok(())
 }
 
@@ -128,8 +123,7 @@ multiversion! {
 
 /// Copies rows into another layout and element type.
 pub fn cast_rows<S: Float, D: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     x: &[S],
     x_rows: Rows,
     y: &mut [D],
@@ -139,10 +133,10 @@ pub fn cast_rows<S: Float, D: Float>(
     y_rows.check_like("cast_rows", "y", y.len(), &x_rows)?;
     let grain = x_rows.grain();
     let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for (x, y) in pieces {
             for row in 0..x_rows.piece(i * grain, grain).count() {
-                cast_piece(isa, x_rows.row(x, row), y_rows.row_mut(y, row));
+                cast_piece(cpu.isa, x_rows.row(x, row), y_rows.row_mut(y, row));
             }
         }
     });

@@ -2,50 +2,56 @@
 
 use super::rows::{PIECE, check_len};
 use super::vocab::{Id, Shard, check_ids};
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result};
+
+/// Token ids `[tokens]`, and the vocabulary shard that the rows of the table hold.
+#[derive(Clone, Copy, Debug)]
+pub struct TokenIds<'a, I> {
+    /// Ids in the whole vocabulary.
+    pub ids: &'a [I],
+    /// Ids of the table's rows.
+    pub shard: Shard,
+}
 
 /// `y[t] = scale·table[ids[t]] (+ y[t] if add)`: ids `[tokens]`, table `[shard.len, width]`, y `[tokens, width]`.
 /// Ids of other shards give zero rows; ids outside `shard.total` are an error.
 pub fn embedding<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
-    ids: &[I],
+    cpu: CpuContext,
+    tokens: TokenIds<'_, I>,
     table: &[T],
-    shard: Shard,
     scale: f32,
     add: bool,
     y: &mut [T],
 ) -> Result<()> {
-    let width = width("embedding", threads, ids, y.len(), table.len(), shard)?;
+    let TokenIds { ids, shard } = tokens;
+    let width = tokens.width("embedding", cpu, y.len(), table.len())?;
     check_len("embedding", "table", table.len(), shard.len * width)?;
     let rows = (PIECE / width.max(1)).max(1);
-    threads.parallel_chunks(y, rows * width, &|i, y| {
-        gather(isa, &ids[i * rows..][..y.len() / width], table, shard, scale, add, y);
+    cpu.threads.parallel_chunks(y, rows * width, &|i, y| {
+        let ids = &ids[i * rows..][..y.len() / width];
+        gather(cpu.isa, TokenIds { ids, shard }, table, scale, add, y);
     });
     Ok(())
 }
 
-/// Row width, from the tokens' rows or, without tokens, from the table.
-fn width<I: Id>(
-    op: &'static str,
-    threads: &Threads,
-    ids: &[I],
-    rows: usize,
-    table: usize,
-    shard: Shard,
-) -> Result<usize> {
-    shard.check(op)?;
-    let width = rows.checked_div(ids.len()).or(table.checked_div(shard.len)).unwrap_or(0);
-    check_len(op, "rows", rows, ids.len() * width)?;
-    check_ids(threads, op, ids, shard.total, None)?;
-    Ok(width)
+impl<I: Id> TokenIds<'_, I> {
+    /// Checks the ids; returns the row width, from `rows` elements of token rows or, without tokens, from `table` elements.
+    fn width(&self, op: &'static str, cpu: CpuContext, rows: usize, table: usize) -> Result<usize> {
+        let TokenIds { ids, shard } = *self;
+        shard.check(op)?;
+        let width = rows.checked_div(ids.len()).or(table.checked_div(shard.len)).unwrap_or(0);
+        check_len(op, "rows", rows, ids.len() * width)?;
+        check_ids(cpu.threads, op, ids, shard.total, None)?;
+        Ok(width)
+    }
 }
 
 multiversion! {
     fn gather<T: Float, I: Id>(
-        ids: &[I], table: &[T], shard: Shard, scale: f32, add: bool, y: &mut [T],
+        tokens: TokenIds<'_, I>, table: &[T], scale: f32, add: bool, y: &mut [T],
     ) {
+        let TokenIds { ids, shard } = tokens;
         let width = y.len() / ids.len();
         for (id, y) in ids.iter().zip(y.chunks_exact_mut(width)) {
             match shard.local((*id).into()).map(|at| &table[at * width..][..width]) {
@@ -68,31 +74,40 @@ multiversion! {
 
 /// `dtable[v] (+)= scale·Σ_{t: ids[t] = v} dy[t]` in f32, in order of t: dtable is f32 `[shard.len, width]`.
 pub fn embedding_backward<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
-    ids: &[I],
+    cpu: CpuContext,
+    tokens: TokenIds<'_, I>,
     dy: &[T],
-    shard: Shard,
     scale: f32,
     accumulate: bool,
     dtable: &mut [f32],
 ) -> Result<()> {
-    let width = width("embedding_backward", threads, ids, dy.len(), dtable.len(), shard)?;
-    check_len("embedding_backward", "dtable", dtable.len(), shard.len * width)?;
+    let width = tokens.width("embedding_backward", cpu, dy.len(), dtable.len())?;
+    check_len("embedding_backward", "dtable", dtable.len(), tokens.shard.len * width)?;
     if width == 0 {
         return Ok(());
     }
-    let (starts, tokens) = by_id(ids, shard);
+    let (starts, sorted) = sort_by_id(tokens);
     // Small chunks, since some ids are far more frequent than others.
     let rows = (PIECE / 4 / width).max(1);
-    threads.parallel_chunks(dtable, rows * width, &|i, dtable| {
-        scatter(isa, &starts[i * rows..], &tokens, dy, width, scale, accumulate, dtable);
+    cpu.threads.parallel_chunks(dtable, rows * width, &|i, dtable| {
+        if !accumulate {
+            dtable.fill(0.0);
+        }
+        let tokens = TokensById { starts: &starts[i * rows..], tokens: &sorted };
+        scatter(cpu.isa, tokens, dy, width, scale, dtable);
     });
     Ok(())
 }
 
-/// Tokens stably sorted by id; those of row `v` are `tokens[starts[v]..starts[v + 1]]`.
-fn by_id<I: Id>(ids: &[I], shard: Shard) -> (Vec<usize>, Vec<usize>) {
+/// Tokens stably sorted by id; those of table row `v` are `tokens[starts[v]..starts[v + 1]]`.
+#[derive(Clone, Copy)]
+struct TokensById<'a> {
+    starts: &'a [usize],
+    tokens: &'a [usize],
+}
+
+/// `starts` and `tokens` of [`TokensById`].
+fn sort_by_id<I: Id>(TokenIds { ids, shard }: TokenIds<'_, I>) -> (Vec<usize>, Vec<usize>) {
     let mut starts = vec![0usize; shard.len + 1];
     let local = || ids.iter().enumerate().filter_map(|(t, id)| Some((t, shard.local((*id).into())?)));
     local().for_each(|(_, v)| starts[v + 1] += 1);
@@ -110,14 +125,10 @@ fn by_id<I: Id>(ids: &[I], shard: Shard) -> (Vec<usize>, Vec<usize>) {
 
 multiversion! {
     fn scatter<T: Float>(
-        starts: &[usize], tokens: &[usize], dy: &[T], width: usize, scale: f32, accumulate: bool,
-        dtable: &mut [f32],
+        by_id: TokensById<'_>, dy: &[T], width: usize, scale: f32, dtable: &mut [f32],
     ) {
         for (v, row) in dtable.chunks_exact_mut(width).enumerate() {
-            if !accumulate {
-                row.fill(0.0);
-            }
-            for t in &tokens[starts[v]..starts[v + 1]] {
+            for t in &by_id.tokens[by_id.starts[v]..by_id.starts[v + 1]] {
                 for (sum, dy) in row.iter_mut().zip(&dy[t * width..][..width]) {
                     *sum += scale * dy.to_f32();
                 }

@@ -2,8 +2,8 @@
 //! summed in order.
 
 use super::rows::PIECE;
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::Float;
 
 /// Norm type.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,15 +30,15 @@ impl NormType {
 }
 
 /// `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|` over all tensors: the quantity that ranks all-reduce before [`NormType::finish`].
-pub fn norm_total<T: Float>(threads: &Threads, isa: Isa, kind: NormType, list: &[&[T]]) -> f64 {
+pub fn norm_total<T: Float>(cpu: CpuContext, kind: NormType, list: &[&[T]]) -> f64 {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0f64; pieces.len()];
-    threads.parallel_chunks(&mut parts, 1, &|i, part| {
+    cpu.threads.parallel_chunks(&mut parts, 1, &|i, part| {
         part[0] = match kind {
-            NormType::L1 => absolute_sum(isa, pieces[i]),
-            NormType::L2 => grad_square_sum(isa, pieces[i]),
+            NormType::L1 => absolute_sum(cpu.isa, pieces[i]),
+            NormType::L2 => grad_square_sum(cpu.isa, pieces[i]),
             NormType::Power(p) => pieces[i].iter().map(|x| libm::pow(f64::from(x.to_f32().abs()), p)).sum(),
-            NormType::Max => f64::from(absolute_max(isa, pieces[i])),
+            NormType::Max => f64::from(absolute_max(cpu.isa, pieces[i])),
         };
     });
     match kind {
@@ -54,22 +54,22 @@ pub fn clip_factor(norm: f64, max_norm: f64) -> f32 {
 }
 
 /// `x *= factor` in every tensor; returns whether any element was infinite or NaN before.
-pub fn scale_and_check<T: Float>(threads: &Threads, isa: Isa, list: Vec<&mut [T]>, factor: f32) -> bool {
+pub fn scale_and_check<T: Float>(cpu: CpuContext, list: Vec<&mut [T]>, factor: f32) -> bool {
     let mut pieces: Vec<(&mut [T], bool)> =
         list.into_iter().flat_map(|x| x.chunks_mut(PIECE)).map(|x| (x, false)).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for (x, bad) in pieces {
-            *bad = scale_piece(isa, x, factor);
+            *bad = scale_piece(cpu.isa, x, factor);
         }
     });
     pieces.iter().any(|(_, bad)| *bad)
 }
 
 /// Number of zero elements.
-pub fn count_zeros<T: Float>(threads: &Threads, isa: Isa, list: &[&[T]]) -> usize {
+pub fn count_zeros<T: Float>(cpu: CpuContext, list: &[&[T]]) -> usize {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0usize; pieces.len()];
-    threads.parallel_chunks(&mut parts, 1, &|i, part| part[0] = zeros(isa, pieces[i]) as usize);
+    cpu.threads.parallel_chunks(&mut parts, 1, &|i, part| part[0] = zeros(cpu.isa, pieces[i]) as usize);
     parts.iter().sum()
 }
 

@@ -2,8 +2,8 @@
 
 use super::reduce::lane_dot;
 use super::rows::PIECE;
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::Float;
 use std::ops::Range;
 
 /// Rows per partial sum of a bias gradient, and columns per chunk.
@@ -37,8 +37,7 @@ impl Segments<'_> {
 
 /// `y[r] += weights[r]·bias[e]`: y is `[N, n]`, bias is `[E, n]`.
 pub fn add_bias<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     segments: Segments,
     n: usize,
     bias: &[T],
@@ -46,10 +45,10 @@ pub fn add_bias<T: Float>(
     y: &mut [T],
 ) {
     let grain = (PIECE / n.max(1)).max(1);
-    threads.parallel_chunks(y, grain * n, &|i, y| {
+    cpu.threads.parallel_chunks(y, grain * n, &|i, y| {
         for (r, y) in (i * grain..).zip(y.chunks_exact_mut(n)) {
             if let Some(e) = segments.of(r) {
-                add_router_bias(isa, &bias[e * n..][..n], weights[r], y);
+                add_weighted(cpu.isa, &bias[e * n..][..n], weights[r], y);
             }
         }
     });
@@ -57,8 +56,7 @@ pub fn add_bias<T: Float>(
 
 /// `dbias[e] (+)= Σ_r weights[r]·dy[r]`: dbias is `[E, n]`. Partial sums of `PART` rows, then over them in order.
 pub fn bias_gradient<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     segments: Segments,
     n: usize,
     weights: &[f32],
@@ -69,34 +67,33 @@ pub fn bias_gradient<T: Float>(
     let mut pieces: Vec<_> = rows
         .flat_map(|(e, row)| row.chunks_mut(COLUMNS).enumerate().map(move |(c, out)| (e, c * COLUMNS, out)))
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for (e, column, out) in pieces {
             let mut total = [0f32; COLUMNS];
             let rows = segments.rows(*e, weights.len());
             for first in rows.clone().step_by(PART) {
                 let mut part = [0f32; COLUMNS];
                 for r in first..rows.end.min(first + PART) {
-                    add_router_bias(
-                        isa,
+                    add_weighted(
+                        cpu.isa,
                         &dy[r * n + *column..][..out.len()],
                         weights[r],
                         &mut part[..out.len()],
                     );
                 }
-                add_router_bias(isa, &part, 1.0, &mut total);
+                add_weighted(cpu.isa, &part, 1.0, &mut total);
             }
             if !accumulate {
                 out.fill(0.0);
             }
-            add_router_bias(isa, &total[..out.len()], 1.0, out);
+            add_weighted(cpu.isa, &total[..out.len()], 1.0, out);
         }
     });
 }
 
 /// `dweights[r] += <dy[r], bias[e]>`.
 pub fn weight_gradient<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     segments: Segments,
     n: usize,
     bias: &[T],
@@ -104,17 +101,17 @@ pub fn weight_gradient<T: Float>(
     dweights: &mut [f32],
 ) {
     let grain = (PIECE / n.max(1)).max(1);
-    threads.parallel_chunks(dweights, grain, &|i, dweights| {
+    cpu.threads.parallel_chunks(dweights, grain, &|i, dweights| {
         for (r, out) in (i * grain..).zip(dweights) {
             if let Some(e) = segments.of(r) {
-                *out += dot(isa, &dy[r * n..][..n], &bias[e * n..][..n]);
+                *out += dot(cpu.isa, &dy[r * n..][..n], &bias[e * n..][..n]);
             }
         }
     });
 }
 
 multiversion! {
-    fn add_router_bias<X: Float, Y: Float>(x: &[X], weight: f32, y: &mut [Y]) {
+    fn add_weighted<X: Float, Y: Float>(x: &[X], weight: f32, y: &mut [Y]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = Y::from_f32(y.to_f32() + weight * x.to_f32());
         }

@@ -4,6 +4,7 @@ pub mod activation;
 mod amx;
 pub mod attention;
 pub mod attention_merge;
+mod context;
 pub mod cross_entropy;
 pub mod elementwise;
 pub mod embedding;
@@ -30,6 +31,7 @@ pub mod rows;
 pub mod vocab;
 pub mod weighted_activation;
 
+pub use context::CpuContext;
 pub use isa::Isa;
 pub(crate) use isa::multiversion;
 pub use launch::CpuKernels;

@@ -5,8 +5,8 @@
 
 use super::math::{LANES, fold};
 use super::rows::{Rows, check_len};
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result};
 
 /// Affine part of a norm; weights are `[width]`.
 #[derive(Clone, Copy, Debug)]
@@ -22,10 +22,40 @@ pub struct Affine<'a, W> {
 }
 
 impl<W: Float> Affine<'_, W> {
-    /// Gain and bias in f32, converted once for all rows; the 1 is added in f32.
-    fn widen(&self) -> (Vec<f32>, Vec<f32>) {
+    /// The norm of a row. Weights are converted to f32 once for all rows, and the 1 is added in f32.
+    fn row_norm(&self, kind: NormKind) -> RowNorm {
         let bias = self.beta.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
-        (gain(self.gamma, self.zero_centred), bias)
+        RowNorm { kind, gain: gain(self.gamma, self.zero_centred), bias, eps: self.eps }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum NormKind {
+    LayerNorm,
+    RmsNorm,
+}
+
+/// Norm of a row, with weights in f32; `bias` is empty where there is none.
+struct RowNorm {
+    kind: NormKind,
+    gain: Vec<f32>,
+    bias: Vec<f32>,
+    eps: f32,
+}
+
+/// Statistics of rows that the backward pass needs, f32 `[rows]`; `mean` is empty for RMSNorm.
+struct Stats<'a> {
+    mean: &'a mut [f32],
+    rstd: &'a mut [f32],
+}
+
+impl Stats<'_> {
+    #[inline(always)]
+    fn store(&mut self, row: usize, (mean, rstd): (f32, f32)) {
+        self.rstd[row] = rstd;
+        if let Some(to) = self.mean.get_mut(row) {
+            *to = mean;
+        }
     }
 }
 
@@ -58,40 +88,37 @@ impl<'a, T> InOut<'a, T> {
 
 /// LayerNorm of every row; `mean` and `rstd` are f32 `[rows]`, saved for the backward pass.
 pub fn layer_norm<T: Float, W: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     io: InOut<'_, T>,
     affine: Affine<'_, W>,
     mean: &mut [f32],
     rstd: &mut [f32],
 ) -> Result<()> {
     check_len("layer_norm", "mean", mean.len(), io.x_rows.count())?;
-    run("layer_norm", threads, isa, true, io, affine, mean, rstd)
+    run("layer_norm", cpu, NormKind::LayerNorm, io, affine, Stats { mean, rstd })
 }
 
 /// RMSNorm of every row; `rstd` is f32 `[rows]`, saved for the backward pass.
 pub fn rms_norm<T: Float, W: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     io: InOut<'_, T>,
     affine: Affine<'_, W>,
     rstd: &mut [f32],
 ) -> Result<()> {
     check_len("rms_norm", "beta", affine.beta.map_or(0, <[W]>::len), 0)?;
-    run("rms_norm", threads, isa, false, io, affine, &mut [], rstd)
+    run("rms_norm", cpu, NormKind::RmsNorm, io, affine, Stats { mean: &mut [], rstd })
 }
 
 fn run<T: Float, W: Float>(
     op: &'static str,
-    threads: &Threads,
-    isa: Isa,
-    centred: bool,
+    cpu: CpuContext,
+    kind: NormKind,
     io: InOut<'_, T>,
     affine: Affine<'_, W>,
-    mean: &mut [f32],
-    rstd: &mut [f32],
+    stats: Stats<'_>,
 ) -> Result<()> {
     let InOut { x, x_rows, y, y_rows } = io;
+    let Stats { mean, rstd } = stats;
     x_rows.check(op, "x", x.len())?;
     y_rows.check_like(op, "y", y.len(), &x_rows)?;
     check_affine(op, &affine, x_rows.width)?;
@@ -99,7 +126,7 @@ fn run<T: Float, W: Float>(
     if x_rows.elements() == 0 {
         return Ok(());
     }
-    let (gain, bias) = affine.widen();
+    let norm = affine.row_norm(kind);
     let grain = x_rows.grain();
     let rows = grain * x_rows.inner;
     let mut means = mean.chunks_mut(rows);
@@ -107,11 +134,13 @@ fn run<T: Float, W: Float>(
         .cut(x, grain)
         .zip(y_rows.cut_mut(y, grain))
         .zip(rstd.chunks_mut(rows))
-        .map(|((x, y), rstd)| (x, y, means.next().unwrap_or_default(), rstd))
+        .map(|((x, y), rstd)| {
+            (InOut { x, x_rows, y, y_rows }, Stats { mean: means.next().unwrap_or_default(), rstd })
+        })
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
-        for (x, y, mean, rstd) in piece {
-            norm_rows(isa, x, x_rows, &gain, &bias, affine.eps, centred, y, y_rows, mean, rstd);
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
+        for (io, stats) in piece {
+            norm_rows(cpu.isa, &norm, io, stats);
         }
     });
     Ok(())
@@ -137,40 +166,37 @@ pub struct AddNorm<'a, T> {
 
 /// `sum = x + residual`, `y = layer_norm(sum)` in one pass, with the same bits as the two kernels in sequence.
 pub fn add_layer_norm<T: Float, W: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     io: AddNorm<'_, T>,
     affine: Affine<'_, W>,
     mean: &mut [f32],
     rstd: &mut [f32],
 ) -> Result<()> {
     check_len("add_layer_norm", "mean", mean.len(), rstd.len())?;
-    run_add("add_layer_norm", threads, isa, true, io, affine, mean, rstd)
+    run_add("add_layer_norm", cpu, NormKind::LayerNorm, io, affine, Stats { mean, rstd })
 }
 
 /// `sum = x + residual`, `y = rms_norm(sum)` in one pass, with the same bits as the two kernels in sequence.
 pub fn add_rms_norm<T: Float, W: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     io: AddNorm<'_, T>,
     affine: Affine<'_, W>,
     rstd: &mut [f32],
 ) -> Result<()> {
     check_len("add_rms_norm", "beta", affine.beta.map_or(0, <[W]>::len), 0)?;
-    run_add("add_rms_norm", threads, isa, false, io, affine, &mut [], rstd)
+    run_add("add_rms_norm", cpu, NormKind::RmsNorm, io, affine, Stats { mean: &mut [], rstd })
 }
 
 fn run_add<T: Float, W: Float>(
     op: &'static str,
-    threads: &Threads,
-    isa: Isa,
-    centred: bool,
+    cpu: CpuContext,
+    kind: NormKind,
     io: AddNorm<'_, T>,
     affine: Affine<'_, W>,
-    mean: &mut [f32],
-    rstd: &mut [f32],
+    stats: Stats<'_>,
 ) -> Result<()> {
     let AddNorm { x, residual, sum, y } = io;
+    let Stats { mean, rstd } = stats;
     let all = Rows::dense(rstd.len(), affine.gamma.len());
     for (name, len) in [("x", x.len()), ("residual", residual.len()), ("sum", sum.len()), ("y", y.len())] {
         check_len(op, name, len, all.elements())?;
@@ -179,77 +205,57 @@ fn run_add<T: Float, W: Float>(
     if all.elements() == 0 {
         return Ok(());
     }
-    let (gain, bias) = affine.widen();
+    let norm = affine.row_norm(kind);
     let rows = all.grain();
     let mut means = mean.chunks_mut(rows);
     let mut pieces: Vec<_> = (all.cut(x, rows).zip(all.cut(residual, rows)))
         .zip(all.cut_mut(sum, rows).zip(all.cut_mut(y, rows)))
         .zip(rstd.chunks_mut(rows))
-        .map(|(((x, res), (sum, y)), rstd)| (x, res, sum, y, means.next().unwrap_or_default(), rstd))
+        .map(|(((x, residual), (sum, y)), rstd)| {
+            (AddNorm { x, residual, sum, y }, Stats { mean: means.next().unwrap_or_default(), rstd })
+        })
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
-        for (x, residual, sum, y, mean, rstd) in piece {
-            add_norm_rows(isa, x, residual, sum, &gain, &bias, affine.eps, centred, y, mean, rstd);
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
+        for (io, stats) in piece {
+            add_norm_rows(cpu.isa, &norm, io, stats);
         }
     });
     Ok(())
 }
 
 multiversion! {
-    fn norm_rows<T: Float>(
-        x: &[T], x_rows: Rows, gain: &[f32], bias: &[f32], eps: f32, centred: bool,
-        y: &mut [T], y_rows: Rows, mean: &mut [f32], rstd: &mut [f32],
-    ) {
-        for (i, rstd) in rstd.iter_mut().enumerate() {
-            let (mu, r) =
-                norm_row(x_rows.row(x, i), gain, bias, eps, centred, y_rows.row_mut(y, i));
-            *rstd = r;
-            if let Some(mean) = mean.get_mut(i) {
-                *mean = mu;
-            }
+    fn norm_rows<T: Float>(norm: &RowNorm, io: &mut InOut<'_, T>, stats: &mut Stats<'_>) {
+        for i in 0..stats.rstd.len() {
+            stats.store(i, norm_row(norm, io.x_rows.row(io.x, i), io.y_rows.row_mut(io.y, i)));
         }
     }
 }
 
 multiversion! {
-    fn add_norm_rows<T: Float>(
-        x: &[T], residual: &[T], sum: &mut [T], gain: &[f32], bias: &[f32], eps: f32, centred: bool,
-        y: &mut [T], mean: &mut [f32], rstd: &mut [f32],
-    ) {
-        let rows = Rows::dense(rstd.len(), gain.len());
-        for (i, rstd) in rstd.iter_mut().enumerate() {
-            let sum = rows.row_mut(sum, i);
-            for ((s, x), r) in sum.iter_mut().zip(rows.row(x, i)).zip(rows.row(residual, i)) {
+    fn add_norm_rows<T: Float>(norm: &RowNorm, io: &mut AddNorm<'_, T>, stats: &mut Stats<'_>) {
+        let rows = Rows::dense(stats.rstd.len(), norm.gain.len());
+        for i in 0..stats.rstd.len() {
+            let sum = rows.row_mut(io.sum, i);
+            for ((s, x), r) in sum.iter_mut().zip(rows.row(io.x, i)).zip(rows.row(io.residual, i)) {
                 *s = T::from_f32(x.to_f32() + r.to_f32());
             }
-            let (mu, r) = norm_row(sum, gain, bias, eps, centred, rows.row_mut(y, i));
-            *rstd = r;
-            if let Some(mean) = mean.get_mut(i) {
-                *mean = mu;
-            }
+            stats.store(i, norm_row(norm, sum, rows.row_mut(io.y, i)));
         }
     }
 }
 
 /// Normalizes one row; returns its mean (0 for RMSNorm) and reciprocal standard deviation.
 #[inline(always)]
-fn norm_row<T: Float>(
-    x: &[T],
-    gain: &[f32],
-    bias: &[f32],
-    eps: f32,
-    centred: bool,
-    y: &mut [T],
-) -> (f32, f32) {
+fn norm_row<T: Float>(norm: &RowNorm, x: &[T], y: &mut [T]) -> (f32, f32) {
     let width = x.len() as f32;
-    let mean = if centred { sum(x) / width } else { 0.0 };
-    let r = 1.0 / (sum_squares(x, mean) / width + eps).sqrt();
-    if bias.is_empty() {
-        for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+    let mean = if norm.kind == NormKind::LayerNorm { sum(x) / width } else { 0.0 };
+    let r = 1.0 / (sum_squares(x, mean) / width + norm.eps).sqrt();
+    if norm.bias.is_empty() {
+        for ((y, x), g) in y.iter_mut().zip(x).zip(&norm.gain) {
             *y = T::from_f32((x.to_f32() - mean) * r * g);
         }
     } else {
-        for (((y, x), g), b) in y.iter_mut().zip(x).zip(gain).zip(bias) {
+        for (((y, x), g), b) in y.iter_mut().zip(x).zip(&norm.gain).zip(&norm.bias) {
             *y = T::from_f32((x.to_f32() - mean) * r * g + b);
         }
     }

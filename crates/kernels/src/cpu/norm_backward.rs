@@ -8,8 +8,8 @@ use super::math::{LANES, fold};
 use super::norm::gain;
 use super::reduce::{part_grain, sum_parts};
 use super::rows::{Rows, check_len};
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads, shape_error};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result, shape_error};
 
 /// Saved tensors of the forward pass, the output gradient, and the gradients to write.
 #[derive(Debug)]
@@ -44,11 +44,7 @@ pub struct NormGrad<'a, T, W> {
 
 /// The gradients of [`rms_norm`](super::norm::rms_norm) (no `mean`) or
 /// [`layer_norm`](super::norm::layer_norm) (with it).
-pub fn norm_backward<T: Float, W: Float>(
-    threads: &Threads,
-    isa: Isa,
-    args: NormGrad<'_, T, W>,
-) -> Result<()> {
+pub fn norm_backward<T: Float, W: Float>(cpu: CpuContext, args: NormGrad<'_, T, W>) -> Result<()> {
     const OP: &str = "norm_backward";
     let NormGrad { x, x_rows, mean, rstd, gamma, zero_centred, dy, residual, .. } = args;
     let NormGrad { dx, dx_rows, dgamma, dbeta, accumulate, .. } = args;
@@ -105,16 +101,16 @@ pub fn norm_backward<T: Float, W: Float>(
             dbeta: betas.next().unwrap_or_default(),
         })
         .collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         let mut scratch = vec![0f32; width];
         for piece in pieces {
-            backward_rows(isa, piece, x_rows, dx_rows, &gain, &mut scratch);
+            backward_rows(cpu.isa, piece, x_rows, dx_rows, &gain, &mut scratch);
         }
     });
     drop(pieces);
     for (grad, parts) in grads.into_iter().zip([gamma_parts, beta_parts]) {
         if let Some(grad) = grad {
-            sum_parts(threads, isa, &parts, grad, accumulate);
+            sum_parts(cpu, &parts, grad, accumulate);
         }
     }
     Ok(())

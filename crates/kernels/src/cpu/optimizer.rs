@@ -4,10 +4,10 @@ use super::optimizer_chunks::{
     Chunk, Fp8WeightSlices, Grad, Param, State, merge_amax, over_master, split_chunks,
 };
 use super::optimizer_packed::{one_moment, two_moments};
-use super::{Isa, multiversion};
+use super::{CpuContext, Isa, multiversion};
 use crate::moments::{FirstMoment8, FirstMoment16, SecondMoment8, SecondMoment16};
 use crate::{Adam, Sgd};
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Float, Result};
 
 /// One tensor of a step. All parts have one length.
 #[derive(Debug)]
@@ -91,44 +91,46 @@ impl AdamFactors {
 
 /// One Adam step on every tensor, with `g` the scaled gradient (plus `wd·p` when not decoupled):
 /// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`.
-pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
+pub fn adam(cpu: CpuContext, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
     let (mut chunks, amaxes) = split_chunks("adam", list, true)?;
-    threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
+    cpu.threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
         for Chunk { param, fp8, grad, first, second, lr, weight_decay } in chunks {
-            let (lr, wd) = (*lr, *weight_decay);
-            over_master(isa, param, fp8, |range, p| {
+            let step = AdamStep { factors, lr: *lr, weight_decay: *weight_decay };
+            over_master(cpu.isa, param, fp8, |range, p| {
                 let (grad, r) = (grad.part(range.clone()), range);
                 match (&mut *first, &mut *second) {
                     (State::F32(m), State::F32(v)) => {
-                        adam_any(isa, factors, (lr, wd), p, grad, &mut m[r.clone()], &mut v[r]);
+                        adam_any(cpu.isa, step, p, grad, &mut m[r.clone()], &mut v[r]);
                     }
                     (State::Bf16(m), State::Bf16(v)) => {
-                        adam_any(isa, factors, (lr, wd), p, grad, &mut m[r.clone()], &mut v[r]);
+                        adam_any(cpu.isa, step, p, grad, &mut m[r.clone()], &mut v[r]);
                     }
                     (State::F16(m, ms), State::F16(v, vs)) => {
                         let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
+                        let update = |p: &mut [f32], m: &mut [f32], v: &mut [f32]| {
+                            adam_packed(cpu.isa, step, p, grad, m, v);
+                        };
                         two_moments::<FirstMoment16, SecondMoment16>(
-                            isa,
+                            cpu.isa,
                             factors.seed,
                             r,
                             p,
                             parts,
-                            |p, m, v| {
-                                adam_packed(isa, factors, (lr, wd), p, grad, m, v);
-                            },
+                            update,
                         );
                     }
                     (State::Fp8(m, ms), State::Fp8(v, vs)) => {
                         let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
+                        let update = |p: &mut [f32], m: &mut [f32], v: &mut [f32]| {
+                            adam_packed(cpu.isa, step, p, grad, m, v);
+                        };
                         two_moments::<FirstMoment8, SecondMoment8>(
-                            isa,
+                            cpu.isa,
                             factors.seed,
                             r,
                             p,
                             parts,
-                            |p, m, v| {
-                                adam_packed(isa, factors, (lr, wd), p, grad, m, v);
-                            },
+                            update,
                         );
                     }
                     // `split_chunks` checked that both moments have one type.
@@ -142,13 +144,13 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
 }
 
 /// FP8 outputs of a skipped step: the unchanged weights quantized under the new scale, and their amax.
-pub fn adam_skipped(threads: &Threads, isa: Isa, list: Vec<UpdateSlices<'_>>) -> Result<()> {
+pub fn adam_skipped(cpu: CpuContext, list: Vec<UpdateSlices<'_>>) -> Result<()> {
     let list = list.into_iter().filter(|u| u.fp8.as_ref().is_some_and(|t| t.bytes.is_some())).collect();
     let (mut chunks, amaxes) = split_chunks("adam", list, true)?;
-    threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
+    cpu.threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
         for Chunk { param, fp8, .. } in chunks {
             if let Some(fp8) = fp8 {
-                fp8.requantize(isa, param);
+                fp8.requantize(cpu.isa, param);
             }
         }
     });
@@ -156,41 +158,41 @@ pub fn adam_skipped(threads: &Threads, isa: Isa, list: Vec<UpdateSlices<'_>>) ->
     Ok(())
 }
 
-fn adam_any<M: Float>(
-    isa: Isa,
-    f: AdamFactors,
-    (lr, wd): (f32, f32),
-    p: &mut [f32],
-    g: Grad,
-    m: &mut [M],
-    v: &mut [M],
-) {
-    match g {
-        Grad::F32(g) => adam_block(isa, f, lr, wd, p, g, m, v),
-        Grad::Bf16(g) => adam_block(isa, f, lr, wd, p, g, m, v),
+/// Factors of an Adam step on one tensor.
+#[derive(Clone, Copy)]
+struct AdamStep {
+    factors: AdamFactors,
+    lr: f32,
+    weight_decay: f32,
+}
+
+impl AdamStep {
+    /// Weight decay inside the gradient (L2 regularization), and beside the update (AdamW).
+    #[inline(always)]
+    fn decay(&self) -> (f32, f32) {
+        if self.factors.decoupled { (0.0, self.weight_decay) } else { (self.weight_decay, 0.0) }
     }
 }
 
-fn adam_packed(
-    isa: Isa,
-    f: AdamFactors,
-    (lr, wd): (f32, f32),
-    p: &mut [f32],
-    g: Grad,
-    m: &mut [f32],
-    v: &mut [f32],
-) {
+fn adam_any<M: Float>(isa: Isa, step: AdamStep, p: &mut [f32], g: Grad, m: &mut [M], v: &mut [M]) {
     match g {
-        Grad::F32(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
-        Grad::Bf16(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
+        Grad::F32(g) => adam_block(isa, step, p, g, m, v),
+        Grad::Bf16(g) => adam_block(isa, step, p, g, m, v),
+    }
+}
+
+fn adam_packed(isa: Isa, step: AdamStep, p: &mut [f32], g: Grad, m: &mut [f32], v: &mut [f32]) {
+    match g {
+        Grad::F32(g) => adam_packed_block(isa, step, p, g, m, v),
+        Grad::Bf16(g) => adam_packed_block(isa, step, p, g, m, v),
     }
 }
 
 multiversion! {
     fn adam_block<G: Float, M: Float>(
-        f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
+        step: AdamStep, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
     ) {
-        let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        let ((inside, beside), AdamStep { factors: f, lr, .. }) = (step.decay(), step);
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             let (first, second) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, m.to_f32(), v.to_f32());
             *m = M::from_f32(first);
@@ -204,9 +206,9 @@ multiversion! {
 multiversion! {
     /// For packed moments bias correction multiplies by reciprocals, as the CUDA kernel does, which divisions would slow down.
     fn adam_packed_block<G: Float>(
-        f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [f32], v: &mut [f32],
+        step: AdamStep, p: &mut [f32], g: &[G], m: &mut [f32], v: &mut [f32],
     ) {
-        let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        let ((inside, beside), AdamStep { factors: f, lr, .. }) = (step.decay(), step);
         let (unbias1, unbias2) = (1.0 / f.bias1, 1.0 / f.bias2);
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             (*m, *v) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, *m, *v);
@@ -226,8 +228,7 @@ fn averages(f: &AdamFactors, g: f32, m: f32, v: f32) -> (f32, f32) {
 /// `b = g` on the first step, `b = µ·b + (1−dampening)·g` later; `p −= lr·b`, or `lr·(g + µ·b)` with nesterov.
 /// Without momentum `first` is [`State::None`] and `p −= lr·g`.
 pub fn sgd(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     sgd: Sgd,
     first_step: bool,
     grad_scale: f32,
@@ -235,33 +236,34 @@ pub fn sgd(
     list: Vec<UpdateSlices<'_>>,
 ) -> Result<()> {
     let (mut chunks, _) = split_chunks("sgd", list, false)?;
-    let f = SgdFactors {
-        momentum: if first_step { 0.0 } else { sgd.momentum },
-        new: if first_step { 1.0 } else { 1.0 - sgd.dampening },
-        lead: if sgd.nesterov { 1.0 } else { 0.0 },
-        weight: if sgd.nesterov { sgd.momentum } else { 1.0 },
-        grad_scale,
-    };
-    threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
+    cpu.threads.parallel_chunks(&mut chunks, 1, &|_, chunks| {
         for Chunk { param, grad, first, lr, weight_decay, .. } in chunks {
-            let (lr, wd) = (*lr, *weight_decay);
-            over_master(isa, param, &mut None, |r, p| {
+            let step = SgdStep {
+                momentum: if first_step { 0.0 } else { sgd.momentum },
+                new: if first_step { 1.0 } else { 1.0 - sgd.dampening },
+                lead: if sgd.nesterov { 1.0 } else { 0.0 },
+                weight: if sgd.nesterov { sgd.momentum } else { 1.0 },
+                grad_scale,
+                lr: *lr,
+                weight_decay: *weight_decay,
+            };
+            over_master(cpu.isa, param, &mut None, |r, p| {
                 let grad = grad.part(r.clone());
                 match &mut *first {
                     State::None => match grad {
-                        Grad::F32(g) => plain_block(isa, lr, wd, grad_scale, p, g),
-                        Grad::Bf16(g) => plain_block(isa, lr, wd, grad_scale, p, g),
+                        Grad::F32(g) => plain_block(cpu.isa, step, p, g),
+                        Grad::Bf16(g) => plain_block(cpu.isa, step, p, g),
                     },
-                    State::F32(b) => sgd_any(isa, f, (lr, wd), p, grad, &mut b[r]),
-                    State::Bf16(b) => sgd_any(isa, f, (lr, wd), p, grad, &mut b[r]),
+                    State::F32(b) => sgd_any(cpu.isa, step, p, grad, &mut b[r]),
+                    State::Bf16(b) => sgd_any(cpu.isa, step, p, grad, &mut b[r]),
                     State::F16(b, scales) => {
-                        one_moment::<FirstMoment16>(isa, seed, r, p, (b, scales), |p, b| {
-                            sgd_any(isa, f, (lr, wd), p, grad, b);
+                        one_moment::<FirstMoment16>(cpu.isa, seed, r, p, (b, scales), |p, b| {
+                            sgd_any(cpu.isa, step, p, grad, b);
                         })
                     }
                     State::Fp8(b, scales) => {
-                        one_moment::<FirstMoment8>(isa, seed, r, p, (b, scales), |p, b| {
-                            sgd_any(isa, f, (lr, wd), p, grad, b);
+                        one_moment::<FirstMoment8>(cpu.isa, seed, r, p, (b, scales), |p, b| {
+                            sgd_any(cpu.isa, step, p, grad, b);
                         })
                     }
                 }
@@ -271,41 +273,42 @@ pub fn sgd(
     Ok(())
 }
 
-fn sgd_any<M: Float>(isa: Isa, f: SgdFactors, (lr, wd): (f32, f32), p: &mut [f32], g: Grad, b: &mut [M]) {
+fn sgd_any<M: Float>(isa: Isa, step: SgdStep, p: &mut [f32], g: Grad, b: &mut [M]) {
     match g {
-        Grad::F32(g) => sgd_block(isa, f, lr, wd, p, g, b),
-        Grad::Bf16(g) => sgd_block(isa, f, lr, wd, p, g, b),
+        Grad::F32(g) => sgd_block(isa, step, p, g, b),
+        Grad::Bf16(g) => sgd_block(isa, step, p, g, b),
     }
 }
 
+/// Factors of an SGD step on one tensor: the new momentum is `momentum·old + new·g`, and the update `lead·g + weight·momentum`.
 #[derive(Clone, Copy)]
-struct SgdFactors {
+struct SgdStep {
     momentum: f32,
     new: f32,
     lead: f32,
     weight: f32,
     grad_scale: f32,
+    lr: f32,
+    weight_decay: f32,
 }
 
 multiversion! {
-    fn sgd_block<G: Float, M: Float>(
-        f: SgdFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], b: &mut [M],
-    ) {
+    fn sgd_block<G: Float, M: Float>(f: SgdStep, p: &mut [f32], g: &[G], b: &mut [M]) {
         for ((p, g), b) in p.iter_mut().zip(g).zip(b) {
-            let g = g.to_f32() * f.grad_scale + wd * *p;
+            let g = g.to_f32() * f.grad_scale + f.weight_decay * *p;
             // On the first step the buffer is uninitialized and may hold NaN.
             let old = if f.momentum == 0.0 { 0.0 } else { f.momentum * b.to_f32() };
             let momentum = old + f.new * g;
             *b = M::from_f32(momentum);
-            *p -= lr * (f.lead * g + f.weight * momentum);
+            *p -= f.lr * (f.lead * g + f.weight * momentum);
         }
     }
 }
 
 multiversion! {
-    fn plain_block<G: Float>(lr: f32, wd: f32, grad_scale: f32, p: &mut [f32], g: &[G]) {
+    fn plain_block<G: Float>(f: SgdStep, p: &mut [f32], g: &[G]) {
         for (p, g) in p.iter_mut().zip(g) {
-            *p -= lr * (g.to_f32() * grad_scale + wd * *p);
+            *p -= f.lr * (g.to_f32() * f.grad_scale + f.weight_decay * *p);
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::moments::{self, BLOCK, Format, Scale, random_bits};
 use std::ops::Range;
 
 /// Codes and scales of the first moment, codes and scales of the second.
-pub(super) type Two<'a, A, B> =
+pub(super) type PackedMoments<'a, A, B> =
     (&'a mut [<A as Format>::Code], &'a mut [u8], &'a mut [<B as Format>::Code], &'a mut [u8]);
 
 /// Runs `update(p, m, v)` with the f32 moments of elements `range`, a whole number of blocks.
@@ -15,7 +15,7 @@ pub(super) fn two_moments<A: Format, B: Format>(
     seed: u32,
     range: Range<usize>,
     p: &mut [f32],
-    (m, m_scales, v, v_scales): Two<A, B>,
+    (m, m_scales, v, v_scales): PackedMoments<A, B>,
     update: impl FnOnce(&mut [f32], &mut [f32], &mut [f32]),
 ) {
     let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
@@ -26,8 +26,9 @@ pub(super) fn two_moments<A: Format, B: Format>(
     unpack(isa, A::default(), m, m_scales, wide);
     unpack(isa, B::default(), v, v_scales, wide2);
     update(p, wide, wide2);
-    pack(isa, A::default(), seed, 0, p, wide, wide, m, m_scales);
-    pack(isa, B::default(), seed, 16, p, wide, wide2, v, v_scales);
+    let rounding = StochasticRounding { seed, rotation: 0, masters: p, momentum: wide };
+    pack(isa, A::default(), rounding, wide, m, m_scales);
+    pack(isa, B::default(), StochasticRounding { rotation: 16, ..rounding }, wide2, v, v_scales);
 }
 
 /// [`two_moments`] for one moment.
@@ -45,7 +46,23 @@ pub(super) fn one_moment<A: Format>(
     let wide = &mut wide[..m.len()];
     unpack(isa, A::default(), m, scales, wide);
     update(p, wide);
-    pack(isa, A::default(), seed, 0, p, wide, wide, m, scales);
+    pack(
+        isa,
+        A::default(),
+        StochasticRounding { seed, rotation: 0, masters: p, momentum: wide },
+        wide,
+        m,
+        scales,
+    );
+}
+
+/// Stochastic rounding by the random bits of each element's master and momentum, rotated by `rotation` bits.
+#[derive(Clone, Copy)]
+struct StochasticRounding<'a> {
+    seed: u32,
+    rotation: u32,
+    masters: &'a [f32],
+    momentum: &'a [f32],
 }
 
 multiversion! {
@@ -63,7 +80,7 @@ multiversion! {
     /// Encodes values, rounded to nearest.
     pub fn pack_nearest<F: Format>(_format: F, values: &[f32], codes: &mut [F::Code], scales: &mut [u8]) {
         for ((values, codes), scale) in values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales) {
-            let s = Scale::of::<F>(largest(values));
+            let s = Scale::of::<F>(amax(values));
             *scale = s.byte();
             for (x, c) in values.iter().zip(codes) {
                 *c = moments::pack_nearest::<F>(*x, s.inverse());
@@ -73,13 +90,14 @@ multiversion! {
 }
 
 multiversion! {
-    /// Encodes values by stochastic rounding with the random bits of masters `p` and momentum `m`, rotated by `rotation` bits.
+    /// Encodes values by stochastic rounding.
     fn pack<F: Format>(
-        _format: F, seed: u32, rotation: u32, p: &[f32], m: &[f32], values: &[f32], codes: &mut [F::Code], scales: &mut [u8],
+        _format: F, rounding: StochasticRounding<'_>, values: &[f32], codes: &mut [F::Code], scales: &mut [u8],
     ) {
+        let StochasticRounding { seed, rotation, masters, momentum } = rounding;
         let blocks = values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales);
-        for (((values, codes), scale), (p, m)) in blocks.zip(p.chunks(BLOCK).zip(m.chunks(BLOCK))) {
-            let s = Scale::of::<F>(largest(values));
+        for (((values, codes), scale), (p, m)) in blocks.zip(masters.chunks(BLOCK).zip(momentum.chunks(BLOCK))) {
+            let s = Scale::of::<F>(amax(values));
             *scale = s.byte();
             for (((x, c), p), m) in values.iter().zip(codes).zip(p).zip(m) {
                 *c = moments::pack::<F>(*x, s.inverse(), random_bits(seed, *p, *m).rotate_left(rotation));
@@ -88,8 +106,8 @@ multiversion! {
     }
 }
 
-/// Largest magnitude; NaN is ignored.
+/// Amax; NaN is ignored.
 #[inline(always)]
-fn largest(values: &[f32]) -> f32 {
+fn amax(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |a, x| a.max(x.abs()))
 }

@@ -2,7 +2,7 @@
 
 use super::reduce::lane_dot;
 use super::rows::PIECE;
-use super::{Isa, multiversion};
+use super::{CpuContext, multiversion};
 use crate::ALIGN;
 use ferrotron_tensor::{Element, Float, Threads};
 
@@ -17,6 +17,27 @@ pub struct Sorted<'a> {
     pub rows: &'a mut [i32],
     /// `[N]`
     pub source: &'a mut [i32],
+}
+
+/// Sizes of permuted rows.
+#[derive(Clone, Copy, Debug)]
+pub struct PermuteShape {
+    /// Elements of a row.
+    pub hidden: usize,
+    /// Selections per token.
+    pub topk: usize,
+}
+
+impl PermuteShape {
+    /// Rows per chunk of work.
+    fn grain(&self) -> usize {
+        (PIECE / self.hidden.max(1)).max(1)
+    }
+
+    /// Number of rows of `x`.
+    fn rows<T>(&self, x: &[T]) -> usize {
+        x.len().checked_div(self.hidden).unwrap_or(0)
+    }
 }
 
 /// `i` as an index into `0..n`; none where it is out of range.
@@ -64,13 +85,13 @@ pub fn sort(index: &[i32], first: usize, align: usize, to: Sorted) {
 /// `out[r] = x[source[r] / k]`, zeros for padding: x is `[tokens, h]`, out is `[N, h]`.
 pub fn gather_rows<T: Element>(
     threads: &Threads,
+    shape: PermuteShape,
     x: &[T],
-    h: usize,
     source: &[i32],
-    k: usize,
     out: &mut [T],
 ) {
-    let (grain, choices) = ((PIECE / h.max(1)).max(1), x.len().checked_div(h).unwrap_or(0) * k);
+    let PermuteShape { hidden: h, topk: k } = shape;
+    let (grain, choices) = (shape.grain(), shape.rows(x) * k);
     threads.parallel_chunks(out, grain * h, &|i, out| {
         for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
             match within(*from, choices) {
@@ -85,15 +106,15 @@ pub fn gather_rows<T: Element>(
 /// `[columns, N rounded up to a multiple of 16]`.
 pub fn moe_permute_transposed(
     threads: &Threads,
+    shape: PermuteShape,
     x: &[u8],
-    h: usize,
     source: &[i32],
-    k: usize,
     out: &mut [u8],
 ) {
+    let PermuteShape { hidden: h, topk: k } = shape;
     // A block of columns at a time, so that the cache line read from x is used while it is cached.
     const TOGETHER: usize = 16;
-    let (pitch, choices) = (source.len().next_multiple_of(ALIGN), x.len().checked_div(h).unwrap_or(0) * k);
+    let (pitch, choices) = (source.len().next_multiple_of(ALIGN), shape.rows(x) * k);
     threads.parallel_chunks(out, TOGETHER * pitch, &|i, out| {
         out.fill(0);
         let (first, columns) = (i * TOGETHER, out.len() / pitch.max(1));
@@ -108,20 +129,19 @@ pub fn moe_permute_transposed(
 
 /// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros for padding.
 pub fn moe_unpermute_backward<T: Float, O: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
+    shape: PermuteShape,
     x: &[T],
-    h: usize,
     source: &[i32],
     weights: &[f32],
-    k: usize,
     out: &mut [O],
 ) {
-    let grain = (PIECE / h.max(1)).max(1);
-    threads.parallel_chunks(out, grain * h, &|i, out| {
+    let PermuteShape { hidden: h, topk: k } = shape;
+    let grain = shape.grain();
+    cpu.threads.parallel_chunks(out, grain * h, &|i, out| {
         for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
             match within(*from, weights.len()) {
-                Some(choice) => times(isa, row(x, h, choice / k), weights[choice], out),
+                Some(choice) => times(cpu.isa, row(x, h, choice / k), weights[choice], out),
                 None => out.fill(O::zeroed()),
             }
         }
@@ -130,47 +150,45 @@ pub fn moe_unpermute_backward<T: Float, O: Float>(
 
 /// `out[t] = Σ_j x[rows[t, j]]·(weights[t, j])` in f32: x is `[N, h]`, out is `[tokens, h]`.
 pub fn moe_unpermute<T: Float, O: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
+    shape: PermuteShape,
     x: &[T],
-    h: usize,
     rows: &[i32],
     weights: Option<&[f32]>,
-    k: usize,
     out: &mut [O],
 ) {
-    let (grain, n) = ((PIECE / (h * k).max(1)).max(1), x.len().checked_div(h).unwrap_or(0));
-    threads.parallel_chunks(out, grain * h, &|i, out| {
+    let PermuteShape { hidden: h, topk: k } = shape;
+    let (grain, n) = ((PIECE / (h * k).max(1)).max(1), shape.rows(x));
+    cpu.threads.parallel_chunks(out, grain * h, &|i, out| {
         let mut sum = vec![0f32; h];
         for (t, out) in out.chunks_exact_mut(h).enumerate() {
             sum.fill(0.0);
             let choices = (i * grain + t) * k..(i * grain + t + 1) * k;
             for choice in choices {
                 if let Some(at) = within(rows[choice], n) {
-                    add(isa, row(x, h, at), weights.map_or(1.0, |w| w[choice]), &mut sum);
+                    add(cpu.isa, row(x, h, at), weights.map_or(1.0, |w| w[choice]), &mut sum);
                 }
             }
-            times(isa, &sum, 1.0, out);
+            times(cpu.isa, &sum, 1.0, out);
         }
     });
 }
 
 /// `out[t, j] = <x[rows[t, j]], dy[t]>`, 0 for no row.
 pub fn moe_unpermute_dprobs<T: Float, D: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
+    shape: PermuteShape,
     x: &[T],
-    h: usize,
     rows: &[i32],
-    k: usize,
     dy: &[D],
     out: &mut [f32],
 ) {
-    let (grain, n) = ((PIECE / h.max(1)).max(1), x.len().checked_div(h).unwrap_or(0));
-    threads.parallel_chunks(out, grain, &|i, out| {
+    let PermuteShape { hidden: h, topk: k } = shape;
+    let (grain, n) = (shape.grain(), shape.rows(x));
+    cpu.threads.parallel_chunks(out, grain, &|i, out| {
         for (choice, out) in (i * grain..).zip(out) {
             *out = match within(rows[choice], n) {
-                Some(at) => dot(isa, row(x, h, at), row(dy, h, choice / k)),
+                Some(at) => dot(cpu.isa, row(x, h, at), row(dy, h, choice / k)),
                 None => 0.0,
             };
         }

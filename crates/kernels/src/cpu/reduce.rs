@@ -2,8 +2,8 @@
 
 use super::math::{LANES, fold};
 use super::rows::{PIECE, Rows};
-use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads};
+use super::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result};
 
 /// Upper bound of partial rows, which keeps them small compared with the input.
 const MAX_PARTS: usize = 64;
@@ -14,15 +14,15 @@ pub(super) fn part_grain(rows: &Rows) -> usize {
 }
 
 /// `out (+)= Σ parts` over `[chunks, width]`, in order of the chunks.
-pub(super) fn sum_parts(threads: &Threads, isa: Isa, parts: &[f32], out: &mut [f32], accumulate: bool) {
+pub(super) fn sum_parts(cpu: CpuContext, parts: &[f32], out: &mut [f32], accumulate: bool) {
     let width = out.len();
-    threads.parallel_chunks(out, PIECE, &|i, out| {
+    cpu.threads.parallel_chunks(out, PIECE, &|i, out| {
         let mut total = vec![0f32; out.len()];
         for part in parts.chunks(width.max(1)) {
-            add_router_bias(isa, &part[i * PIECE..][..total.len()], &mut total);
+            add_row(cpu.isa, &part[i * PIECE..][..total.len()], &mut total);
         }
         if accumulate {
-            add_router_bias(isa, &total, out);
+            add_row(cpu.isa, &total, out);
         } else {
             out.copy_from_slice(&total);
         }
@@ -31,8 +31,7 @@ pub(super) fn sum_parts(threads: &Threads, isa: Isa, parts: &[f32], out: &mut [f
 
 /// Column sums (bias gradient): `out[j] (+)= Σᵢ x[i, j]`, x is `rows`, out is f32 `[width]`.
 pub fn column_sum<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     x: &[T],
     rows: Rows,
     out: &mut [f32],
@@ -44,26 +43,26 @@ pub fn column_sum<T: Float>(
     let mut parts = vec![0f32; rows.outer.div_ceil(grain) * rows.width];
     if !parts.is_empty() {
         let mut pieces: Vec<_> = rows.cut(x, grain).zip(parts.chunks_mut(rows.width)).collect();
-        threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+        cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
             for (x, part) in pieces {
                 let view = rows.piece(i * grain, grain);
                 for row in 0..view.count() {
-                    add_router_bias(isa, view.row(x, row), part);
+                    add_row(cpu.isa, view.row(x, row), part);
                 }
             }
         });
     }
-    sum_parts(threads, isa, &parts, out, accumulate);
+    sum_parts(cpu, &parts, out, accumulate);
     Ok(())
 }
 
 /// `Σ a·b` of f32 vectors: in f32 within fixed chunks, in f64 over the chunks, in order.
-pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
+pub fn dot(cpu: CpuContext, a: &[f32], b: &[f32]) -> Result<f32> {
     super::rows::check_len("dot", "b", b.len(), a.len())?;
     let mut parts = vec![0f32; a.len().div_ceil(PIECE)];
-    threads.parallel_chunks(&mut parts, 1, &|i, part| {
+    cpu.threads.parallel_chunks(&mut parts, 1, &|i, part| {
         let (from, to) = (i * PIECE, ((i + 1) * PIECE).min(a.len()));
-        part[0] = dot_piece(isa, &a[from..to], &b[from..to]);
+        part[0] = dot_piece(cpu.isa, &a[from..to], &b[from..to]);
     });
     Ok(parts.iter().map(|p| f64::from(*p)).sum::<f64>() as f32)
 }
@@ -91,7 +90,7 @@ multiversion! {
 }
 
 multiversion! {
-    fn add_router_bias<T: Float>(x: &[T], sum: &mut [f32]) {
+    fn add_row<T: Float>(x: &[T], sum: &mut [f32]) {
         for (sum, x) in sum.iter_mut().zip(x) {
             *sum += x.to_f32();
         }

@@ -1,27 +1,42 @@
 //! Rotary position embedding, in place on heads. With angle a: `(u, v) → (u·cos a − v·sin a, v·cos a + u·sin a)`.
 
-use super::rows::{Rows, check_len};
+use super::rows::{RowsViewMut, check_len};
 use super::vocab::{Id, check_ids};
-use super::{Isa, multiversion};
+use super::{CpuContext, multiversion};
 use crate::RopeStyle;
-use ferrotron_tensor::{Float, Result, Threads, shape_error};
+use ferrotron_tensor::{Float, Result, shape_error};
 
-/// Rotates the first `2·half` channels of every head of `x` (`heads`: `[tokens, heads, d]`) by row `positions[t]` of `cos`
-/// and `sin` (f32 `[positions, half]`). `inverse` rotates by the negative angle: the backward pass, which applies any scaling in
-/// cos and sin again.
+/// Cosines and sines of the angles, f32 `[positions, half]`, with any scaling of attention in them.
+#[derive(Clone, Copy, Debug)]
+pub struct Angles<'a> {
+    /// Cosines.
+    pub cos: &'a [f32],
+    /// Sines.
+    pub sin: &'a [f32],
+    /// Rotated pairs of channels per head.
+    pub half: usize,
+}
+
+/// How pairs of channels rotate.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotation {
+    /// Pairing of channels.
+    pub style: RopeStyle,
+    /// Rotate by the negative angle: the backward pass, which applies any scaling in cos and sin again.
+    pub inverse: bool,
+}
+
+/// Rotates the first `2·half` channels of every head of `x` (`[tokens, heads, d]`) by row `positions[t]` of the angles.
 pub fn rope<T: Float, I: Id>(
-    threads: &Threads,
-    isa: Isa,
-    x: &mut [T],
-    heads: Rows,
-    cos: &[f32],
-    sin: &[f32],
-    half: usize,
+    cpu: CpuContext,
+    x: RowsViewMut<'_, T>,
+    angles: Angles<'_>,
     positions: &[I],
-    style: RopeStyle,
-    inverse: bool,
+    rotation: Rotation,
 ) -> Result<()> {
-    heads.check("rope", "x", x.len())?;
+    let Angles { cos, sin, half } = angles;
+    x.check("rope", "x")?;
+    let RowsViewMut { data, rows: heads } = x;
     check_len("rope", "sin", sin.len(), cos.len())?;
     check_len("rope", "positions", positions.len(), heads.outer)?;
     if 2 * half > heads.width {
@@ -31,13 +46,14 @@ pub fn rope<T: Float, I: Id>(
         return Ok(());
     }
     check_len("rope", "cos", cos.len(), cos.len() / half * half)?;
-    check_ids(threads, "rope", positions, cos.len() / half, None)?;
+    check_ids(cpu.threads, "rope", positions, cos.len() / half, None)?;
     let grain = heads.grain();
-    let mut pieces: Vec<_> = heads.cut_mut(x, grain).zip(positions.chunks(grain)).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
+    let mut pieces: Vec<_> = heads.cut_mut(data, grain).zip(positions.chunks(grain)).collect();
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         let mut scratch = vec![0f32; 2 * half];
-        for (x, positions) in pieces {
-            rotate(isa, x, heads, cos, sin, half, positions, style, inverse, &mut scratch);
+        for (data, positions) in pieces {
+            let x = RowsViewMut { data, rows: heads };
+            rotate(cpu.isa, x, angles, positions, rotation, &mut scratch);
         }
     });
     Ok(())
@@ -45,15 +61,16 @@ pub fn rope<T: Float, I: Id>(
 
 multiversion! {
     fn rotate<T: Float, I: Id>(
-        x: &mut [T], heads: Rows, cos: &[f32], sin: &[f32], half: usize, positions: &[I], style: RopeStyle,
-        inverse: bool, scratch: &mut [f32],
+        x: RowsViewMut<'_, T>, angles: Angles<'_>, positions: &[I], rotation: Rotation, scratch: &mut [f32],
     ) {
+        let (RowsViewMut { data, rows: heads }, Angles { cos, sin, half }) = (x, angles);
+        let Rotation { style, inverse } = rotation;
         let sign = if inverse { -1.0 } else { 1.0 };
         for (token, position) in positions.iter().enumerate() {
             let at = (*position).into() as usize * half;
             let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
             for head in 0..heads.inner {
-                let x = &mut heads.row_mut(x, token * heads.inner + head)[..2 * half];
+                let x = &mut heads.row_mut(data, token * heads.inner + head)[..2 * half];
                 match (style, inverse) {
                     (RopeStyle::Half, _) => halves(x, half, cos, sin, sign),
                     (RopeStyle::Interleaved, _) => pairs(x, cos, sin, sign),

@@ -137,7 +137,50 @@ impl Rows {
     }
 }
 
-/// A slice must have exactly the length its neighbours ask for.
+/// A slice and the rows in it.
+#[derive(Clone, Copy, Debug)]
+pub struct RowsView<'a, T> {
+    /// The elements.
+    pub data: &'a [T],
+    /// Where each row is.
+    pub rows: Rows,
+}
+
+impl<'a, T> RowsView<'a, T> {
+    /// `rows` contiguous rows.
+    pub fn dense(data: &'a [T], rows: usize, width: usize) -> RowsView<'a, T> {
+        RowsView { data, rows: Rows::dense(rows, width) }
+    }
+
+    /// [`Rows::check`] against the slice.
+    pub(crate) fn check(&self, op: &'static str, name: &str) -> Result<()> {
+        self.rows.check(op, name, self.data.len())
+    }
+
+    /// Row `i`.
+    #[inline(always)]
+    pub(crate) fn row(&self, i: usize) -> &'a [T] {
+        self.rows.row(self.data, i)
+    }
+}
+
+/// A mutable slice and the rows in it.
+#[derive(Debug)]
+pub struct RowsViewMut<'a, T> {
+    /// The elements.
+    pub data: &'a mut [T],
+    /// Where each row is.
+    pub rows: Rows,
+}
+
+impl<T> RowsViewMut<'_, T> {
+    /// [`Rows::check`] against the slice.
+    pub(crate) fn check(&self, op: &'static str, name: &str) -> Result<()> {
+        self.rows.check(op, name, self.data.len())
+    }
+}
+
+/// Checks the length of a slice.
 pub(crate) fn check_len(op: &'static str, name: &str, found: usize, wanted: usize) -> Result<()> {
     if found == wanted {
         return Ok(());

@@ -1,74 +1,95 @@
 //! Activations weighted by routing probabilities, forward and backward. Arithmetic is in f32.
 
-use super::Isa;
+use super::CpuContext;
 use super::activation::{Curve, with_curve};
 use super::math::multiversion_fma;
 use super::reduce::lane_dot;
 use super::rows::PIECE;
 use crate::Act;
-use ferrotron_tensor::{Float, Threads};
+use ferrotron_tensor::Float;
 
 /// `y[r] = p[r]·act(x[r, :f])·gate(x[r, f:])` (not gated: `p[r]·act(x[r])`); zeros where p is 0. y is `[N, f]`.
 pub fn weighted<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     (act, gated): (Act, bool),
     f: usize,
     x: &[T],
     p: &[f32],
     y: &mut [T],
 ) {
-    let (rows, wide) = ((PIECE / f.max(1)).max(1), if gated { 2 * f } else { f });
-    threads.parallel_chunks(y, rows * f, &|i, y| {
-        let (x, p) = (&x[i * rows * wide..], &p[i * rows..]);
-        for ((y, x), p) in y.chunks_exact_mut(f).zip(x.chunks_exact(wide)).zip(p) {
+    let (rows, width) = ((PIECE / f.max(1)).max(1), if gated { 2 * f } else { f });
+    cpu.threads.parallel_chunks(y, rows * f, &|i, y| {
+        let (x, p) = (&x[i * rows * width..], &p[i * rows..]);
+        for ((y, x), p) in y.chunks_exact_mut(f).zip(x.chunks_exact(width)).zip(p) {
             if *p == 0.0 {
                 y.fill(T::from_f32(0.0));
             } else if gated {
-                with_curve!(act, curve => gated_row(isa, curve, *p, x, y));
+                with_curve!(act, curve => gated_row(cpu.isa, curve, *p, x, y));
             } else {
-                with_curve!(act, curve => plain_row(isa, curve, *p, x, y));
+                with_curve!(act, curve => plain_row(cpu.isa, curve, *p, x, y));
             }
         }
     });
 }
 
-/// Gradients of [`weighted`]: dx like x, dp `[N]`. Rows with a negative source are padding and get zeros.
+/// Operands of [`weighted_backward`], and the gradients to write.
+#[derive(Debug)]
+pub struct WeightedGrad<'a, T> {
+    /// Input of the forward pass, `[N, f]` or gated `[N, 2f]`.
+    pub x: &'a [T],
+    /// Gradient of the output, `[N, f]`.
+    pub dy: &'a [T],
+    /// Probabilities `[N]`.
+    pub probs: &'a [f32],
+    /// Selection of each row `[N]`, negative for padding.
+    pub source: &'a [i32],
+    /// Written: gradient of `x`, zeros in padding.
+    pub dx: &'a mut [T],
+    /// Written: gradient of `probs`, zeros in padding.
+    pub dprobs: &'a mut [f32],
+}
+
+/// Gradients of [`weighted`].
 pub fn weighted_backward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     (act, gated): (Act, bool),
     f: usize,
-    [x, dy]: [&[T]; 2],
-    p: &[f32],
-    live: &[i32],
-    dx: &mut [T],
-    dp: &mut [f32],
+    grad: WeightedGrad<'_, T>,
 ) {
+    let WeightedGrad { x, dy, probs, source, dx, dprobs } = grad;
     if f == 0 {
-        dp.fill(0.0);
+        dprobs.fill(0.0);
         return;
     }
-    let (rows, wide) = ((PIECE / f).max(1), if gated { 2 * f } else { f });
-    let mut pieces: Vec<_> = dx.chunks_mut(rows * wide).zip(dp.chunks_mut(rows)).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+    let (rows, width) = ((PIECE / f).max(1), if gated { 2 * f } else { f });
+    let mut pieces: Vec<_> = dx.chunks_mut(rows * width).zip(dprobs.chunks_mut(rows)).collect();
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         let mut values = vec![0f32; f];
-        for (dx, dp) in pieces {
-            for (r, (dx, dp)) in (i * rows..).zip(dx.chunks_exact_mut(wide).zip(&mut **dp)) {
-                if live[r] < 0 {
+        for (dx, dprobs) in pieces {
+            for (r, (dx, dp)) in (i * rows..).zip(dx.chunks_exact_mut(width).zip(&mut **dprobs)) {
+                if source[r] < 0 {
                     dx.fill(T::from_f32(0.0));
                     *dp = 0.0;
                     continue;
                 }
-                let (x, dy) = (&x[r * wide..][..wide], &dy[r * f..][..f]);
+                let (x, dy) = (&x[r * width..][..width], &dy[r * f..][..f]);
+                let row = RowGrad { x, dy, dx, values: &mut values };
                 *dp = if gated {
-                    with_curve!(act, curve => gated_row_back(isa, curve, p[r], x, dy, dx, &mut values))
+                    with_curve!(act, curve => gated_row_back(cpu.isa, curve, probs[r], row))
                 } else {
-                    with_curve!(act, curve => plain_row_back(isa, curve, p[r], x, dy, dx, &mut values))
+                    with_curve!(act, curve => plain_row_back(cpu.isa, curve, probs[r], row))
                 };
             }
         }
     });
+}
+
+/// One row of the backward pass; `values [f]` is scratch for the output before weighting.
+struct RowGrad<'a, T> {
+    x: &'a [T],
+    dy: &'a [T],
+    dx: &'a mut [T],
+    values: &'a mut [f32],
 }
 
 multiversion_fma! {
@@ -89,9 +110,8 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn gated_row_back<F: Fma, T: Float, A: Curve>(
-        act: A, p: f32, x: &[T], dy: &[T], dx: &mut [T], values: &mut [f32],
-    ) -> f32 {
+    fn gated_row_back<F: Fma, T: Float, A: Curve>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
+        let RowGrad { x, dy, dx, values } = row;
         let (x1, x2) = x.split_at(dy.len());
         let (dx1, dx2) = dx.split_at_mut(dy.len());
         let outs = dx1.iter_mut().zip(dx2).zip(values.iter_mut());
@@ -108,9 +128,8 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn plain_row_back<F: Fma, T: Float, A: Curve>(
-        act: A, p: f32, x: &[T], dy: &[T], dx: &mut [T], values: &mut [f32],
-    ) -> f32 {
+    fn plain_row_back<F: Fma, T: Float, A: Curve>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
+        let RowGrad { x, dy, dx, values } = row;
         for (((dx, v), dy), x) in dx.iter_mut().zip(values.iter_mut()).zip(dy).zip(x) {
             let (value, slope) = act.slope::<F>(x.to_f32());
             *dx = T::from_f32(slope * (p * dy.to_f32()));

@@ -2,9 +2,9 @@
 //! tensor cores multiply these formats; here only their rounding is reproduced.
 
 use super::check::matrix;
-use crate::cpu::Isa;
 use crate::cpu::quant::emulate as on_host;
-use crate::cpu::rows::Rows;
+use crate::cpu::rows::{Rows, RowsView};
+use crate::cpu::{CpuContext, Isa};
 use crate::philox::RandomStream;
 use ferrotron_tensor::{DType, Element, Error, Float, Result, Stream, Tensor, bf16, f16, shape_error};
 
@@ -79,8 +79,11 @@ pub(crate) fn emulate_over_host(s: &Stream, how: EmulatedFormat, x: &Tensor, out
     ) -> Result<()> {
         let values = s.download::<T>(x)?;
         let mut rounded = vec![T::zeroed(); values.len()];
-        let dense = Rows::dense(r, c);
-        s.launch(OP, &[], |l| on_host(l.threads(), Isa::detect(), how, &values, dense, &mut rounded))?;
+        let dense = RowsView::dense(&values, r, c);
+        s.launch(OP, &[], |l| {
+            let cpu = CpuContext { threads: l.threads(), isa: Isa::detect() };
+            on_host(cpu, how, dense, &mut rounded)
+        })?;
         s.upload_into(out, &rounded)
     }
     let shape = [rows.outer, rows.width];

@@ -1,7 +1,7 @@
 //! Attention against golden vectors (area `attention`, `attention.json`): forward and backward, f32 and bf16.
 
-use crate::launch::{Inputs, Layout, close, compare, launch, rounded};
-use crate::oracle::{Answer, Dense, attention};
+use crate::launch::{Layout, close, compare, launch, rounded};
+use crate::oracle::{Answer, Dense, Inputs, attention};
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 use ferrotron_tensor::{DType, Float, Threads, bf16};
@@ -168,16 +168,9 @@ fn read(case: &Value, tensors: &Tensors) -> Golden {
 
 fn verify<T: Float>(threads: &Threads, isa: Isa, g: &Golden) {
     let (q, k, v, dout) = (rounded::<T>(&g.q), rounded::<T>(&g.k), rounded::<T>(&g.v), rounded::<T>(&g.dout));
-    let inputs = Inputs {
-        shape: &g.shape,
-        spans: &g.spans,
-        q: &q,
-        k: &k,
-        v: &v,
-        dout: &dout,
-        sink: g.sink.as_deref(),
-    };
-    let got = launch::<T>(threads, isa, Layout::Bshd, &inputs);
+    let (shape, spans, sink) = (&g.shape, &g.spans[..], g.sink.as_deref());
+    let rounded = Inputs { shape, spans, q: &q, k: &k, v: &v, dout: &dout, sink };
+    let got = launch::<T>(threads, isa, Layout::Bshd, &rounded);
     let what = format!("{} {isa:?} {}", g.name, T::DTYPE);
     if T::DTYPE == DType::F32 {
         // Scores of some hundreds: the format allows 1e-4.
@@ -187,12 +180,9 @@ fn verify<T: Float>(threads: &Threads, isa: Isa, g: &Golden) {
     }
     // Rounding q and k to bf16 alone moves log-sum-exps by more than the tolerance where scores are large, so bf16 results
     // are compared with the definition on rounded inputs, and the definition with the vectors.
-    let reference = |[q, k, v, dout]: [&Dense; 4], saved: fn(f64) -> f64| {
-        attention(saved, &g.shape, &g.spans, q, k, v, dout, g.sink.as_deref())
-    };
-    let exact = reference([&g.q, &g.k, &g.v, &g.dout], |x| x);
+    let exact = attention(|x| x, &Inputs { shape, spans, q: &g.q, k: &g.k, v: &g.v, dout: &g.dout, sink });
     compare::<f32>(&format!("{} by definition", g.name), &exact, &g.want, 1e-6, 1.0);
-    let want = reference([&q, &k, &v, &dout], |x| T::from_f32(x as f32).to_f64());
+    let want = attention(|x| T::from_f32(x as f32).to_f64(), &rounded);
     compare::<T>(&what, &got, &want, 1e-5, 1.0);
 }
 

@@ -1,12 +1,13 @@
 //! Values and arguments nobody should send, and what must still hold.
 
-use crate::launch::{Inputs, Layout, launch, lse_strides};
-use crate::oracle::{Answer, Dense};
+use crate::launch::{Layout, launch, lse_strides};
+use crate::oracle::{Answer, Dense, Inputs};
 use crate::sweep::{Case, Random};
-use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::attention::{
-    AttentionShape, Heads, HeadsMut, MaskAlign, Span, backward, forward,
+    AttentionGradients, AttentionInputs, AttentionOutputs, AttentionShape, Heads, HeadsMut, MaskAlign, Span,
+    backward, forward,
 };
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 fn plain(r: &mut Random, tokens: usize, causal: bool) -> Case {
@@ -225,7 +226,8 @@ fn wrong_arguments_are_refused() {
         let out = unsafe { HeadsMut::of(&mut out, 256, 32, 16) };
         let q = Heads { data: &q, batch: 256, token: 32, head: 16 };
         let k = Heads { data: &k, batch: 128, token: 16, head: 16 };
-        forward(&threads, Isa::Portable, shape, spans, q, k, k, sink, &out, &mut lse)
+        let cpu = CpuContext { threads: &threads, isa: Isa::Portable };
+        forward(cpu, shape, spans, AttentionInputs { q, k, v: k, sink }, &out, &mut lse)
             .map_err(|e| e.to_string())
     };
     let (shape, span) = (case.shape, case.spans[0]);
@@ -261,23 +263,11 @@ fn wrong_arguments_are_refused() {
         )
     };
     let lse = [0.0f32; 16];
-    let result = backward(
-        &threads,
-        Isa::Portable,
-        &shape,
-        &spans,
-        qs,
-        ks,
-        ks,
-        qs,
-        qs,
-        &lse,
-        None,
-        &dq,
-        &dk,
-        &dv,
-        None,
-    );
+    let cpu = CpuContext { threads: &threads, isa: Isa::Portable };
+    let inputs = AttentionInputs { q: qs, k: ks, v: ks, sink: None };
+    let outputs = AttentionOutputs { out: qs, dout: qs, lse: &lse };
+    let gradients = AttentionGradients { dq: &dq, dk: &dk, dv: &dv, dsink: None };
+    let result = backward(cpu, &shape, &spans, inputs, outputs, gradients);
     bad(result.map_err(|e| e.to_string()), "both write dk");
 }
 

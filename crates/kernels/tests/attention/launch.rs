@@ -1,8 +1,10 @@
 //! Runs the kernels on dense tensors through any memory layout, and compares answers.
 
-use crate::oracle::{Answer, Dense};
-use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::attention::{AttentionShape, Heads, HeadsMut, Span, backward, forward};
+use crate::oracle::{Answer, Dense, Inputs};
+use ferrotron_kernels::cpu::attention::{
+    AttentionGradients, AttentionInputs, AttentionOutputs, AttentionShape, Heads, HeadsMut, backward, forward,
+};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads};
 
 /// Where q, k and v (and their gradients) live.
@@ -89,16 +91,6 @@ fn all(bs: usize, ts: usize, hs: usize) -> impl Iterator<Item = (usize, usize, u
 /// What a kernel may not touch is filled with this first, and must still hold it afterwards.
 pub const UNTOUCHED: f32 = -77.0;
 
-pub struct Inputs<'a> {
-    pub shape: &'a AttentionShape,
-    pub spans: &'a [Span],
-    pub q: &'a Dense,
-    pub k: &'a Dense,
-    pub v: &'a Dense,
-    pub dout: &'a Dense,
-    pub sink: Option<&'a [f64]>,
-}
-
 /// Forward and backward in elements of type `T`. The saved `lse` goes back in as `[batch, tokens, heads]`, whatever
 /// strides the shape asks for must match that; see `lse_strides`.
 pub fn launch<T: Float>(threads: &Threads, isa: Isa, layout: Layout, x: &Inputs<'_>) -> Answer {
@@ -119,16 +111,20 @@ pub fn launch<T: Float>(threads: &Threads, isa: Isa, layout: Layout, x: &Inputs<
     let lse_dims = [x.q.dims[0], x.q.dims[1], x.q.dims[2], 1];
     let mut lse = vec![UNTOUCHED; lse_dims.iter().product()];
     let sink: Option<Vec<f32>> = x.sink.map(|s| s.iter().map(|s| *s as f32).collect());
-    let read = |data, p: Place| Heads { data, batch: p.batch, token: p.token, head: p.head };
+    fn read<T>(data: &[T], p: Place) -> Heads<'_, T> {
+        Heads { data, batch: p.batch, token: p.token, head: p.head }
+    }
+    let cpu = CpuContext { threads, isa };
+    let inputs = AttentionInputs {
+        q: read(&qkv[p[0].offset..], p[0]),
+        k: read(&qkv[p[1].offset.min(size)..], p[1]),
+        v: read(&qkv[p[2].offset.min(size)..], p[2]),
+        sink: sink.as_deref(),
+    };
     {
         // SAFETY: dense strides.
         let out = unsafe { HeadsMut::of(&mut out, out_place.batch, out_place.token, out_place.head) };
-        let (q, k, v) = (
-            read(&qkv[p[0].offset..], p[0]),
-            read(&qkv[p[1].offset.min(size)..], p[1]),
-            read(&qkv[p[2].offset.min(size)..], p[2]),
-        );
-        forward(threads, isa, x.shape, x.spans, q, k, v, sink.as_deref(), &out, &mut lse).unwrap();
+        forward(cpu, x.shape, x.spans, inputs, &out, &mut lse).unwrap();
     }
     let mut grads = vec![T::from_f32(UNTOUCHED); size];
     let mut dsink = vec![0.5f32; x.shape.heads];
@@ -139,29 +135,15 @@ pub fn launch<T: Float>(threads: &Threads, isa: Isa, layout: Layout, x: &Inputs<
             let offset = p.offset.min(size);
             HeadsMut::new(base.add(offset), size - offset, p.batch, p.token, p.head)
         };
-        let (q, k, v) = (
-            read(&qkv[p[0].offset..], p[0]),
-            read(&qkv[p[1].offset.min(size)..], p[1]),
-            read(&qkv[p[2].offset.min(size)..], p[2]),
-        );
-        backward(
-            threads,
-            isa,
-            x.shape,
-            x.spans,
-            q,
-            k,
-            v,
-            read(&out, out_place),
-            read(&dout, out_place),
-            &lse,
-            sink.as_deref(),
-            &at(p[0]),
-            &at(p[1]),
-            &at(p[2]),
-            sink.is_some().then_some(&mut dsink),
-        )
-        .unwrap();
+        let gradients = AttentionGradients {
+            dq: &at(p[0]),
+            dk: &at(p[1]),
+            dv: &at(p[2]),
+            dsink: sink.is_some().then_some(&mut dsink),
+        };
+        let (out, dout) = (read(&out, out_place), read(&dout, out_place));
+        let outputs = AttentionOutputs { out, dout, lse: &lse };
+        backward(cpu, x.shape, x.spans, inputs, outputs, gradients).unwrap();
     }
     Answer {
         out: gather(x.dout.dims, out_place, &out),

@@ -57,17 +57,20 @@ fn axpy(x: f64, a: &[f64], to: &mut [f64]) {
     to.iter_mut().zip(a).for_each(|(to, a)| *to += x * a);
 }
 
-/// `saved` is what storing the output does to it: backward starts from the output as it was stored.
-pub fn attention(
-    saved: fn(f64) -> f64,
-    shape: &AttentionShape,
-    spans: &[Span],
-    q: &Dense,
-    k: &Dense,
-    v: &Dense,
-    dout: &Dense,
-    sink: Option<&[f64]>,
-) -> Answer {
+/// A problem: the shape, sequences and inputs of the forward and backward pass.
+pub struct Inputs<'a> {
+    pub shape: &'a AttentionShape,
+    pub spans: &'a [Span],
+    pub q: &'a Dense,
+    pub k: &'a Dense,
+    pub v: &'a Dense,
+    pub dout: &'a Dense,
+    pub sink: Option<&'a [f64]>,
+}
+
+/// Forward and backward. `saved` rounds the output to its dtype: the backward pass reads the rounded output.
+pub fn attention(saved: fn(f64) -> f64, inputs: &Inputs<'_>) -> Answer {
+    let Inputs { shape, spans, q, k, v, dout, sink } = *inputs;
     let mut lse_dims = q.dims;
     lse_dims[3] = 1;
     let mut a = Answer {

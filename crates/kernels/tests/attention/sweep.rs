@@ -1,7 +1,7 @@
 //! Every option, size, layout, level and element type against the oracle, over seeded random cases.
 
-use crate::launch::{Inputs, Layout, UNTOUCHED, compare, launch, lse_strides, rounded};
-use crate::oracle::{Answer, Dense, attention};
+use crate::launch::{Layout, UNTOUCHED, compare, launch, lse_strides, rounded};
+use crate::oracle::{Answer, Dense, Inputs, attention};
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 use ferrotron_tensor::{Float, Threads, bf16};
@@ -149,17 +149,7 @@ impl Case {
 
     /// The answer, given that outputs are stored as `T`.
     pub fn oracle<T: Float>(&self) -> Answer {
-        let sink = self.sink.as_deref();
-        let mut a = attention(
-            |x| T::from_f32(x as f32).to_f64(),
-            &self.shape,
-            &self.spans,
-            &self.q,
-            &self.k,
-            &self.v,
-            &self.dout,
-            sink,
-        );
+        let mut a = attention(|x| T::from_f32(x as f32).to_f64(), &self.inputs());
         // Tokens in no span are left as they were.
         for b in 0..self.q.dims[0] {
             for t in 0..self.q.dims[1] {

@@ -148,16 +148,16 @@ fn compare(h: &TestDevice, dtype: DType, layout: Layout, z: &Sizes, s: &Attentio
     let spans: Vec<Span> = (0..z.batch)
         .map(|batch| Span { batch, q_start: 0, q_len: z.tq, k_start: 0, k_len: z.tk, lse_base: 0 })
         .collect();
-    let want = oracle::attention(
-        saved(dtype),
-        &shape(s, z),
-        &spans,
-        &dense(z.q(), &q),
-        &dense(z.k(), &k),
-        &dense(z.v(), &v),
-        &dense(z.out(), &dout),
-        with_sink.then_some(&sink),
-    );
+    let inputs = oracle::Inputs {
+        shape: &shape(s, z),
+        spans: &spans,
+        q: &dense(z.q(), &q),
+        k: &dense(z.k(), &k),
+        v: &dense(z.v(), &v),
+        dout: &dense(z.out(), &dout),
+        sink: with_sink.then_some(&sink),
+    };
+    let want = oracle::attention(saved(dtype), &inputs);
     let [qt, kt, vt] = views(h, dtype, layout, z);
     [(&qt, &q), (&kt, &k), (&vt, &v)].iter().for_each(|(t, x)| fill(h, t, x));
     let [dq, dk, dv] = views(h, dtype, layout, z);
@@ -283,8 +283,7 @@ fn soft_caps_over_many_tiles() {
 
 /// Packed sequences against the oracle: `oq` and `ok` are their offsets.
 fn packed(
-    h: &TestDevice,
-    dtype: DType,
+    (h, dtype): (&TestDevice, DType),
     layout: Layout,
     z: &Sizes,
     s: &AttentionParams,
@@ -306,16 +305,16 @@ fn packed(
             lse_base: 0,
         })
         .collect();
-    let want = oracle::attention(
-        saved(dtype),
-        &shape(s, z),
-        &spans,
-        &dense(z.q(), &q),
-        &dense(z.k(), &k),
-        &dense(z.v(), &v),
-        &dense(z.out(), &dout),
-        with_sink.then_some(&sink),
-    );
+    let inputs = oracle::Inputs {
+        shape: &shape(s, z),
+        spans: &spans,
+        q: &dense(z.q(), &q),
+        k: &dense(z.k(), &k),
+        v: &dense(z.v(), &v),
+        dout: &dense(z.out(), &dout),
+        sink: with_sink.then_some(&sink),
+    };
+    let want = oracle::attention(saved(dtype), &inputs);
     let flat = |t: [Tensor; 3]| t.map(|t| t.select(0, 0).unwrap());
     let wide = views(h, dtype, layout, z);
     [(&wide[0], &q), (&wide[1], &k), (&wide[2], &v)].iter().for_each(|(t, x)| fill(h, t, x));
@@ -370,8 +369,15 @@ fn packed_sequences_and_tokens_outside_them() {
         let (oq, ok) = ([2, 9, 9, 10, 25], [0, 7, 9, 12, 27]);
         let z = Sizes { batch: 1, tq: 30, tk: 30, n: 4, g: 2, d: 8, dv: 8 };
         let apart = scores(true, None, None, MaskAlign::BottomRight);
-        packed(h, dtype, Layout::Bshd, &z, &apart, [&oq, &ok], false);
-        packed(h, dtype, Layout::Fused, &z, &scores(true, None, None, MaskAlign::TopLeft), [&oq, &oq], false);
+        packed((h, dtype), Layout::Bshd, &z, &apart, [&oq, &ok], false);
+        packed(
+            (h, dtype),
+            Layout::Fused,
+            &z,
+            &scores(true, None, None, MaskAlign::TopLeft),
+            [&oq, &oq],
+            false,
+        );
     });
 }
 
@@ -391,10 +397,10 @@ fn packed_sequences_of_many_tiles() {
         ] {
             let z = Sizes { batch: 1, tq: 425, tk: 490, n: 2, g: 1, d, dv };
             let s = scaled(scores(true, cap, None, MaskAlign::BottomRight), d);
-            packed(h, dtype, Layout::Bshd, &z, &s, [&oq, &ok], true);
+            packed((h, dtype), Layout::Bshd, &z, &s, [&oq, &ok], true);
         }
         let z = Sizes { batch: 1, tq: 425, tk: 425, n: 2, g: 1, d: 64, dv: 64 };
         let s = scaled(scores(true, None, Some(50), MaskAlign::TopLeft), 64);
-        packed(h, dtype, Layout::Fused, &z, &s, [&oq, &oq], false);
+        packed((h, dtype), Layout::Fused, &z, &s, [&oq, &oq], false);
     });
 }

@@ -5,10 +5,9 @@ use super::quant_oracle::*;
 use ferrotron_kernels::{Fp8Gemm, Fp8Tensor, Kernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType, bf16};
 
-/// Quantizes numbers whose size varies from row to row; gives the bytes and what they stand for.
-fn factor(
-    h: &TestDevice,
-    k: &dyn Kernels,
+/// Quantizes random values whose magnitude varies from row to row; returns the FP8 tensor and its dequantized values.
+fn operand(
+    (h, k): (&TestDevice, &dyn Kernels),
     seed: u64,
     [r, c]: [usize; 2],
     format: DType,
@@ -42,7 +41,7 @@ fn factor(
 }
 
 #[test]
-fn products_are_those_of_the_numbers_meant() {
+fn fp8_gemm_matches_f64_on_dequantized_operands() {
     const SHAPES: [[usize; 3]; 11] = [
         [1, 1, 1],
         [1, 16, 16],
@@ -65,8 +64,8 @@ fn products_are_those_of_the_numbers_meant() {
                     [(DType::E4M3, DType::E4M3), (DType::E4M3, DType::E5M2), (DType::E5M2, DType::E4M3)]
                 {
                     turn += 1;
-                    let (a, av) = factor(h, k, turn, [m, depth], fa, sa, turn % 2 == 0);
-                    let (b, bv) = factor(h, k, turn + 1000, [n, depth], fb, sb, turn % 2 == 0);
+                    let (a, av) = operand((h, k), turn, [m, depth], fa, sa, turn % 2 == 0);
+                    let (b, bv) = operand((h, k), turn + 1000, [n, depth], fb, sb, turn % 2 == 0);
                     let dtype = if turn % 3 == 0 { DType::BF16 } else { DType::F32 };
                     let (accumulate, biased) = (turn % 3 == 1, turn % 2 == 1);
                     let before: Vec<f32> =
@@ -113,9 +112,9 @@ fn products_are_those_of_the_numbers_meant() {
     });
 }
 
-/// A NaN or an infinity is seen in the result, in its own row or column alone.
+/// A NaN shows up in its own row and column of C, and nowhere else.
 #[test]
-fn what_is_no_number_is_not_lost() {
+fn nan_stays_in_its_row_and_column() {
     everywhere(|h, k| {
         let (m, n, depth) = (16, 32, 64);
         let amax = h.s.upload(&[1f32], &[1], Category::Workspace).unwrap();

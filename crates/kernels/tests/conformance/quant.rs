@@ -64,7 +64,7 @@ fn bytes_are_the_nearest_of_the_scaled_numbers() {
                     let (dtype, format) = (INPUTS[turn % 3], FORMATS[turn / 3 % 2]);
                     let m = Matrix { r, c, x: hostile(kind, dtype, turn as u64, r * c) };
                     let what = format!("{} {kind} {dtype} [{r}, {c}] to {format}, way {way}", h.name);
-                    case(h, k, &what, &m, dtype, format, way, framed);
+                    case((h, k), &what, &m, [dtype, format], way, framed);
                 }
             }
         }
@@ -72,12 +72,10 @@ fn bytes_are_the_nearest_of_the_scaled_numbers() {
 }
 
 fn case(
-    h: &TestDevice,
-    k: &dyn Kernels,
+    (h, k): (&TestDevice, &dyn Kernels),
     what: &str,
     m: &Matrix,
-    dtype: DType,
-    format: DType,
+    [dtype, format]: [DType; 2],
     way: usize,
     framed: bool,
 ) {

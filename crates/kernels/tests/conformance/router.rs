@@ -43,9 +43,7 @@ fn check_probs(
     what: &str,
     how: RouterParams,
     x: &[f64],
-    logits: &Tensor,
-    index: &Tensor,
-    probs: &Tensor,
+    [logits, index, probs]: [&Tensor; 3],
 ) {
     let (experts, k) = (logits.shape()[1], index.shape()[1]);
     let (picked, p) = (h.host(index), h.host(probs));
@@ -122,7 +120,7 @@ fn the_best_are_chosen() {
                             assert_eq!(ours, wanted, "{what} row {t}");
                         }
                         assert!(hanging <= n / 2 + 1, "{what}: {hanging} rows hang on roundings");
-                        check_probs(h, &what, how, &x, &lt, &it, &pt);
+                        check_probs(h, &what, how, &x, [&lt, &it, &pt]);
                     }
                 }
             }
@@ -151,7 +149,7 @@ fn a_choice_may_be_given_and_have_gaps() {
                 )
                 .unwrap();
                 assert_eq!(h.host(&it), index);
-                check_probs(h, &format!("{} {dtype} {experts} {how:?}", h.name), how, &x, &lt, &it, &pt);
+                check_probs(h, &format!("{} {dtype} {experts} {how:?}", h.name), how, &x, [&lt, &it, &pt]);
             }
         }
     });

@@ -1,7 +1,7 @@
 use super::support::{Random, close, each_isa, wide};
 use ferrotron_kernels::Act;
-use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::activation::{activation, activation_backward, gated, gated_backward};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 const CLAMPED: Act = Act::ClampedSilu { limit: 7.0, alpha: 1.702, offset: 1.0 };
@@ -62,10 +62,10 @@ fn plain<T: Float>(n: usize) {
     let x: Vec<T> = inputs(n);
     let dy: Vec<T> = Random(9).vec(n, 1.0);
     for act in ALL {
-        let results = each_isa(|threads, isa| {
+        let results = each_isa(|cpu| {
             let (mut y, mut dx) = (vec![T::from_f32(9.0); n], vec![T::from_f32(9.0); n]);
-            activation(threads, isa, act, &x, &mut y).unwrap();
-            activation_backward(threads, isa, act, &x, &dy, &mut dx).unwrap();
+            activation(cpu, act, &x, &mut y).unwrap();
+            activation_backward(cpu, act, &x, &dy, &mut dx).unwrap();
             (y, dx)
         });
         let wanted: Vec<f64> = wide(&x).into_iter().map(|x| value(act, x)).collect();
@@ -89,10 +89,10 @@ fn gated_form<T: Float>(rows: usize, f: usize) {
     let x: Vec<T> = inputs(rows * 2 * f);
     let dy: Vec<T> = Random(4).vec(rows * f, 1.0);
     for act in ALL {
-        let results = each_isa(|threads, isa| {
+        let results = each_isa(|cpu| {
             let (mut y, mut dx) = (vec![T::from_f32(9.0); rows * f], vec![T::from_f32(9.0); rows * 2 * f]);
-            gated(threads, isa, act, f, &x, &mut y).unwrap();
-            gated_backward(threads, isa, act, f, &x, &dy, &mut dx).unwrap();
+            gated(cpu, act, f, &x, &mut y).unwrap();
+            gated_backward(cpu, act, f, &x, &dy, &mut dx).unwrap();
             (y, dx)
         });
         let (mut wanted, mut grad) = (vec![], vec![]);
@@ -121,16 +121,17 @@ fn gated_activations_match_f64() {
 fn nan_passes_and_shapes_are_checked() {
     let threads = Threads::new(1).unwrap();
     for isa in Isa::all() {
+        let cpu = CpuContext { threads: &threads, isa };
         for act in ALL {
             let mut y = [0f32];
-            activation(&threads, isa, act, &[f32::NAN], &mut y).unwrap();
+            activation(cpu, act, &[f32::NAN], &mut y).unwrap();
             assert!(y[0].is_nan(), "{act:?}");
-            activation_backward(&threads, isa, act, &[f32::NAN], &[1.0], &mut y).unwrap();
+            activation_backward(cpu, act, &[f32::NAN], &[1.0], &mut y).unwrap();
             assert!(y[0].is_nan(), "{act:?}'");
         }
-        assert!(activation(&threads, isa, Act::Silu, &[1f32], &mut [0f32; 2]).is_err());
-        assert!(gated(&threads, isa, Act::Silu, 2, &[1f32; 6], &mut [0f32; 3]).is_err());
-        assert!(gated_backward(&threads, isa, Act::Silu, 2, &[1f32; 4], &[1f32; 2], &mut [0f32; 5]).is_err());
+        assert!(activation(cpu, Act::Silu, &[1f32], &mut [0f32; 2]).is_err());
+        assert!(gated(cpu, Act::Silu, 2, &[1f32; 6], &mut [0f32; 3]).is_err());
+        assert!(gated_backward(cpu, Act::Silu, 2, &[1f32; 4], &[1f32; 2], &mut [0f32; 5]).is_err());
     }
 }
 
@@ -142,9 +143,10 @@ fn squared_relu_is_exact() {
     let dy = [1f32, 1.0, 2.0, 1.0, -2.0, 0.5, 1.0, 1.0, 1.0, 1.0];
     let (threads, n) = (Threads::new(1).unwrap(), x.len());
     for isa in Isa::all() {
+        let cpu = CpuContext { threads: &threads, isa };
         let (mut y, mut dx) = (vec![f32::NAN; n], vec![f32::NAN; n]);
-        activation(&threads, isa, Act::SquaredRelu, &x, &mut y).unwrap();
-        activation_backward(&threads, isa, Act::SquaredRelu, &x, &dy, &mut dx).unwrap();
+        activation(cpu, Act::SquaredRelu, &x, &mut y).unwrap();
+        activation_backward(cpu, Act::SquaredRelu, &x, &dy, &mut dx).unwrap();
         assert_eq!(y, x.map(|x| x.max(0.0) * x.max(0.0)));
         let slopes: Vec<f32> = x.iter().zip(&dy).map(|(x, d)| 2.0 * x.max(0.0) * d).collect();
         assert_eq!(dx, slopes);

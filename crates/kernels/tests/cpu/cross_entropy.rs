@@ -3,7 +3,7 @@ use ferrotron_kernels::LabelSmoothing;
 use ferrotron_kernels::cpu::cross_entropy::{
     Labels, RowStats, cross_entropy, cross_entropy_backward, cross_entropy_with_gradient, row_stats,
 };
-use ferrotron_kernels::cpu::{Isa, rows::Rows, vocab::Shard};
+use ferrotron_kernels::cpu::{CpuContext, Isa, rows::Rows, vocab::Shard};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 /// Loss and gradient of one row by definition: the target distribution written out.
@@ -37,14 +37,14 @@ fn check<T: Float>(rows: usize, vocab: usize, stride: usize, scale: f32, smoothi
     let weights: Vec<f32> = random.vec(rows, 1.0);
     let view = Rows::strided(rows, stride, stride);
     let labels = Labels { ids: &ids, ignore: -100, smoothing, shard: Shard::whole(vocab) };
-    let results = each_isa(|threads, isa| {
+    let results = each_isa(|cpu| {
         let (mut loss, mut lse, mut again) = (vec![9f32; rows], vec![9f32; rows], vec![9f32; rows]);
-        cross_entropy(threads, isa, &logits, view, labels, &mut loss, &mut lse).unwrap();
+        cross_entropy(cpu, &logits, view, labels, &mut loss, &mut lse).unwrap();
         let (mut fused, mut later) = (logits.clone(), logits.clone());
-        cross_entropy_with_gradient(threads, isa, &mut fused, view, labels, &weights, &mut again).unwrap();
+        cross_entropy_with_gradient(cpu, &mut fused, view, labels, &weights, &mut again).unwrap();
         let mut stats = vec![RowStats::EMPTY; rows];
-        row_stats(threads, isa, &logits, view, labels, &mut stats).unwrap();
-        cross_entropy_backward(threads, isa, &mut later, view, labels, &stats, &weights).unwrap();
+        row_stats(cpu, &logits, view, labels, &mut stats).unwrap();
+        cross_entropy_backward(cpu, &mut later, view, labels, &stats, &weights).unwrap();
         assert_eq!(loss, again);
         (loss, fused, later)
     });
@@ -84,6 +84,7 @@ fn loss_and_gradient_match_the_definition() {
 fn one_column_and_extreme_logits() {
     let threads = Threads::new(1).unwrap();
     for isa in Isa::all() {
+        let cpu = CpuContext { threads: &threads, isa };
         let run = |x: &[f32], label: i64| {
             let labels = Labels {
                 ids: &[label],
@@ -93,7 +94,7 @@ fn one_column_and_extreme_logits() {
             };
             let (mut grad, mut loss) = (x.to_vec(), [9f32]);
             let rows = Rows::dense(1, x.len());
-            cross_entropy_with_gradient(&threads, isa, &mut grad, rows, labels, &[1.0], &mut loss).unwrap();
+            cross_entropy_with_gradient(cpu, &mut grad, rows, labels, &[1.0], &mut loss).unwrap();
             (loss[0], grad)
         };
         assert_eq!(run(&[3.0], 0), (0.0, vec![0.0]));
@@ -108,21 +109,21 @@ fn one_column_and_extreme_logits() {
 
 #[test]
 fn labels_outside_the_vocabulary_are_errors() {
-    let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
+    let threads = Threads::new(2).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let rows = Rows::dense(3, 8);
     for (ids, vocab) in [([0, 5, 1], 5), ([0, -1, 1], 5), ([0, 1, i32::MAX], 8)] {
         let labels =
             Labels { ids: &ids, ignore: -100, smoothing: LabelSmoothing::None, shard: Shard::whole(vocab) };
         let mut logits = vec![1f32; 24];
-        let error =
-            cross_entropy_with_gradient(&threads, isa, &mut logits, rows, labels, &[1.0; 3], &mut [0.0; 3])
-                .unwrap_err()
-                .to_string();
+        let error = cross_entropy_with_gradient(cpu, &mut logits, rows, labels, &[1.0; 3], &mut [0.0; 3])
+            .unwrap_err()
+            .to_string();
         let bad = ids.iter().find(|i| **i < 0 || **i >= vocab as i32).unwrap();
         assert!(error.contains(&format!("id {bad} ")), "{error}");
         assert_eq!(logits, [1f32; 24], "nothing written");
     }
     let labels =
         Labels { ids: &[0i32; 3], ignore: -100, smoothing: LabelSmoothing::None, shard: Shard::whole(9) };
-    assert!(cross_entropy(&threads, isa, &[0f32; 24], rows, labels, &mut [0.0; 3], &mut [0.0; 3]).is_err());
+    assert!(cross_entropy(cpu, &[0f32; 24], rows, labels, &mut [0.0; 3], &mut [0.0; 3]).is_err());
 }

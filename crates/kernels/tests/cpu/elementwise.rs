@@ -1,10 +1,10 @@
 use super::support::{Random, close, each_isa, everywhere, wide};
-use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::elementwise::{
     accumulate, add, add_bias, cast, cast_rows, copy_rows, fill, scale, softcap, softcap_backward, transpose,
 };
 use ferrotron_kernels::cpu::reduce::{column_sum, dot};
 use ferrotron_kernels::cpu::rows::Rows;
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Float, Threads, bf16, f16};
 
@@ -16,13 +16,13 @@ fn casts<S: Float, D: Float>() {
         for (x, s) in x.iter_mut().zip([0.0, -0.0, f32::INFINITY, f32::NAN, 1e-40, 1e6]) {
             *x = S::from_f32(s);
         }
-        let run = |threads: &Threads, isa| {
+        let run = |cpu: CpuContext| {
             let mut y = vec![D::from_f32(1.0); n];
-            cast(threads, isa, &x, &mut y).unwrap();
+            cast(cpu, &x, &mut y).unwrap();
             y
         };
-        everywhere(|threads, isa| bytemuck::cast_slice::<D, u8>(&run(threads, isa)).to_vec());
-        let y = run(&Threads::new(1).unwrap(), Isa::detect());
+        everywhere(|cpu| bytemuck::cast_slice::<D, u8>(&run(cpu)).to_vec());
+        let y = run(CpuContext { threads: &Threads::new(1).unwrap(), isa: Isa::detect() });
         for (x, y) in x.iter().zip(&y) {
             let wanted = D::from_f32(x.to_f32()).to_f64();
             assert!(y.to_f64() == wanted || (wanted.is_nan() && y.to_f64().is_nan()), "{x:?} -> {y:?}");
@@ -40,7 +40,7 @@ fn casts_between_all_float_types() {
     }
     from!(f64, f32, bf16, f16, E4m3, E5m2);
     let (x, mut y) = ([std::f64::consts::PI], [0f64]);
-    cast(&Threads::new(1).unwrap(), Isa::detect(), &x, &mut y).unwrap();
+    cast(CpuContext { threads: &Threads::new(1).unwrap(), isa: Isa::detect() }, &x, &mut y).unwrap();
     assert_eq!(x, y);
 }
 
@@ -48,11 +48,11 @@ fn sums<T: Float>() {
     for n in SIZES {
         let mut random = Random(n as u64);
         let (a, b): (Vec<T>, Vec<T>) = (random.vec(n, 2.0), random.vec(n, 2.0));
-        let (y, main, scaled) = everywhere(|threads, isa| {
+        let (y, main, scaled) = everywhere(|cpu| {
             let (mut y, mut main, mut scaled) = (vec![T::from_f32(9.0); n], vec![1.5f32; n], a.clone());
-            add(threads, isa, &a, &b, &mut y).unwrap();
-            accumulate(threads, isa, &a, &mut main).unwrap();
-            scale(threads, isa, &mut scaled, 0.3);
+            add(cpu, &a, &b, &mut y).unwrap();
+            accumulate(cpu, &a, &mut main).unwrap();
+            scale(cpu, &mut scaled, 0.3);
             (y, main, scaled)
         });
         let sum: Vec<f64> = wide(&a).iter().zip(wide(&b)).map(|(a, b)| a + b).collect();
@@ -71,17 +71,17 @@ fn sums_and_scaling() {
     for (rows, width) in [(0, 3), (7, 1), (300, 129)] {
         let mut random = Random(1);
         let (x, bias): (Vec<bf16>, Vec<bf16>) = (random.vec(rows * width, 1.0), random.vec(width, 1.0));
-        let y = everywhere(|threads, isa| {
+        let y = everywhere(|cpu| {
             let mut y = x.clone();
-            add_bias(threads, isa, &bias, &mut y).unwrap();
+            add_bias(cpu, &bias, &mut y).unwrap();
             y
         });
         let wanted: Vec<f64> =
             x.iter().enumerate().map(|(i, x)| x.to_f64() + bias[i % width].to_f64()).collect();
         close("bias", &y, &wanted, 0.0, 0.0);
-        let filled = everywhere(|threads, _| {
+        let filled = everywhere(|cpu| {
             let mut y = x.clone();
-            fill(threads, &mut y, bf16::ONE);
+            fill(cpu.threads, &mut y, bf16::ONE);
             y
         });
         assert!(filled.iter().all(|y| *y == bf16::ONE));
@@ -96,10 +96,10 @@ fn caps<T: Float>(n: usize) {
     }
     let dy: Vec<T> = Random(7).vec(n, 1.0);
     let c = f64::from(cap);
-    for (y, dx) in each_isa(|threads, isa| {
+    for (y, dx) in each_isa(|cpu| {
         let (mut y, mut dx) = (x.clone(), dy.clone());
-        softcap(threads, isa, cap, &mut y);
-        softcap_backward(threads, isa, cap, &y, &mut dx).unwrap();
+        softcap(cpu, cap, &mut y);
+        softcap_backward(cpu, cap, &y, &mut dx).unwrap();
         (y, dx)
     }) {
         close("softcap", &y, &wide(&x).iter().map(|x| c * (x / c).tanh()).collect::<Vec<_>>(), 4e-7, 0.0);
@@ -124,10 +124,10 @@ fn rows_are_copied_and_cast_between_layouts() {
     let x: Vec<f32> = Random(2).vec(tokens * 40, 1.0);
     let from = Rows::heads(tokens, 40, heads, 9, d);
     let to = Rows::heads(tokens, heads * d, heads, d, d);
-    let (copied, rounded) = everywhere(|threads, isa| {
+    let (copied, rounded) = everywhere(|cpu| {
         let (mut y, mut z) = (vec![0f32; to.span()], vec![bf16::ZERO; to.span()]);
-        copy_rows(threads, &x, from, &mut y, to).unwrap();
-        cast_rows(threads, isa, &x, from, &mut z, to).unwrap();
+        copy_rows(cpu.threads, &x, from, &mut y, to).unwrap();
+        cast_rows(cpu, &x, from, &mut z, to).unwrap();
         (y, z)
     });
     for (i, (y, z)) in copied.iter().zip(&rounded).enumerate() {
@@ -144,9 +144,9 @@ fn rows_are_copied_and_cast_between_layouts() {
 fn transposes() {
     for (r, c) in [(0, 5), (5, 0), (1, 1), (3, 70), (70, 3), (129, 257)] {
         let x: Vec<i32> = (0..(r * c) as i32).collect();
-        let y = everywhere(|threads, _| {
+        let y = everywhere(|cpu| {
             let mut y = vec![-1i32; r * c];
-            transpose(threads, &x, r, c, &mut y).unwrap();
+            transpose(cpu.threads, &x, r, c, &mut y).unwrap();
             y
         });
         assert!((0..r * c).all(|i| y[i % c * r + i / c] == x[i]), "{r} x {c}");
@@ -162,9 +162,9 @@ fn column_sums_and_dots() {
         let x: Vec<bf16> = random.vec(rows * stride, 1.0);
         let before: Vec<f32> = random.vec(n, 1.0);
         for add in [false, true] {
-            let sums = everywhere(|threads, isa| {
+            let sums = everywhere(|cpu| {
                 let mut out = before.clone();
-                column_sum(threads, isa, &x, Rows::strided(rows, n, stride), &mut out, add).unwrap();
+                column_sum(cpu, &x, Rows::strided(rows, n, stride), &mut out, add).unwrap();
                 out
             });
             let wanted: Vec<f64> = (0..n)
@@ -178,7 +178,7 @@ fn column_sums_and_dots() {
     }
     for n in SIZES {
         let (a, b): (Vec<f32>, Vec<f32>) = (Random(1).vec(n, 1.0), Random(2).vec(n, 1.0));
-        let ours = everywhere(|threads, isa| dot(threads, isa, &a, &b).unwrap());
+        let ours = everywhere(|cpu| dot(cpu, &a, &b).unwrap());
         let wanted: f64 = wide(&a).iter().zip(wide(&b)).map(|(a, b)| a * b).sum();
         close("dot", &[ours], &[wanted], 1e-6, 1e-6 * (n as f64).sqrt());
     }

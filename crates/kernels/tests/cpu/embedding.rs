@@ -1,6 +1,6 @@
 use super::support::{Random, close, everywhere};
-use ferrotron_kernels::cpu::embedding::{embedding, embedding_backward};
-use ferrotron_kernels::cpu::{Isa, vocab::Shard};
+use ferrotron_kernels::cpu::embedding::{TokenIds, embedding, embedding_backward};
+use ferrotron_kernels::cpu::{CpuContext, Isa, vocab::Shard};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
@@ -10,11 +10,19 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
     let (table, y0): (Vec<T>, Vec<T>) = (random.vec(vocab * width, 1.0), random.vec(tokens * width, 1.0));
     let (dy, before): (Vec<T>, Vec<f32>) = (random.vec(tokens * width, 1.0), random.vec(vocab * width, 1.0));
     for add in [false, true] {
-        let (y, dtable) = everywhere(|threads, isa| {
+        let (y, dtable) = everywhere(|cpu| {
             let (mut y, mut dtable) = (y0.clone(), before.clone());
-            embedding(threads, isa, &ids, &table, Shard::whole(vocab), scale, add, &mut y).unwrap();
-            embedding_backward(threads, isa, &ids, &dy, Shard::whole(vocab), scale, add, &mut dtable)
+            embedding(cpu, TokenIds { ids: &ids, shard: Shard::whole(vocab) }, &table, scale, add, &mut y)
                 .unwrap();
+            embedding_backward(
+                cpu,
+                TokenIds { ids: &ids, shard: Shard::whole(vocab) },
+                &dy,
+                scale,
+                add,
+                &mut dtable,
+            )
+            .unwrap();
             (y, dtable)
         });
         let (mut wanted, mut grad) = (vec![0f64; tokens * width], vec![0f64; vocab * width]);
@@ -35,16 +43,26 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
         .map(|p| (vocab * p / 3, vocab * (p + 1) / 3))
         .map(|(start, end)| Shard { start, len: end - start, total: vocab })
         .collect();
-    let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
+    let threads = Threads::new(2).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let (mut whole, mut whole_grad) = (y0.clone(), before.clone());
-    embedding(&threads, isa, &ids, &table, Shard::whole(vocab), scale, false, &mut whole).unwrap();
-    embedding_backward(&threads, isa, &ids, &dy, Shard::whole(vocab), scale, true, &mut whole_grad).unwrap();
+    embedding(cpu, TokenIds { ids: &ids, shard: Shard::whole(vocab) }, &table, scale, false, &mut whole)
+        .unwrap();
+    embedding_backward(
+        cpu,
+        TokenIds { ids: &ids, shard: Shard::whole(vocab) },
+        &dy,
+        scale,
+        true,
+        &mut whole_grad,
+    )
+    .unwrap();
     let (mut sum, mut grads) = (vec![0f32; tokens * width], vec![]);
     for shard in parts {
         let range = shard.start * width..(shard.start + shard.len) * width;
         let (mut y, mut grad) = (y0.clone(), before[range.clone()].to_vec());
-        embedding(&threads, isa, &ids, &table[range], shard, scale, false, &mut y).unwrap();
-        embedding_backward(&threads, isa, &ids, &dy, shard, scale, true, &mut grad).unwrap();
+        embedding(cpu, TokenIds { ids: &ids, shard }, &table[range], scale, false, &mut y).unwrap();
+        embedding_backward(cpu, TokenIds { ids: &ids, shard }, &dy, scale, true, &mut grad).unwrap();
         sum.iter_mut().zip(&y).for_each(|(s, y)| *s += y.to_f32());
         grads.extend(grad);
     }
@@ -64,32 +82,70 @@ fn lookup_and_gradient_match_the_definition() {
 
 #[test]
 fn bad_ids_and_shapes_are_errors() {
-    let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
+    let threads = Threads::new(2).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let table = vec![1f32; 12];
     for ids in [[0i64, 3], [-1, 0], [0, i64::MAX]] {
         let mut y = vec![0f32; 8];
-        let error = embedding(&threads, isa, &ids, &table, Shard::whole(3), 1.0, false, &mut y).unwrap_err();
+        let error =
+            embedding(cpu, TokenIds { ids: &ids, shard: Shard::whole(3) }, &table, 1.0, false, &mut y)
+                .unwrap_err();
         let bad = ids.iter().find(|i| !(0..3).contains(*i)).unwrap();
         assert!(error.to_string().contains(&format!("id {bad} ")), "{error}");
         let mut grad = vec![0f32; 12];
         assert!(
-            embedding_backward(&threads, isa, &ids, &[0f32; 8], Shard::whole(3), 1.0, false, &mut grad)
-                .is_err()
+            embedding_backward(
+                cpu,
+                TokenIds { ids: &ids, shard: Shard::whole(3) },
+                &[0f32; 8],
+                1.0,
+                false,
+                &mut grad
+            )
+            .is_err()
         );
     }
     let bad_shard = Shard { start: 2, len: 3, total: 4 };
-    assert!(embedding(&threads, isa, &[0i32], &table, bad_shard, 1.0, false, &mut [0f32; 4]).is_err());
     assert!(
-        embedding(&threads, isa, &[0i32; 2], &table, Shard::whole(3), 1.0, false, &mut [0f32; 7]).is_err()
+        embedding(cpu, TokenIds { ids: &[0i32], shard: bad_shard }, &table, 1.0, false, &mut [0f32; 4])
+            .is_err()
+    );
+    assert!(
+        embedding(
+            cpu,
+            TokenIds { ids: &[0i32; 2], shard: Shard::whole(3) },
+            &table,
+            1.0,
+            false,
+            &mut [0f32; 7]
+        )
+        .is_err()
     );
 }
 
 #[test]
 fn no_tokens_zero_or_keep_the_gradient() {
-    let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
+    let threads = Threads::new(2).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let mut grad = vec![3f32; 12];
-    embedding_backward::<f32, i32>(&threads, isa, &[], &[], Shard::whole(3), 1.0, true, &mut grad).unwrap();
+    embedding_backward::<f32, i32>(
+        cpu,
+        TokenIds { ids: &[], shard: Shard::whole(3) },
+        &[],
+        1.0,
+        true,
+        &mut grad,
+    )
+    .unwrap();
     assert_eq!(grad, [3f32; 12]);
-    embedding_backward::<f32, i32>(&threads, isa, &[], &[], Shard::whole(3), 1.0, false, &mut grad).unwrap();
+    embedding_backward::<f32, i32>(
+        cpu,
+        TokenIds { ids: &[], shard: Shard::whole(3) },
+        &[],
+        1.0,
+        false,
+        &mut grad,
+    )
+    .unwrap();
     assert_eq!(grad, [0f32; 12]);
 }

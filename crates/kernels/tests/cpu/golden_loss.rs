@@ -86,18 +86,17 @@ fn check<T: Float>(golden: &Tensors, case: &Value, logits: Vec<T>) {
         Some(r) => vec![row_weight(dloss[0], valid, r); tokens],
     };
     let labels = |shard| Labels { ids: &ids, ignore, smoothing, shard };
-    let results = each_isa(|threads, isa| {
+    let results = each_isa(|cpu| {
         let whole = labels(Shard::whole(vocab));
         let (mut loss, mut lse) = (vec![9f32; tokens], vec![9f32; tokens]);
-        cross_entropy(threads, isa, &logits, rows, whole, &mut loss, &mut lse).unwrap();
+        cross_entropy(cpu, &logits, rows, whole, &mut loss, &mut lse).unwrap();
         let (mut fused, mut fused_loss) = (logits.clone(), vec![9f32; tokens]);
-        cross_entropy_with_gradient(threads, isa, &mut fused, rows, whole, &weights, &mut fused_loss)
-            .unwrap();
+        cross_entropy_with_gradient(cpu, &mut fused, rows, whole, &weights, &mut fused_loss).unwrap();
         assert_eq!(loss, fused_loss, "{name}");
         let mut later = logits.clone();
         let mut stats = vec![RowStats::EMPTY; tokens];
-        row_stats(threads, isa, &logits, rows, whole, &mut stats).unwrap();
-        cross_entropy_backward(threads, isa, &mut later, rows, whole, &stats, &weights).unwrap();
+        row_stats(cpu, &logits, rows, whole, &mut stats).unwrap();
+        cross_entropy_backward(cpu, &mut later, rows, whole, &stats, &weights).unwrap();
         let mut all = vec![(loss, fused), (fused_loss, later)];
         for parts in [2, 3, 4].into_iter().filter(|parts| *parts <= vocab) {
             // Each rank holds a shard of the vocabulary; statistics are merged in rank order, as in a tensor-parallel loss.
@@ -112,7 +111,7 @@ fn check<T: Float>(golden: &Tensors, case: &Value, logits: Vec<T>) {
             for s in &shards {
                 let mut stats = vec![RowStats::EMPTY; tokens];
                 let view = Rows::dense(tokens, s.len);
-                row_stats(threads, isa, &columns(s), view, labels(*s), &mut stats).unwrap();
+                row_stats(cpu, &columns(s), view, labels(*s), &mut stats).unwrap();
                 merged.iter_mut().zip(stats).for_each(|(m, s)| *m = m.merge(s));
             }
             let kept = |i: usize, x: f32| if ids[i] == ignore { 0.0 } else { x };
@@ -122,7 +121,7 @@ fn check<T: Float>(golden: &Tensors, case: &Value, logits: Vec<T>) {
             for s in &shards {
                 let mut part = columns(s);
                 let view = Rows::dense(tokens, s.len);
-                cross_entropy_backward(threads, isa, &mut part, view, labels(*s), &merged, &weights).unwrap();
+                cross_entropy_backward(cpu, &mut part, view, labels(*s), &merged, &weights).unwrap();
                 for (row, part) in gradient.chunks_mut(vocab).zip(part.chunks(s.len)) {
                     row[s.start..s.start + s.len].copy_from_slice(part);
                 }

@@ -8,7 +8,7 @@ use super::support::everywhere;
 use ferrotron_kernels::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use ferrotron_kernels::cpu::optimizer::{AdamFactors, UpdateSlices, adam, sgd};
 use ferrotron_kernels::cpu::optimizer_chunks::{Grad, Param, State, join_master, split_master};
-use ferrotron_kernels::cpu::{Isa, elementwise};
+use ferrotron_kernels::cpu::{CpuContext, Isa, elementwise};
 use ferrotron_kernels::grad_scaler::{DynamicScaler, ScalerConfig};
 use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{Threads, bf16};
@@ -90,7 +90,7 @@ fn torch(golden: &Tensors, case: &Value) {
         let get = |part: &str| golden.f32(&format!("{name}/p{p}/{part}"));
         let (init, grads) = (get("init"), get("grads"));
         let n = init.len();
-        let trace: Trace = everywhere(|threads, isa| {
+        let trace: Trace = everywhere(|cpu| {
             let (mut param, mut first, mut second) = (init.clone(), vec![0f32; n], vec![0f32; n]);
             let mut trace = Trace::new();
             for (step, lr) in lrs.iter().enumerate() {
@@ -110,11 +110,11 @@ fn torch(golden: &Tensors, case: &Value) {
                         dampening: number_or(case, "dampening", 0.0) as f32,
                         nesterov: flag(case, "nesterov"),
                     };
-                    sgd(threads, isa, how, step == 0, 1.0, 0, vec![one]).unwrap();
+                    sgd(cpu, how, step == 0, 1.0, 0, vec![one]).unwrap();
                 } else {
                     let (b, eps) = (numbers(case, "betas"), number(case, "eps"));
                     let factors = AdamFactors::torch(b[0], b[1], eps, kind == "adamw", step as u64 + 1);
-                    adam(threads, isa, factors, vec![one]).unwrap();
+                    adam(cpu, factors, vec![one]).unwrap();
                 }
                 trace.push((param.clone(), first.clone(), second.clone()));
             }
@@ -247,7 +247,7 @@ fn fused_case(golden: &Tensors, case: &Value, decoupled: bool) {
         let stated = text(case, "grad_dtype");
         assert_eq!(matches!(grads, Typed::Bf16(_)), stated == "bf16", "{name}: grads are not {stated}");
         // Master, weight and moments after every step.
-        let trace = everywhere(|threads, isa| {
+        let trace = everywhere(|cpu| {
             let mut master = init.clone();
             let (mut high, mut low): (Vec<bf16>, Vec<i16>) = init.iter().map(|m| split_master(*m)).unzip();
             let mut copy = vec![bf16::ZERO; n];
@@ -274,7 +274,7 @@ fn fused_case(golden: &Tensors, case: &Value, decoupled: bool) {
                     fp8: None,
                 };
                 let factors = AdamFactors::transformer_engine(settings, step as u64 + 1);
-                adam(threads, isa, factors, vec![one]).unwrap();
+                adam(cpu, factors, vec![one]).unwrap();
                 if remainders {
                     master = high.iter().zip(&low).map(|(h, l)| join_master(*h, *l)).collect();
                 }
@@ -338,7 +338,7 @@ fn clip(golden: &Tensors, case: &Value) {
     };
     let grads: Vec<Vec<f32>> = (0..count(case, "num")).map(|i| golden.f32(&format!("{name}/g{i}"))).collect();
     let views: Vec<&[f32]> = grads.iter().map(Vec::as_slice).collect();
-    let norm = everywhere(|threads, isa| kind.finish(norm_total(threads, isa, kind, &views)).to_bits());
+    let norm = everywhere(|cpu| kind.finish(norm_total(cpu, kind, &views)).to_bits());
     let norm = f64::from_bits(norm);
     // Equal infinities and NaN count as near.
     let near = |ours: f64, wanted: f64, room: f64| {
@@ -352,7 +352,8 @@ fn clip(golden: &Tensors, case: &Value) {
     assert!(near(norm, exact, 1e-6 * exact), "{name}: norm {norm} instead of {exact}");
     let factor = clip_factor(norm, number(case, "max_norm"));
     for (i, mut grad) in grads.into_iter().enumerate() {
-        elementwise::scale(&Threads::new(1).unwrap(), Isa::detect(), &mut grad, factor);
+        let threads = Threads::new(1).unwrap();
+        elementwise::scale(CpuContext { threads: &threads, isa: Isa::detect() }, &mut grad, factor);
         for (o, w) in grad.iter().zip(golden.f32(&format!("{name}/clipped{i}"))) {
             let (o, w) = (f64::from(*o), f64::from(w));
             assert!(overflowed || near(o, w, 1e-6 * w.abs()), "{name} clipped{i}: {o} instead of {w}");

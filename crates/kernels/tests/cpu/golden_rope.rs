@@ -4,7 +4,8 @@
 use super::golden::{Area, Tensors, count, counts, flag, list, number, number_or, only_keys, text};
 use super::support::everywhere;
 use ferrotron_kernels::RopeStyle;
-use ferrotron_kernels::cpu::{rope::rope, rows::Rows};
+use ferrotron_kernels::cpu::rope::{Angles, Rotation, rope};
+use ferrotron_kernels::cpu::rows::{Rows, RowsViewMut};
 use ferrotron_kernels::rope_tables::{RopeScaling, RopeTables, inv_freq};
 use ferrotron_tensor::{Float, bf16};
 use serde_json::Value;
@@ -180,10 +181,11 @@ fn rotated<T: Float>(
     style: RopeStyle,
     inverse: bool,
 ) -> Vec<T> {
-    everywhere(|threads, isa| {
+    everywhere(|cpu| {
         let mut x = x.to_vec();
-        rope(threads, isa, &mut x, heads, &tables.cos, &tables.sin, tables.half, positions, style, inverse)
-            .unwrap();
+        let angles = Angles { cos: &tables.cos, sin: &tables.sin, half: tables.half };
+        let view = RowsViewMut { data: &mut x, rows: heads };
+        rope(cpu, view, angles, positions, Rotation { style, inverse }).unwrap();
         x
     })
 }

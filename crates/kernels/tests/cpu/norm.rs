@@ -3,7 +3,7 @@ use ferrotron_kernels::cpu::norm::{
     AddNorm, Affine, InOut, add_layer_norm, add_rms_norm, layer_norm, rms_norm,
 };
 use ferrotron_kernels::cpu::norm_backward::{NormGrad, norm_backward};
-use ferrotron_kernels::cpu::{Isa, elementwise, rows::Rows};
+use ferrotron_kernels::cpu::{CpuContext, Isa, elementwise, rows::Rows};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 /// y, mean, rstd of each row, by definition.
@@ -32,14 +32,14 @@ fn forward<T: Float>(rows: usize, h: usize, centred: bool, zero_centred: bool) {
     let eps = 1e-5;
     let bias = if centred { wide(&beta) } else { vec![0.0; h] };
     let (y, mean, rstd) = oracle(&wide(&x), &gains(&gamma, zero_centred), &bias, f64::from(eps), centred);
-    let (ours, our_mean, our_rstd) = everywhere(|threads, isa| {
+    let (ours, our_mean, our_rstd) = everywhere(|cpu| {
         let (mut y, mut m, mut r) = (vec![T::from_f32(9.0); rows * h], vec![9.0; rows], vec![9.0; rows]);
         let affine = Affine { gamma: &gamma, beta: centred.then_some(&beta[..]), eps, zero_centred };
         let io = InOut::dense(&x, &mut y, rows, h);
         if centred {
-            layer_norm(threads, isa, io, affine, &mut m, &mut r).unwrap();
+            layer_norm(cpu, io, affine, &mut m, &mut r).unwrap();
         } else {
-            rms_norm(threads, isa, io, affine, &mut r).unwrap();
+            rms_norm(cpu, io, affine, &mut r).unwrap();
             m.fill(0.0);
         }
         (y, m, r)
@@ -71,26 +71,26 @@ fn add_norm_has_the_bits_of_its_parts() {
         for centred in [false, true] {
             let affine =
                 Affine { gamma: &gamma, beta: centred.then_some(&gamma[..]), eps: 1e-6, zero_centred: false };
-            let fused = everywhere(|threads, isa| {
+            let fused = everywhere(|cpu| {
                 let (mut sum, mut y) = (vec![bf16::ZERO; rows * h], vec![bf16::ZERO; rows * h]);
                 let (mut mean, mut rstd) = (vec![0f32; rows], vec![0f32; rows]);
                 let io = AddNorm { x: &x, residual: &res, sum: &mut sum, y: &mut y };
                 if centred {
-                    add_layer_norm(threads, isa, io, affine, &mut mean, &mut rstd).unwrap();
+                    add_layer_norm(cpu, io, affine, &mut mean, &mut rstd).unwrap();
                 } else {
-                    add_rms_norm(threads, isa, io, affine, &mut rstd).unwrap();
+                    add_rms_norm(cpu, io, affine, &mut rstd).unwrap();
                 }
                 (sum, y, mean, rstd)
             });
-            let apart = everywhere(|threads, isa| {
+            let apart = everywhere(|cpu| {
                 let (mut sum, mut y) = (vec![bf16::ZERO; rows * h], vec![bf16::ZERO; rows * h]);
                 let (mut mean, mut rstd) = (vec![0f32; rows], vec![0f32; rows]);
-                elementwise::add(threads, isa, &x, &res, &mut sum).unwrap();
+                elementwise::add(cpu, &x, &res, &mut sum).unwrap();
                 let io = InOut::dense(&sum, &mut y, rows, h);
                 if centred {
-                    layer_norm(threads, isa, io, affine, &mut mean, &mut rstd).unwrap();
+                    layer_norm(cpu, io, affine, &mut mean, &mut rstd).unwrap();
                 } else {
-                    rms_norm(threads, isa, io, affine, &mut rstd).unwrap();
+                    rms_norm(cpu, io, affine, &mut rstd).unwrap();
                 }
                 (sum, y, mean, rstd)
             });
@@ -111,24 +111,22 @@ fn strided_heads_match_dense_rows() {
     let out = Rows::dense(tokens * heads, d);
     let dense: Vec<f32> =
         (0..tokens * heads).flat_map(|r| qkv[r / heads * stride + r % heads * d..][..d].to_vec()).collect();
-    let strided = everywhere(|threads, isa| {
+    let strided = everywhere(|cpu| {
         let (mut y, mut rstd) = (vec![0f32; tokens * heads * d], vec![0f32; tokens * heads]);
         let y_rows = Rows::heads(tokens, heads * d, heads, d, d);
-        rms_norm(threads, isa, InOut { x: &qkv, x_rows: view, y: &mut y, y_rows }, affine, &mut rstd)
-            .unwrap();
+        rms_norm(cpu, InOut { x: &qkv, x_rows: view, y: &mut y, y_rows }, affine, &mut rstd).unwrap();
         (y, rstd)
     });
-    let plain = everywhere(|threads, isa| {
+    let plain = everywhere(|cpu| {
         let (mut y, mut rstd) = (vec![0f32; tokens * heads * d], vec![0f32; tokens * heads]);
-        rms_norm(threads, isa, InOut { x: &dense, x_rows: out, y: &mut y, y_rows: out }, affine, &mut rstd)
-            .unwrap();
+        rms_norm(cpu, InOut { x: &dense, x_rows: out, y: &mut y, y_rows: out }, affine, &mut rstd).unwrap();
         (y, rstd)
     });
     assert_eq!(strided, plain);
 
     // Backward in place over the strided gradient buffer leaves everything outside the heads alone.
     let dy: Vec<f32> = random.vec(qkv.len(), 1.0);
-    let (grad, dgamma) = everywhere(|threads, isa| {
+    let (grad, dgamma) = everywhere(|cpu| {
         let (mut grad, mut dgamma) = (dy.clone(), vec![0f32; d]);
         let args = NormGrad {
             x: &qkv,
@@ -145,7 +143,7 @@ fn strided_heads_match_dense_rows() {
             dbeta: None,
             accumulate: false,
         };
-        norm_backward(threads, isa, args).unwrap();
+        norm_backward(cpu, args).unwrap();
         (grad, dgamma)
     });
     let dy_dense: Vec<f32> =
@@ -212,7 +210,7 @@ fn backward<T: Float>(rows: usize, h: usize, centred: bool, with_residual: bool,
         (mean.iter().map(|m| *m as f32).collect(), rstd.iter().map(|r| *r as f32).collect());
     let all = Rows::dense(rows, h);
     for in_place in [false, true] {
-        let (our_dx, our_dg, our_db) = everywhere(|threads, isa| {
+        let (our_dx, our_dg, our_db) = everywhere(|cpu| {
             let mut dx = if in_place { dy.clone() } else { vec![T::from_f32(9.0); rows * h] };
             let (mut dg, mut db) = (before.clone(), before.clone());
             let args = NormGrad {
@@ -230,7 +228,7 @@ fn backward<T: Float>(rows: usize, h: usize, centred: bool, with_residual: bool,
                 dbeta: centred.then_some(&mut db[..]),
                 accumulate,
             };
-            norm_backward(threads, isa, args).unwrap();
+            norm_backward(cpu, args).unwrap();
             (dx, dg, db)
         });
         let (scale, sums) = (rstd.iter().fold(1f64, |a, r| a.max(f64::from(*r))), rows as f64);
@@ -257,10 +255,11 @@ fn backward_matches_the_jacobian() {
 #[test]
 fn no_rows_write_nothing_but_zero_sums() {
     let threads = Threads::new(2).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let (gamma, mut rstd, mut dg) = (vec![1f32; 4], vec![0f32; 0], vec![3f32; 4]);
     let affine = Affine { gamma: &gamma, beta: None, eps: 1e-6, zero_centred: false };
     let io = InOut::dense(&[] as &[f32], &mut [], 0, 4);
-    rms_norm(&threads, Isa::detect(), io, affine, &mut rstd).unwrap();
+    rms_norm(cpu, io, affine, &mut rstd).unwrap();
     let none = Rows::dense(0, 4);
     for (accumulate, left) in [(true, 3.0), (false, 0.0)] {
         let args = NormGrad {
@@ -278,7 +277,7 @@ fn no_rows_write_nothing_but_zero_sums() {
             dbeta: None,
             accumulate,
         };
-        norm_backward(&threads, Isa::detect(), args).unwrap();
+        norm_backward(cpu, args).unwrap();
         assert_eq!(dg, [left; 4]);
     }
 }
@@ -290,10 +289,10 @@ fn hostile_rows_stay_alone() {
     let mut x: Vec<f32> = Random(3).vec(6 * h, 1.0);
     let gamma = vec![1f32; h];
     let run = |x: &[f32]| {
-        everywhere(|threads, isa| {
+        everywhere(|cpu| {
             let (mut y, mut rstd) = (vec![0f32; 6 * h], vec![0f32; 6]);
             let affine = Affine { gamma: &gamma, beta: None, eps: 1e-6, zero_centred: false };
-            rms_norm(threads, isa, InOut::dense(x, &mut y, 6, h), affine, &mut rstd).unwrap();
+            rms_norm(cpu, InOut::dense(x, &mut y, 6, h), affine, &mut rstd).unwrap();
             y.iter().map(|y| y.to_bits()).collect::<Vec<_>>()
         })
     };
@@ -312,7 +311,7 @@ fn hostile_rows_stay_alone() {
 #[test]
 fn wrong_shapes_are_errors() {
     let threads = Threads::new(1).unwrap();
-    let isa = Isa::detect();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let (x, mut y, gamma, mut rstd) = (vec![0f32; 12], vec![0f32; 12], vec![0f32; 4], vec![0f32; 3]);
     let affine = Affine { gamma: &gamma, beta: None, eps: 1e-6, zero_centred: false };
     let good = Rows::dense(3, 4);
@@ -324,8 +323,8 @@ fn wrong_shapes_are_errors() {
         (Rows::heads(3, 4, 2, 4, 2), Rows::heads(3, 4, 2, 4, 2)),
     ] {
         let io = InOut { x: &x, x_rows, y: &mut y, y_rows };
-        assert!(rms_norm(&threads, isa, io, affine, &mut rstd).is_err(), "{x_rows:?} {y_rows:?}");
+        assert!(rms_norm(cpu, io, affine, &mut rstd).is_err(), "{x_rows:?} {y_rows:?}");
     }
     let io = InOut::dense(&x, &mut y, 3, 4);
-    assert!(layer_norm(&threads, isa, io, affine, &mut [0.0; 2], &mut rstd).is_err());
+    assert!(layer_norm(cpu, io, affine, &mut [0.0; 2], &mut rstd).is_err());
 }

@@ -1,8 +1,8 @@
 use super::support::{Random, close, everywhere, wide};
-use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::grad_norm::{NormType, clip_factor, count_zeros, norm_total, scale_and_check};
 use ferrotron_kernels::cpu::optimizer::{AdamFactors, UpdateSlices, adam, sgd};
 use ferrotron_kernels::cpu::optimizer_chunks::{Grad, Param, State, join_master, split_master};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_kernels::grad_scaler::{DynamicScaler, ScalerConfig};
 use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{Float, Threads, bf16};
@@ -19,7 +19,7 @@ fn adam_matches_f64_on_a_mixed_list() {
             (0..3).map(|_| SIZES.iter().map(|n| random.vec(*n, 0.3)).collect()).collect();
         let (b1, b2, eps, scale) = (0.9, 0.95, 1e-8, 0.5);
         let (lr, wd) = (|i: usize| 1e-2 * (i + 1) as f32, |i: usize| [0.1, 0.0][i % 2]);
-        let all = everywhere(|threads, isa| {
+        let all = everywhere(|cpu| {
             let mut p = init.clone();
             let mut w: Vec<Vec<bf16>> = SIZES.iter().map(|n| vec![bf16::ZERO; *n]).collect();
             let zeros = || SIZES.iter().map(|n| vec![0f32; *n]).collect::<Vec<_>>();
@@ -37,7 +37,7 @@ fn adam_matches_f64_on_a_mixed_list() {
                     weight_decay: wd(i),
                     fp8: None,
                 });
-                adam(threads, isa, factors, list.collect()).unwrap();
+                adam(cpu, factors, list.collect()).unwrap();
             }
             (p, w, m, v)
         });
@@ -70,7 +70,7 @@ fn split_masters_step_like_whole_ones() {
     let mut random = Random(4);
     let (init, grad): (Vec<f32>, Vec<bf16>) = (random.vec(5001, 1.0), random.vec(5001, 0.1));
     let settings = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
-    let step = |threads: &Threads, isa: Isa, param: Param, m: &mut [bf16], v: &mut [bf16]| {
+    let step = |cpu: CpuContext, param: Param, m: &mut [bf16], v: &mut [bf16]| {
         let one = UpdateSlices {
             param,
             grad: Grad::Bf16(&grad),
@@ -80,18 +80,18 @@ fn split_masters_step_like_whole_ones() {
             weight_decay: 0.1,
             fp8: None,
         };
-        adam(threads, isa, AdamFactors::transformer_engine(settings, 1), vec![one]).unwrap();
+        adam(cpu, AdamFactors::transformer_engine(settings, 1), vec![one]).unwrap();
     };
     let zeros = vec![bf16::ZERO; init.len()];
-    let whole = everywhere(|threads, isa| {
+    let whole = everywhere(|cpu| {
         let (mut p, mut m, mut v) = (init.clone(), zeros.clone(), zeros.clone());
-        step(threads, isa, Param::Master(&mut p), &mut m, &mut v);
+        step(cpu, Param::Master(&mut p), &mut m, &mut v);
         (p, m, v)
     });
-    let split = everywhere(|threads, isa| {
+    let split = everywhere(|cpu| {
         let (mut high, mut low): (Vec<bf16>, Vec<i16>) = init.iter().map(|p| split_master(*p)).unzip();
         let (mut m, mut v) = (zeros.clone(), zeros.clone());
-        step(threads, isa, Param::Split(&mut high, &mut low), &mut m, &mut v);
+        step(cpu, Param::Split(&mut high, &mut low), &mut m, &mut v);
         (high.iter().zip(&low).map(|(h, l)| join_master(*h, *l)).collect::<Vec<_>>(), m, v)
     });
     assert_eq!(whole, split);
@@ -120,7 +120,7 @@ fn sgd_matches_f64() {
             let init: Vec<f32> = random.vec(n, 1.0);
             let grads: Vec<Vec<f32>> = (0..3).map(|_| random.vec(n, 1.0)).collect();
             let how = Sgd { momentum, dampening, nesterov };
-            let (ours, buffer) = everywhere(|threads, isa| {
+            let (ours, buffer) = everywhere(|cpu| {
                 // The first step must not read the buffer.
                 let (mut p, mut b) = (init.clone(), vec![f32::NAN; n]);
                 for (step, g) in grads.iter().enumerate() {
@@ -133,7 +133,7 @@ fn sgd_matches_f64() {
                         weight_decay: 0.01,
                         fp8: None,
                     };
-                    sgd(threads, isa, how, step == 0, 0.5, 0, vec![one]).unwrap();
+                    sgd(cpu, how, step == 0, 0.5, 0, vec![one]).unwrap();
                 }
                 (p, if momentum == 0.0 { vec![0.0; n] } else { b })
             });
@@ -161,28 +161,26 @@ fn sgd_matches_f64() {
 
 #[test]
 fn lists_that_do_not_fit_are_errors() {
-    let (threads, isa) = (Threads::new(1).unwrap(), Isa::detect());
+    let threads = Threads::new(1).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let (mut p, mut w, mut m, mut v) = ([0f32; 4], [bf16::ZERO; 3], [0f32; 4], [bf16::ZERO; 4]);
     let g = [1f32; 4];
-    fn refused(threads: &Threads, isa: Isa, param: Param, grad: Grad, first: State, second: State) -> bool {
+    fn refused(cpu: CpuContext, param: Param, grad: Grad, first: State, second: State) -> bool {
         let factors = AdamFactors::torch(0.9, 0.95, 1e-8, true, 1);
         let one = UpdateSlices { param, grad, first, second, lr: 0.1, weight_decay: 0.0, fp8: None };
-        adam(threads, isa, factors, vec![one]).is_err()
+        adam(cpu, factors, vec![one]).is_err()
     }
-    let t = &threads;
-    assert!(refused(t, isa, Param::Master(&mut p), Grad::F32(&g), State::F32(&mut m), State::Bf16(&mut v)));
-    assert!(refused(t, isa, Param::Master(&mut p), Grad::F32(&g), State::F32(&mut m), State::None));
+    assert!(refused(cpu, Param::Master(&mut p), Grad::F32(&g), State::F32(&mut m), State::Bf16(&mut v)));
+    assert!(refused(cpu, Param::Master(&mut p), Grad::F32(&g), State::F32(&mut m), State::None));
     assert!(refused(
-        t,
-        isa,
+        cpu,
         Param::Copied(&mut p, &mut w),
         Grad::F32(&g),
         State::F32(&mut m),
         State::F32(&mut [0.0; 4])
     ));
     assert!(refused(
-        t,
-        isa,
+        cpu,
         Param::Master(&mut p),
         Grad::F32(&g[..3]),
         State::F32(&mut m),
@@ -200,20 +198,20 @@ fn norms<T: Float>() {
         (NormType::L2, all.iter().map(|x| x * x).sum::<f64>().sqrt()),
         (NormType::Max, all.iter().fold(0f64, |a, x| a.max(x.abs()))),
     ] {
-        let ours = everywhere(|threads, isa| kind.finish(norm_total(threads, isa, kind, &views)));
+        let ours = everywhere(|cpu| kind.finish(norm_total(cpu, kind, &views)));
         assert!((ours - wanted).abs() <= 1e-12 * wanted, "{kind:?}: {ours} instead of {wanted}");
         for bad in [f32::NAN, f32::INFINITY] {
             let mut with = lists.clone();
             with[4][12_345] = T::from_f32(bad);
             let views: Vec<&[T]> = with.iter().map(Vec::as_slice).collect();
-            let bits = everywhere(|t, isa| kind.finish(norm_total(t, isa, kind, &views)).to_bits());
+            let bits = everywhere(|cpu| kind.finish(norm_total(cpu, kind, &views)).to_bits());
             let ours = f64::from_bits(bits);
             assert!(
                 if bad.is_nan() { ours.is_nan() } else { ours == f64::INFINITY },
                 "{kind:?} of {bad}: {ours}"
             );
         }
-        assert_eq!(norm_total::<T>(&Threads::new(2).unwrap(), Isa::detect(), kind, &[]), 0.0);
+        assert_eq!(everywhere(|cpu| norm_total::<T>(cpu, kind, &[])), 0.0);
     }
 }
 
@@ -223,8 +221,7 @@ fn norms_match_f64() {
     norms::<bf16>();
     // Squares of large f32 do not overflow.
     let big = [3e30f32, 4e30];
-    let t = Threads::new(1).unwrap();
-    let norm = NormType::L2.finish(norm_total(&t, Isa::detect(), NormType::L2, &[&big]));
+    let norm = NormType::L2.finish(everywhere(|cpu| norm_total(cpu, NormType::L2, &[&big])));
     assert!((norm - 5e30).abs() < 1e24);
     assert_eq!((clip_factor(0.5, 1.0), clip_factor(f64::INFINITY, 1.0)), (1.0, 0.0));
     assert!((clip_factor(4.0, 1.0) - 0.25).abs() < 1e-6 && clip_factor(f64::NAN, 1.0).is_nan());
@@ -233,7 +230,7 @@ fn norms_match_f64() {
 #[test]
 fn scaling_flags_what_is_not_finite_and_zeros_are_counted() {
     for bad in [None, Some(f32::NAN), Some(f32::INFINITY), Some(f32::NEG_INFINITY)] {
-        let (flag, scaled, zeros) = everywhere(|threads, isa| {
+        let (flag, scaled, zeros) = everywhere(|cpu| {
             let mut lists: Vec<Vec<f32>> = SIZES.iter().map(|n| vec![f32::MAX; *n]).collect();
             lists[3][17] = 0.0;
             lists[4][39_999] = -0.0;
@@ -241,9 +238,9 @@ fn scaling_flags_what_is_not_finite_and_zeros_are_counted() {
                 lists[4][20_000] = bad;
             }
             let views: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
-            let zeros = count_zeros(threads, isa, &views);
+            let zeros = count_zeros(cpu, &views);
             // Overflow by the factor is not an overflow of the input.
-            let flag = scale_and_check(threads, isa, lists.iter_mut().map(Vec::as_mut_slice).collect(), 4.0);
+            let flag = scale_and_check(cpu, lists.iter_mut().map(Vec::as_mut_slice).collect(), 4.0);
             (flag, lists[2][3], zeros)
         });
         assert_eq!((flag, scaled, zeros), (bad.is_some(), f32::INFINITY, 2));

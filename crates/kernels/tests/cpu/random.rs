@@ -1,6 +1,6 @@
 use super::support::{Random, everywhere};
-use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::random::{dropout, fill_normal};
+use ferrotron_kernels::cpu::random::{DropoutMask, dropout, fill_normal};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_kernels::philox::{RandomStream, philox4x32};
 use ferrotron_kernels::{NormalFill, RngKey};
 use ferrotron_tensor::{Float, Threads, bf16};
@@ -65,16 +65,17 @@ const PINNED_NORMALS: [u64; 5] = [
 #[test]
 fn normal_values_are_normal_and_independent_of_cuts() {
     let stream = RandomStream::named(7, "w");
-    let draw = |threads: &Threads, isa, first: usize, n: usize| {
+    let draw = |cpu: CpuContext, first: usize, n: usize| {
         let mut out = vec![0f32; n];
         let runs = NormalFill { stream, first: 3 + first as u64, stride: 0, std: 2.0 };
-        fill_normal(threads, isa, runs, n, &mut out);
+        fill_normal(cpu, runs, n, &mut out);
         out
     };
     let n = 200_001;
-    let whole = everywhere(|threads, isa| draw(threads, isa, 0, n));
+    let whole = everywhere(|cpu| draw(cpu, 0, n));
     for (first, len) in [(0, 10), (1, 1), (17, 50), (99_999, 100_002), (5, 0)] {
-        let part = draw(&Threads::new(2).unwrap(), Isa::detect(), first, len);
+        let cpu = CpuContext { threads: &Threads::new(2).unwrap(), isa: Isa::detect() };
+        let part = draw(cpu, first, len);
         assert_eq!(part, whole[first..first + len]);
     }
     let z: Vec<f64> = whole.iter().map(|x| f64::from(*x) / 2.0).collect();
@@ -88,9 +89,10 @@ fn normal_values_are_normal_and_independent_of_cuts() {
 }
 
 fn drop_all<T: Float>(p: f32, x: &[T], width: usize, rows: &[i32]) -> Vec<T> {
-    everywhere(|threads, isa| {
+    everywhere(|cpu| {
         let mut y = vec![T::from_f32(9.0); x.len()];
-        dropout(threads, isa, p, RandomStream::dropout(KEY), rows, width, x, &mut y).unwrap();
+        let mask = DropoutMask { p, stream: RandomStream::dropout(KEY), rows, width };
+        dropout(cpu, mask, x, &mut y).unwrap();
         y
     })
 }
@@ -131,9 +133,11 @@ fn dropout_of_nothing_everything_and_nonsense() {
     assert!(drop_all(1.0, &x, 8, rows).iter().all(|y| *y == 0.0));
     assert!(drop_all(0.5, &[f32::INFINITY; 8], 8, one).iter().all(|y| *y == 0.0 || *y == f32::INFINITY));
     assert!(drop_all::<f32>(0.5, &[], 8, &[]).is_empty());
-    let (threads, isa, stream) = (Threads::new(1).unwrap(), Isa::detect(), RandomStream::dropout(KEY));
+    let threads = Threads::new(1).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let mask = DropoutMask { p: 0.5, stream: RandomStream::dropout(KEY), rows, width: 8 };
     for p in [-0.1, 1.1, f32::NAN] {
-        assert!(dropout(&threads, isa, p, stream, rows, 8, &x, &mut [0f32; 64]).is_err());
+        assert!(dropout(cpu, DropoutMask { p, ..mask }, &x, &mut [0f32; 64]).is_err());
     }
-    assert!(dropout(&threads, isa, 0.5, stream, rows, 7, &x, &mut [0f32; 64]).is_err());
+    assert!(dropout(cpu, DropoutMask { width: 7, ..mask }, &x, &mut [0f32; 64]).is_err());
 }

@@ -1,6 +1,8 @@
 use super::support::{Random, close, everywhere};
 use ferrotron_kernels::RopeStyle;
-use ferrotron_kernels::cpu::{Isa, rope::rope, rows::Rows};
+use ferrotron_kernels::cpu::rope::{Angles, Rotation, rope};
+use ferrotron_kernels::cpu::rows::{Rows, RowsViewMut};
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_kernels::rope_tables::{RopeScaling, RopeTables, inv_freq};
 use ferrotron_tensor::{DType, Float, Threads, bf16};
 
@@ -31,24 +33,14 @@ fn check<T: Float>(tokens: usize, heads: usize, d: usize, rot: usize, gap: usize
     let x: Vec<T> = random.vec(tokens * stride, 1.0);
     let positions: Vec<i32> = (0..tokens).map(|_| random.below(90) as i32).collect();
     let tables = RopeTables::new(1e4, rot, &RopeScaling::None, 90).unwrap();
+    let angles = Angles { cos: &tables.cos, sin: &tables.sin, half: rot / 2 };
     let view = Rows::heads(tokens, stride, heads, d + gap, d);
     for style in STYLES {
         for inverse in [false, true] {
-            let y = everywhere(|threads, isa| {
+            let y = everywhere(|cpu| {
                 let mut y = x.clone();
-                rope(
-                    threads,
-                    isa,
-                    &mut y,
-                    view,
-                    &tables.cos,
-                    &tables.sin,
-                    rot / 2,
-                    &positions,
-                    style,
-                    inverse,
-                )
-                .unwrap();
+                let x = RowsViewMut { data: &mut y, rows: view };
+                rope(cpu, x, angles, &positions, Rotation { style, inverse }).unwrap();
                 y
             });
             let mut wanted: Vec<f64> = x.iter().map(|x| x.to_f64()).collect();
@@ -63,22 +55,11 @@ fn check<T: Float>(tokens: usize, heads: usize, d: usize, rot: usize, gap: usize
             close(&format!("{style:?} {inverse}"), &y, &wanted, 1e-6, 2e-5);
         }
         // Back again.
-        let round = everywhere(|threads, isa| {
+        let round = everywhere(|cpu| {
             let mut y = x.clone();
             for inverse in [false, true] {
-                rope(
-                    threads,
-                    isa,
-                    &mut y,
-                    view,
-                    &tables.cos,
-                    &tables.sin,
-                    rot / 2,
-                    &positions,
-                    style,
-                    inverse,
-                )
-                .unwrap();
+                let x = RowsViewMut { data: &mut y, rows: view };
+                rope(cpu, x, angles, &positions, Rotation { style, inverse }).unwrap();
             }
             y
         });
@@ -105,11 +86,14 @@ fn rotations_match_complex_numbers() {
 
 #[test]
 fn wrong_arguments_are_errors() {
-    let (threads, isa) = (Threads::new(1).unwrap(), Isa::detect());
+    let threads = Threads::new(1).unwrap();
+    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let tables = RopeTables::new(1e4, 4, &RopeScaling::None, 3).unwrap();
     let run = |positions: &[i64], half: usize, d: usize| {
         let (mut x, view) = (vec![0f32; 2 * d], Rows::heads(2, d, 1, d, d));
-        rope(&threads, isa, &mut x, view, &tables.cos, &tables.sin, half, positions, RopeStyle::Half, false)
+        let (x, angles) =
+            (RowsViewMut { data: &mut x, rows: view }, Angles { cos: &tables.cos, sin: &tables.sin, half });
+        rope(cpu, x, angles, positions, Rotation { style: RopeStyle::Half, inverse: false })
     };
     run(&[0, 2], 2, 6).unwrap();
     assert!(run(&[0, 3], 2, 6).is_err() && run(&[-1, 0], 2, 6).is_err());

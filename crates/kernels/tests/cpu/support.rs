@@ -1,6 +1,6 @@
 //! Inputs, comparisons and the machines tests run on.
 
-use ferrotron_kernels::cpu::Isa;
+use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{DType, Float, Threads};
 
 /// Pools of one, two and five threads.
@@ -9,7 +9,7 @@ pub fn pools() -> Vec<Threads> {
 }
 
 /// Run on every pool and instruction set; all must give the same bits. Returns them.
-pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> R {
+pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> R) -> R {
     let mut results = each_isa(run);
     let first = results.remove(0);
     for (level, result) in results.iter().enumerate() {
@@ -20,10 +20,10 @@ pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) ->
 
 /// Run on every pool: on one instruction set all must give the same bits. Returns those of each level, which may
 /// differ where one fuses multiply and add.
-pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> Vec<R> {
+pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> R) -> Vec<R> {
     let of = |isa: Isa| {
-        let mut results: Vec<R> = pools().iter().map(|threads| run(threads, isa)).collect();
-        results.push(run(&Threads::new(2).unwrap(), isa));
+        let mut results: Vec<R> = pools().iter().map(|threads| run(CpuContext { threads, isa })).collect();
+        results.push(run(CpuContext { threads: &Threads::new(2).unwrap(), isa }));
         let first = results.remove(0);
         assert!(results.iter().all(|r| *r == first), "{}: other bits on other threads", isa.name());
         first

@@ -2,8 +2,8 @@
 
 use super::golden::Tensors;
 use ferrotron_kernels::cpu::quant::{Blocks, Orientation, SmallBlocks, mxfp8_quantize, quantize_blocks};
-use ferrotron_kernels::cpu::rows::Rows;
-use ferrotron_kernels::cpu::{CpuKernels, Isa};
+use ferrotron_kernels::cpu::rows::RowsView;
+use ferrotron_kernels::cpu::{CpuContext, CpuKernels, Isa};
 use ferrotron_kernels::quant::scale::{ScaleRule, largest};
 use ferrotron_kernels::{ALIGN, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::fp8::{E4m3, E5m2, E8m0};
@@ -85,21 +85,18 @@ impl Input {
         }
     }
 
-    /// Quantizes by blocks with a lower bound `eps` on amax, which the trait does not have.
+    /// Quantizes by blocks with a lower bound on amax, which the trait does not have.
     pub fn blocks(
         &self,
         h: &Host,
         how: Orientation,
         shape: [usize; 2],
-        format: DType,
-        scaling: ScalingMode,
-        pow2: bool,
-        eps: f32,
+        scaling: BlockScaling,
     ) -> (Vec<u8>, Vec<f32>) {
         match self {
-            Input::F32(x) => with_eps(h, x, how, shape, format, scaling, pow2, eps),
-            Input::BF16(x) => with_eps(h, x, how, shape, format, scaling, pow2, eps),
-            Input::F16(x) => with_eps(h, x, how, shape, format, scaling, pow2, eps),
+            Input::F32(x) => with_eps(h, x, how, shape, scaling),
+            Input::BF16(x) => with_eps(h, x, how, shape, scaling),
+            Input::F16(x) => with_eps(h, x, how, shape, scaling),
         }
     }
 
@@ -112,30 +109,40 @@ impl Input {
     }
 }
 
+/// Quantization with a scale per block.
+#[derive(Clone, Copy)]
+pub struct BlockScaling {
+    pub format: DType,
+    pub mode: ScalingMode,
+    /// Scales are powers of two.
+    pub pow2: bool,
+    /// Lower bound on the amax of a block.
+    pub eps: f32,
+}
+
 fn with_eps<T: Float>(
     h: &Host,
     x: &[T],
     how: Orientation,
     [r, c]: [usize; 2],
-    format: DType,
-    scaling: ScalingMode,
-    pow2: bool,
-    eps: f32,
+    scaling: BlockScaling,
 ) -> (Vec<u8>, Vec<f32>) {
+    let BlockScaling { format, mode: scaling, pow2, eps } = scaling;
     let rule = ScaleRule { eps, ..ScaleRule::block(largest("test", format).unwrap(), pow2, T::DTYPE) };
     let [m, n] = if how == Orientation::Rows { [r, c] } else { [c, r] };
     let (width, blocks) = (n.next_multiple_of(ALIGN), Blocks { scaling, rule });
     let mut scales = vec![f32::NAN; scaling.scales(m, n).iter().product()];
-    let (threads, rows) = (Threads::new(2).unwrap(), Rows::dense(r, c));
+    let (threads, x) = (Threads::new(2).unwrap(), RowsView::dense(x, r, c));
+    let cpu = CpuContext { threads: &threads, isa: h.isa };
     let codes: Vec<u8> = match format {
         DType::E4M3 => {
             let mut q = vec![E4m3(0xff); m * width];
-            quantize_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
+            quantize_blocks(cpu, how, x, blocks, &mut q, &mut scales).unwrap();
             q.iter().map(|q| q.0).collect()
         }
         _ => {
             let mut q = vec![E5m2(0xff); m * width];
-            quantize_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
+            quantize_blocks(cpu, how, x, blocks, &mut q, &mut scales).unwrap();
             q.iter().map(|q| q.0).collect()
         }
     };
@@ -145,14 +152,15 @@ fn with_eps<T: Float>(
 
 fn mxfp8<T: Float>(isa: Isa, x: &[T], grid: SmallBlocks, format: DType) -> (Vec<u8>, Vec<E8m0>) {
     let mut scales = vec![E8m0(7); grid.blocks().iter().product()];
-    let (threads, rows) = (Threads::new(2).unwrap(), Rows::dense(grid.r, grid.c));
+    let (threads, n) = (Threads::new(2).unwrap(), x.len());
+    let (cpu, x) = (CpuContext { threads: &threads, isa }, RowsView::dense(x, grid.r, grid.c));
     if format == DType::E4M3 {
-        let mut codes = vec![E4m3(0xff); x.len()];
-        mxfp8_quantize(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
+        let mut codes = vec![E4m3(0xff); n];
+        mxfp8_quantize(cpu, grid, x, &mut codes, &mut scales).unwrap();
         (codes.iter().map(|q| q.0).collect(), scales)
     } else {
-        let mut codes = vec![E5m2(0xff); x.len()];
-        mxfp8_quantize(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
+        let mut codes = vec![E5m2(0xff); n];
+        mxfp8_quantize(cpu, grid, x, &mut codes, &mut scales).unwrap();
         (codes.iter().map(|q| q.0).collect(), scales)
     }
 }

@@ -3,10 +3,10 @@
 
 mod compare;
 mod formats;
+mod gemm;
 #[path = "../../../../tests/support/golden.rs"]
 mod golden;
 mod host;
-mod products;
 mod quantize;
 
 use golden::Area;

@@ -3,7 +3,7 @@
 use super::areas;
 use super::compare::{format_of, same, same_codes};
 use super::golden::{Tensors, list, only_keys, text};
-use super::host::{Host, Input};
+use super::host::{BlockScaling, Host, Input};
 use ferrotron_kernels::cpu::quant::{MX_BLOCK, Orientation, SmallBlocks, swizzle};
 use ferrotron_kernels::quant::scale::{ScaleRule, largest};
 use ferrotron_kernels::{BlockAxis, QuantKernels, Quantize, ScaleSource, ScalingMode};
@@ -11,7 +11,7 @@ use ferrotron_tensor::DType;
 use std::collections::BTreeSet;
 
 /// Per-tensor scaling.
-fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format: DType, pow2: bool) {
+fn current((h, t): (&Host, &Tensors), at: &str, x: &Input, shape: [usize; 2], format: DType, pow2: bool) {
     let get = |what: &str| t.f32(&format!("{at}/{what}"));
     let xt = x.tensor(h, shape);
     let amax = h.up(&[0f32], &[1]);
@@ -50,15 +50,12 @@ fn cut(scales: &[f32], width: usize, columns: usize) -> Vec<f32> {
 
 /// Block scaling: row-wise, column-wise, or (128 × 128) both.
 fn blocks(
-    h: &Host,
-    t: &Tensors,
+    (h, t): (&Host, &Tensors),
     at: &str,
     kind: &str,
     x: &Input,
     [r, c]: [usize; 2],
-    format: DType,
-    pow2: bool,
-    eps: f32,
+    (format, pow2, eps): (DType, bool, f32),
 ) {
     let (scaling, uses): (_, &[Orientation]) = match kind {
         "block1x128" => (ScalingMode::Block1x128, &[Orientation::Rows]),
@@ -76,7 +73,7 @@ fn blocks(
             h.k.quantize(&h.s, &q).unwrap();
             (h.codes(&out), h.f32(&out.scale_inv))
         } else {
-            x.blocks(h, *how, [r, c], format, scaling, pow2, eps)
+            x.blocks(h, *how, [r, c], BlockScaling { format, mode: scaling, pow2, eps })
         };
         // The stored codes and scales are those of x, or of the transpose for blocks along columns.
         let stored_transposed = kind == "block128x1";
@@ -145,14 +142,14 @@ fn quantized(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2]) {
     assert!(parts.len() > 2, "the format has no result {at}");
     let format = format_of(parts[2]);
     match parts[1..] {
-        ["current", _, mode] => current(h, t, at, x, shape, format, pow2(mode)),
+        ["current", _, mode] => current((h, t), at, x, shape, format, pow2(mode)),
         [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode] => {
-            blocks(h, t, at, kind, x, shape, format, pow2(mode), 0.0);
+            blocks((h, t), at, kind, x, shape, (format, pow2(mode), 0.0));
         }
         [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode, eps] => {
             let eps = eps.strip_prefix("eps").and_then(|eps| eps.parse().ok());
             let eps = eps.unwrap_or_else(|| panic!("the format has no result {at}"));
-            blocks(h, t, at, kind, x, shape, format, pow2(mode), eps);
+            blocks((h, t), at, kind, x, shape, (format, pow2(mode), eps));
         }
         ["mxfp8", _, along @ ("row" | "col")] => {
             let along = if along == "row" { BlockAxis::Rows } else { BlockAxis::Cols };

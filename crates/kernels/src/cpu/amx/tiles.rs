@@ -1,5 +1,6 @@
 //! Tile configuration and the 32x32 microkernel.
 
+use crate::cpu::gemm::PackedOperands;
 use ferrotron_tensor::bf16;
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -127,23 +128,19 @@ impl Drop for Tiles {
 
 /// One 32x32 block product, `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
 ///
-/// * `a`: 32 rows of `32·kb` bf16, row-major with `lda` elements from row to row (k contiguous). Fastest when
-///   every row starts on a 64-byte boundary.
-/// * `b`: VNNI panel `[kb][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
+/// * `operands.a`: fastest when every row starts on a 64-byte boundary.
+/// * `operands.b`: VNNI panel `[k/32][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
 ///   it; 64-byte aligned or it runs at a third of the speed.
+/// * `operands.k`: a multiple of 32; 0 gives zeros (or leaves `c` as it is).
 /// * `c`: f32, `ldc` elements from row to row.
-/// * `kb`: steps of 32 along k; 0 gives zeros (or leaves `c` as it is).
 ///
 /// For each element the sum runs along k in order, so it does not depend on the neighbours in the block.
 ///
 /// # Safety
-/// All the elements named above must be valid for reads (`a`, `b`, `c` with `accumulate`) or writes (`c`).
+/// The operands must be valid for reads, and `c` for writes and, with `accumulate`, for reads.
 pub(crate) unsafe fn mm_32x32(
     tiles: &Tiles,
-    a: *const bf16,
-    lda: usize,
-    b: *const bf16,
-    kb: usize,
+    operands: PackedOperands<bf16>,
     c: *mut f32,
     ldc: usize,
     accumulate: bool,
@@ -151,7 +148,8 @@ pub(crate) unsafe fn mm_32x32(
     // SAFETY: the blocks are those the caller vouches for.
     unsafe {
         tiles.start(c, ldc, accumulate);
-        for step in 0..kb {
+        let PackedOperands { a, lda, b, k } = operands;
+        for step in 0..k / 32 {
             tiles.step(a.add(32 * step), lda, b.add(1024 * step));
         }
         tiles.finish(c, ldc);

@@ -7,16 +7,20 @@
 //! A task is one key head of one sequence, or every n-th chunk of its keys where there are too few heads to occupy all
 //! threads; then partial sums of `dq` are kept per task in f32 and added in order at the end.
 
-use super::block_gemm::{self, Engine, EngineKind, Left, Plain, Right};
+use super::block_gemm::{self, Engine, EngineKind, Left, Output, Plain, Right};
 use super::check::{self, Side};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
 use super::softmax::{self, ScoreBlock};
-use super::softmax_state::Sight;
-use super::tiles::{accumulate, dot, narrow};
+use super::softmax_state::{SavedQueries, Sight};
+use super::tiles::{accumulate, dot, store_scaled};
 use super::transpose::transpose;
-use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
-use crate::cpu::Isa;
+use super::view::TokenHead;
+use super::{
+    AttentionGradients, AttentionInputs, AttentionOutputs, AttentionShape, HeadsMut, KEYS, QUERIES, Span,
+    padded,
+};
+use crate::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Result, Threads};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
@@ -31,22 +35,16 @@ const PIECES: usize = 32;
 /// `dq`, `dk`, `dv` (overwritten, gradients of GQA groups summed in the order of the heads) and `dsink` (added to)
 /// from the inputs and outputs of [`forward`](super::forward). Queries without a visible key have no gradient.
 pub fn backward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     shape: &AttentionShape,
     spans: &[Span],
-    q: Heads<'_, T>,
-    k: Heads<'_, T>,
-    v: Heads<'_, T>,
-    out: Heads<'_, T>,
-    dout: Heads<'_, T>,
-    lse: &[f32],
-    sink: Option<&[f32]>,
-    dq: &HeadsMut<'_, T>,
-    dk: &HeadsMut<'_, T>,
-    dv: &HeadsMut<'_, T>,
-    dsink: Option<&mut [f32]>,
+    inputs: AttentionInputs<'_, T>,
+    outputs: AttentionOutputs<'_, T>,
+    gradients: AttentionGradients<'_, T>,
 ) -> Result<()> {
+    let AttentionInputs { q, k, v, sink } = inputs;
+    let AttentionOutputs { out, dout, lse } = outputs;
+    let AttentionGradients { dq, dk, dv, dsink } = gradients;
     check::shape(shape)?;
     check::per_head(shape, "the sink", sink.map(<[f32]>::len))?;
     check::per_head(shape, "the sink's gradient", dsink.as_ref().map(|d| d.len()))?;
@@ -62,12 +60,12 @@ pub fn backward<T: Float>(
 
     let rows = spans.iter().map(|s| s.q_len * shape.heads).sum();
     let mut delta = vec![0.0f32; rows];
-    let job = Job { isa, shape, q, k, v, out, dout, lse, sink, dq, dk, dv };
-    deltas(threads, &job, spans, &mut delta, dsink);
-    match block_gemm::best::<T>(isa) {
+    let job = Job { isa: cpu.isa, shape, inputs, outputs, dq, dk, dv };
+    deltas(cpu.threads, &job, spans, &mut delta, dsink);
+    match block_gemm::best::<T>(cpu.isa) {
         #[cfg(target_arch = "x86_64")]
-        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job, spans, &delta),
-        EngineKind::Plain => run::<T, Plain>(threads, &job, spans, &delta),
+        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(cpu.threads, &job, spans, &delta),
+        EngineKind::Plain => run::<T, Plain>(cpu.threads, &job, spans, &delta),
     }
     Ok(())
 }
@@ -76,13 +74,8 @@ pub fn backward<T: Float>(
 struct Job<'a, T> {
     isa: Isa,
     shape: &'a AttentionShape,
-    q: Heads<'a, T>,
-    k: Heads<'a, T>,
-    v: Heads<'a, T>,
-    out: Heads<'a, T>,
-    dout: Heads<'a, T>,
-    lse: &'a [f32],
-    sink: Option<&'a [f32]>,
+    inputs: AttentionInputs<'a, T>,
+    outputs: AttentionOutputs<'a, T>,
     dq: &'a HeadsMut<'a, T>,
     dk: &'a HeadsMut<'a, T>,
     dv: &'a HeadsMut<'a, T>,
@@ -91,7 +84,7 @@ struct Job<'a, T> {
 impl<T> Job<'_, T> {
     /// Saved log-sum-exp of query `i`.
     fn lse(&self, span: &Span, head: usize, i: usize) -> f32 {
-        self.lse[span.lse_base + head * self.shape.lse_head + i * self.shape.lse_token]
+        self.outputs.lse[span.lse_base + head * self.shape.lse_head + i * self.shape.lse_token]
     }
 }
 
@@ -120,10 +113,11 @@ fn deltas<T: Float>(
     }
     threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
         for DeltaTask { span, head, delta, dsink } in piece {
-            let sink = job.sink.map(|s| s[*head]);
+            let sink = job.inputs.sink.map(|s| s[*head]);
             for (i, delta) in delta.iter_mut().enumerate() {
-                let out = &job.out.from(span.batch, span.q_start + i, *head)[..job.shape.d_v];
-                let dout = &job.dout.from(span.batch, span.q_start + i, *head)[..job.shape.d_v];
+                let at = TokenHead { batch: span.batch, token: span.q_start + i, head: *head };
+                let out = &job.outputs.out.from(at)[..job.shape.d_v];
+                let dout = &job.outputs.dout.from(at)[..job.shape.d_v];
                 *delta = dot(job.isa, out, dout);
                 let lse = job.lse(span, *head, i);
                 if let Some(sink) = sink
@@ -248,15 +242,8 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span],
                         let piece = (head / group * parts + part) * group + head % group;
                         accumulate(job.isa, &shares[piece * per_head + i * d..][..d], &mut sum);
                     }
-                    write(
-                        job.isa,
-                        job.dq,
-                        span.batch,
-                        span.q_start + i,
-                        head,
-                        shape.scale,
-                        &sum[..shape.d_qk],
-                    );
+                    let at = TokenHead { batch: span.batch, token: span.q_start + i, head };
+                    write(job.isa, job.dq, at, shape.scale, &sum[..shape.d_qk]);
                 }
             });
         }
@@ -264,10 +251,10 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span],
     }
 }
 
-/// `to[b, t, h] = row * factor`.
-fn write<T: Float>(isa: Isa, to: &HeadsMut<'_, T>, b: usize, t: usize, h: usize, factor: f32, row: &[f32]) {
-    // SAFETY: `check` found the row inside its buffer and in one span only; one piece of work has each span's rows.
-    narrow(isa, row, factor, unsafe { to.row(b, t, h, row.len()) });
+/// `to[at] = row * factor`.
+fn write<T: Float>(isa: Isa, to: &HeadsMut<'_, T>, at: TokenHead, factor: f32, row: &[f32]) {
+    // SAFETY: `check` found the row inside its buffer and in one span only; one task has each span's rows.
+    store_scaled(isa, row, factor, unsafe { to.row(at, row.len()) });
 }
 
 fn differentiate<T: Float, E: Engine>(
@@ -280,82 +267,91 @@ fn differentiate<T: Float, E: Engine>(
     let mask = Mask::new(shape, span);
     let (d, dv) = (padded(shape.d_qk), padded(shape.d_v));
     let group = shape.heads / shape.kv_heads;
+    let heads = piece.kv_head * group..(piece.kv_head + 1) * group;
     if span.k_len == 0 {
-        (0..group).for_each(|member| zero_queries(job, piece, member, 0..span.q_len));
+        for head in heads.clone() {
+            zero_queries(job, span, &QueryBlock { head, queries: 0..span.q_len });
+        }
     }
     for chunk in (piece.part * CHUNK..span.k_len).step_by(piece.parts * CHUNK) {
         let chunk = chunk..span.k_len.min(chunk + CHUNK);
         for (b, first) in chunk.clone().step_by(KEYS).enumerate() {
-            let (token, len) = (span.k_start + first, (chunk.end - first).min(KEYS));
+            let len = (chunk.end - first).min(KEYS);
+            let at = TokenHead { batch: span.batch, token: span.k_start + first, head: piece.kv_head };
             let k = &mut scratch.k[b * KEYS * d..][..KEYS * d];
-            engine.stage(job.k.from(span.batch, token, piece.kv_head), job.k.token, len, shape.d_qk, k);
+            engine.stage(job.inputs.k.from(at), job.inputs.k.token, len, shape.d_qk, k);
             engine.transpose_left(len, d, k, &mut scratch.transposed[b * KEYS * d..][..KEYS * d]);
             let v = &mut scratch.v[b * KEYS * dv..][..KEYS * dv];
-            engine.stage(job.v.from(span.batch, token, piece.kv_head), job.v.token, len, shape.d_v, v);
+            engine.stage(job.inputs.v.from(at), job.inputs.v.token, len, shape.d_v, v);
         }
         scratch.dk[..padded(chunk.len()) * d].fill(0.0);
         scratch.dv[..padded(chunk.len()) * dv].fill(0.0);
-        for member in 0..group {
+        for head in heads.clone() {
             for from in (0..span.q_len).step_by(QUERIES) {
-                let queries = from..span.q_len.min(from + QUERIES);
-                if mask.cover(&queries, &chunk) == Cover::None {
+                let block = QueryBlock { head, queries: from..span.q_len.min(from + QUERIES) };
+                if mask.cover(&block.queries, &chunk) == Cover::None {
                     if piece.share.is_empty() {
-                        zero_queries(job, piece, member, queries);
+                        zero_queries(job, span, &block);
                     }
                     continue;
                 }
-                queries_of(job, &engine, piece, &mask, member, &queries, &chunk, scratch);
+                differentiate_block(job, &engine, piece, &block, &chunk, scratch);
             }
         }
         for (row, j) in chunk.clone().enumerate() {
-            let (b, t, h) = (span.batch, span.k_start + j, piece.kv_head);
-            write(isa, job.dk, b, t, h, shape.scale, &scratch.dk[row * d..][..shape.d_qk]);
-            write(isa, job.dv, b, t, h, 1.0, &scratch.dv[row * dv..][..shape.d_v]);
+            let at = TokenHead { batch: span.batch, token: span.k_start + j, head: piece.kv_head };
+            write(isa, job.dk, at, shape.scale, &scratch.dk[row * d..][..shape.d_qk]);
+            write(isa, job.dv, at, 1.0, &scratch.dv[row * dv..][..shape.d_v]);
         }
     }
 }
 
+/// Queries of one query head.
+struct QueryBlock {
+    head: usize,
+    queries: Range<usize>,
+}
+
 /// Queries that see no key have no gradient.
-fn zero_queries<T: Float>(job: &Job<'_, T>, piece: &KeyHeadTask<'_>, member: usize, queries: Range<usize>) {
-    let (shape, span) = (job.shape, piece.span);
-    let head = piece.kv_head * (shape.heads / shape.kv_heads) + member;
-    for i in queries {
-        // SAFETY: as in `write`; a piece without a share is the only one of its span and heads.
-        unsafe { job.dq.row(span.batch, span.q_start + i, head, shape.d_qk) }.fill(T::from_f32(0.0));
+fn zero_queries<T: Float>(job: &Job<'_, T>, span: &Span, block: &QueryBlock) {
+    for i in block.queries.clone() {
+        let at = TokenHead { batch: span.batch, token: span.q_start + i, head: block.head };
+        // SAFETY: as in `write`; a task without a share is the only one of its span and heads.
+        unsafe { job.dq.row(at, job.shape.d_qk) }.fill(T::from_f32(0.0));
     }
 }
 
-/// Gradients between one block of queries of one head and a chunk of keys.
-fn queries_of<T: Float, E: Engine>(
+/// Gradients between one block of queries and a chunk of keys.
+fn differentiate_block<T: Float, E: Engine>(
     job: &Job<'_, T>,
     engine: &E,
     piece: &mut KeyHeadTask<'_>,
-    mask: &Mask,
-    member: usize,
-    queries: &Range<usize>,
+    block: &QueryBlock,
     chunk: &Range<usize>,
     scratch: &mut Scratch<E>,
 ) {
     let (shape, span, isa) = (job.shape, piece.span, job.isa);
+    let QueryBlock { head, ref queries } = *block;
+    let (mask, inputs, dout) = (&Mask::new(shape, span), &job.inputs, &job.outputs.dout);
     let (d, dv, count) = (padded(shape.d_qk), padded(shape.d_v), queries.len());
     let lanes = padded(count);
-    let head = piece.kv_head * (shape.heads / shape.kv_heads) + member;
+    let member = head % (shape.heads / shape.kv_heads);
     let x = scratch;
-    let token = span.q_start + queries.start;
-    engine.stage(job.q.from(span.batch, token, head), job.q.token, count, shape.d_qk, &mut x.q_tile);
+    let at = TokenHead { batch: span.batch, token: span.q_start + queries.start, head };
+    engine.stage(inputs.q.from(at), inputs.q.token, count, shape.d_qk, &mut x.q_tile);
     engine.right_transposed(count, d, &x.q_tile, &mut x.q_transposed);
     let q = engine.right(count, d, &x.q_tile, &mut x.q_right);
-    engine.stage(job.dout.from(span.batch, token, head), job.dout.token, count, shape.d_v, &mut x.dout_tile);
+    engine.stage(dout.from(at), dout.token, count, shape.d_v, &mut x.dout_tile);
     engine.right_transposed(count, dv, &x.dout_tile, &mut x.dout_transposed);
     let dout = engine.right(count, dv, &x.dout_tile, &mut x.dout_right);
 
     let sight = Sight::new(mask, queries);
-    let (mut lse, mut delta) = ([0.0f32; QUERIES], [0.0f32; QUERIES]);
+    let mut saved = SavedQueries { lse: [0.0; QUERIES], delta: [0.0; QUERIES] };
     for (lane, i) in queries.clone().enumerate() {
-        let saved = job.lse(span, head, i);
+        let lse = job.lse(span, head, i);
         // A query whose scores were all -inf has zero probabilities.
-        lse[lane] = if saved == f32::NEG_INFINITY { f32::INFINITY } else { saved * LOG2_E };
-        delta[lane] = piece.delta[head * span.q_len + i];
+        saved.lse[lane] = if lse == f32::NEG_INFINITY { f32::INFINITY } else { lse * LOG2_E };
+        saved.delta[lane] = piece.delta[head * span.q_len + i];
     }
     let mut fresh = true;
     for (b, first) in chunk.clone().step_by(KEYS).enumerate() {
@@ -367,10 +363,10 @@ fn queries_of<T: Float, E: Engine>(
         let rows = padded(keys.len());
         let k = Left { data: &x.k[b * KEYS * d..][..KEYS * d], ld: d };
         let right = Right { data: &x.q_transposed, rows: d, cols: QUERIES };
-        engine.multiply((rows, d, lanes), k, right, &mut x.s, QUERIES, false);
+        engine.multiply((rows, d, lanes), k, right, Output { data: &mut x.s, ld: QUERIES }, false);
         let v = Left { data: &x.v[b * KEYS * dv..][..KEYS * dv], ld: dv };
         let right = Right { data: &x.dout_transposed, rows: dv, cols: QUERIES };
-        engine.multiply((rows, dv, lanes), v, right, &mut x.dp, QUERIES, false);
+        engine.multiply((rows, dv, lanes), v, right, Output { data: &mut x.dp, ld: QUERIES }, false);
         let scores = ScoreBlock {
             scale: shape.scale,
             softcap: shape.softcap,
@@ -378,23 +374,26 @@ fn queries_of<T: Float, E: Engine>(
             first_key: first as i32,
             keys: rows,
         };
-        softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &lse, &delta);
+        softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &saved);
         // Stage all operands first: a GEMM right after the stores of its operand would stall on them.
         let p = engine.block_left(rows, &x.s, &mut x.p_left);
         let ds = engine.block_left(rows, &x.dp, &mut x.ds_left);
         let ds_right = engine.block_right(rows, &x.dp, &mut x.ds_right);
-        engine.multiply((rows, lanes, dv), p, dout, &mut x.dv[b * KEYS * dv..][..KEYS * dv], dv, true);
-        engine.multiply((rows, lanes, d), ds, q, &mut x.dk[b * KEYS * d..][..KEYS * d], d, true);
+        let dv_block = Output { data: &mut x.dv[b * KEYS * dv..][..KEYS * dv], ld: dv };
+        engine.multiply((rows, lanes, dv), p, dout, dv_block, true);
+        let dk_block = Output { data: &mut x.dk[b * KEYS * d..][..KEYS * d], ld: d };
+        engine.multiply((rows, lanes, d), ds, q, dk_block, true);
         let k = Left { data: &x.transposed[b * KEYS * d..][..KEYS * d], ld: KEYS };
-        engine.multiply((d, rows, lanes), k, ds_right, &mut x.dq, QUERIES, !fresh);
+        engine.multiply((d, rows, lanes), k, ds_right, Output { data: &mut x.dq, ld: QUERIES }, !fresh);
         fresh = false;
     }
     let (sums, rows) = (bytemuck::cast_slice(&x.dq), bytemuck::cast_slice_mut(&mut x.rows));
-    transpose(isa, d, lanes, sums, QUERIES, rows, d);
+    transpose(isa, [d, lanes], sums, QUERIES, rows, d);
     for (lane, i) in queries.clone().enumerate() {
         let row = &x.rows[lane * d..][..d];
         if piece.share.is_empty() {
-            write(isa, job.dq, span.batch, span.q_start + i, head, shape.scale, &row[..shape.d_qk]);
+            let at = TokenHead { batch: span.batch, token: span.q_start + i, head };
+            write(isa, job.dq, at, shape.scale, &row[..shape.d_qk]);
         } else {
             accumulate(isa, row, &mut piece.share[(member * span.q_len + i) * d..][..d]);
         }

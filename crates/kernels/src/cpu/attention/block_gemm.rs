@@ -1,6 +1,6 @@
 //! Block GEMM engines. The forward and backward loops are generic over [`Engine`].
 
-use super::block_gemm_vector::{Operands, product};
+use super::block_gemm_vector::{Operands, gemm};
 use super::tiles::widen;
 use super::transpose::transpose;
 use super::{KEYS, QUERIES, padded};
@@ -25,6 +25,14 @@ pub(super) struct Right<'a, E> {
     pub rows: usize,
     /// Column capacity.
     pub cols: usize,
+}
+
+/// Output of a block GEMM, row-major.
+pub(super) struct Output<'a> {
+    /// The elements.
+    pub data: &'a mut [f32],
+    /// Row stride.
+    pub ld: usize,
 }
 
 /// A block GEMM implementation. Sizes of operands are multiples of the grain; a *tile* is up to 64 tokens row by row,
@@ -55,14 +63,13 @@ pub(super) trait Engine {
     fn block_left<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [Self::E]) -> Left<'a, Self::E>;
     /// A block as a right operand of `[KEYS, QUERIES]`.
     fn block_right<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [Self::E]) -> Right<'a, Self::E>;
-    /// `c[m, n] = left[m, k] · right[k, n]`, or `+=` with `add`; `ldc` elements from row to row of `c`.
+    /// `c[m, n] = left[m, k] · right[k, n]`, or `+=` with `add`; the size is `(m, k, n)`.
     fn multiply(
         &self,
         size: (usize, usize, usize),
         left: Left<'_, Self::E>,
         right: Right<'_, Self::E>,
-        c: &mut [f32],
-        ldc: usize,
+        c: Output<'_>,
         add: bool,
     );
 }
@@ -103,7 +110,7 @@ impl Engine for Plain {
 
     fn transpose_left(&self, rows: usize, cols: usize, tile: &[f32], left: &mut [f32]) {
         let (tile, left) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(left));
-        transpose(self.0, padded(rows), cols, tile, cols, left, KEYS);
+        transpose(self.0, [padded(rows), cols], tile, cols, left, KEYS);
     }
 
     fn right<'a>(&self, _: usize, cols: usize, tile: &'a [f32], _: &'a mut [f32]) -> Right<'a, f32> {
@@ -112,7 +119,7 @@ impl Engine for Plain {
 
     fn right_transposed(&self, rows: usize, cols: usize, tile: &[f32], right: &mut [f32]) {
         let (tile, right) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(right));
-        transpose(self.0, padded(rows), cols, tile, cols, right, QUERIES);
+        transpose(self.0, [padded(rows), cols], tile, cols, right, QUERIES);
     }
 
     fn block_left<'a>(&self, _: usize, block: &'a [f32], _: &'a mut [f32]) -> Left<'a, f32> {
@@ -128,11 +135,10 @@ impl Engine for Plain {
         (m, k, n): (usize, usize, usize),
         left: Left<'_, f32>,
         right: Right<'_, f32>,
-        c: &mut [f32],
-        ldc: usize,
+        c: Output<'_>,
         add: bool,
     ) {
-        let operands = Operands { a: left.data, lda: left.ld, b: right.data, ldb: right.cols, c, ldc };
-        product(self.0, m, k, n, operands, add);
+        let (a, lda, b, ldb) = (left.data, left.ld, right.data, right.cols);
+        gemm(self.0, [m, k, n], Operands { a, lda, b, ldb, c: c.data, ldc: c.ld }, add);
     }
 }

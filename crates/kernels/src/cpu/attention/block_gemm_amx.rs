@@ -1,13 +1,14 @@
-//! Block products on the AMX unit: operands in bf16, sums in f32.
+//! Block GEMMs on the AMX unit: operands in bf16, sums in f32.
 //!
 //! A right operand of `[k, n]` is one panel for every 32 columns, each with room for all `k` rows; see
 //! `amx::pack` for what a panel is.
 
-use super::block_gemm::{Engine, Left, Right};
+use super::block_gemm::{Engine, Left, Output, Right};
 use super::rounding::{round, round_pairs};
 use super::{GRAIN, KEYS, QUERIES, padded};
 use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, mm_32x32, pack};
+use crate::cpu::gemm::PackedOperands;
 use ferrotron_tensor::{DType, Float, bf16};
 
 /// The AMX engine; only ever made where `isa` is [`Isa::Amx`].
@@ -100,10 +101,10 @@ impl Engine for Matrix {
         (m, k, n): (usize, usize, usize),
         left: Left<'_, bf16>,
         right: Right<'_, bf16>,
-        c: &mut [f32],
-        ldc: usize,
+        c: Output<'_>,
         add: bool,
     ) {
+        let Output { data: c, ld: ldc } = c;
         assert!([m, k, n].iter().all(|x| x.is_multiple_of(GRAIN)) && m > 0 && n > 0);
         assert!(left.data.len() >= (m - 1) * left.ld + k && c.len() >= (m - 1) * ldc + n);
         assert!(right.data.len() >= right.rows * n && right.rows >= k);
@@ -114,7 +115,7 @@ impl Engine for Matrix {
                     let (a, b) =
                         (left.data.as_ptr().add(i * left.ld), right.data.as_ptr().add(j * right.rows));
                     let c = c.as_mut_ptr().add(i * ldc + j);
-                    mm_32x32(&self.tiles, a, left.ld, b, k / GRAIN, c, ldc, add);
+                    mm_32x32(&self.tiles, PackedOperands { a, lda: left.ld, b, k }, c, ldc, add);
                 }
             }
         }
@@ -151,22 +152,17 @@ mod tests {
             // tile · tileᵀ, block · tile, tileᵀ · block, with and without adding.
             e.right_transposed(tokens, cols, &tile, &mut one);
             let right = Right { data: &one, rows: cols, cols: QUERIES };
-            e.multiply((rows, cols, rows), Left { data: &tile, ld: cols }, right, &mut c[0], QUERIES, false);
+            let [c0, c1, c2, c3] = c.each_mut().map(Vec::as_mut_slice);
+            let out = |data, ld| Output { data, ld };
+            e.multiply((rows, cols, rows), Left { data: &tile, ld: cols }, right, out(c0, QUERIES), false);
             let right = e.right(tokens, cols, &tile, &mut two);
             let left = e.block_left(keys, &block, &mut three);
-            e.multiply((keys, rows, cols), left, right, &mut c[1], cols, true);
+            e.multiply((keys, rows, cols), left, right, out(c1, cols), true);
             e.transpose_left(tokens, cols, &tile, &mut one);
             let right = e.block_right(keys, &block, &mut four);
-            let size = (cols, keys.min(rows), QUERIES);
-            e.multiply(size, Left { data: &one, ld: KEYS }, right, &mut c[2], QUERIES, true);
-            e.multiply(
-                (cols, keys.min(rows), 32),
-                Left { data: &one, ld: KEYS },
-                right,
-                &mut c[3],
-                QUERIES,
-                false,
-            );
+            let (left, depth) = (Left { data: &one, ld: KEYS }, keys.min(rows));
+            e.multiply((cols, depth, QUERIES), left, right, out(c2, QUERIES), true);
+            e.multiply((cols, depth, 32), left, right, out(c3, QUERIES), false);
             c
         }
         if Isa::detect() < Isa::Amx {

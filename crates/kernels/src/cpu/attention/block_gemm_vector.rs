@@ -1,8 +1,8 @@
-//! Products of small f32 matrices that lie row by row in scratch memory.
+//! GEMMs of small row-major f32 matrices in scratch memory.
 
 use crate::cpu::Isa;
 
-/// The operands of one product, with their row strides.
+/// Operands of a GEMM, with their row strides.
 pub(super) struct Operands<'a> {
     /// `[m, k]`.
     pub a: &'a [f32],
@@ -19,27 +19,26 @@ pub(super) struct Operands<'a> {
 }
 
 /// `c = a·b`, or `c += a·b` with `add`; `m` and `n` are multiples of 32.
-pub(super) fn product(isa: Isa, m: usize, k: usize, n: usize, o: Operands<'_>, add: bool) {
+pub(super) fn gemm(isa: Isa, [m, k, n]: [usize; 3], o: Operands<'_>, add: bool) {
     if m == 0 || n == 0 || (k == 0 && add) {
         return;
     }
     assert!(m.is_multiple_of(32) && n.is_multiple_of(32));
     assert!(o.a.len() >= (m - 1) * o.lda + k && o.c.len() >= (m - 1) * o.ldc + n);
     assert!(k == 0 || o.b.len() >= (k - 1) * o.ldb + n);
-    let (a, b, c) = (o.a.as_ptr(), o.b.as_ptr(), o.c.as_mut_ptr());
     match isa {
         // SAFETY: the CPU has the instructions (`isa` says so), and the operands were measured above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Amx => unsafe { avx512(m, k, n, a, o.lda, b, o.ldb, c, o.ldc, add) },
+        Isa::Avx512 | Isa::Amx => unsafe { avx512([m, k, n], o, add) },
         // SAFETY: as above.
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => unsafe { avx2(m, k, n, a, o.lda, b, o.ldb, c, o.ldc, add) },
+        Isa::Avx2 => unsafe { avx2([m, k, n], o, add) },
         // SAFETY: the operands were measured above.
-        _ => unsafe { portable(m, k, n, a, o.lda, b, o.ldb, c, o.ldc, add) },
+        _ => unsafe { portable([m, k, n], o, add) },
     }
 }
 
-/// Defines a product built of register tiles of `$rows` x (`$vectors` * `$lanes`).
+/// Defines a GEMM built of register tiles of `$rows` x (`$vectors` * `$lanes`).
 macro_rules! tiled {
     ($name:ident, $feature:literal, $vector:ty, $lanes:literal, $rows:literal, $vectors:literal,
      $zero:path, $load:path, $store:path, $broadcast:path, $fma:path, $add:path) => {
@@ -48,18 +47,9 @@ macro_rules! tiled {
         /// strides, `m` a multiple of the tile's rows and `n` of its columns.
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = $feature)]
-        unsafe fn $name(
-            m: usize,
-            k: usize,
-            n: usize,
-            a: *const f32,
-            lda: usize,
-            b: *const f32,
-            ldb: usize,
-            c: *mut f32,
-            ldc: usize,
-            add: bool,
-        ) {
+        unsafe fn $name([m, k, n]: [usize; 3], o: Operands<'_>, add: bool) {
+            let Operands { a, lda, b, ldb, c, ldc } = o;
+            let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
             for j in (0..n).step_by($vectors * $lanes) {
                 for i in (0..m).step_by($rows) {
                     // SAFETY: every address below lies in an operand, by the caller's promise.
@@ -124,18 +114,9 @@ tiled!(
 
 /// # Safety
 /// As for the others; tiles of 4 x 8.
-unsafe fn portable(
-    m: usize,
-    k: usize,
-    n: usize,
-    a: *const f32,
-    lda: usize,
-    b: *const f32,
-    ldb: usize,
-    c: *mut f32,
-    ldc: usize,
-    add: bool,
-) {
+unsafe fn portable([m, k, n]: [usize; 3], o: Operands<'_>, add: bool) {
+    let Operands { a, lda, b, ldb, c, ldc } = o;
+    let (a, b, c) = (a.as_ptr(), b.as_ptr(), c.as_mut_ptr());
     for j in (0..n).step_by(8) {
         for i in (0..m).step_by(4) {
             let mut sum = [[0.0f32; 8]; 4];
@@ -175,7 +156,7 @@ mod tests {
                 for add in [false, true] {
                     let mut c: Vec<f32> = (0..m * ldc).map(|i| (i % 9) as f32).collect();
                     let before = c.clone();
-                    product(isa, m, k, n, Operands { a: &a, lda, b: &b, ldb, c: &mut c, ldc }, add);
+                    gemm(isa, [m, k, n], Operands { a: &a, lda, b: &b, ldb, c: &mut c, ldc }, add);
                     for i in 0..m {
                         for j in 0..ldc {
                             // Small integers: the products and sums are exact.

@@ -1,5 +1,6 @@
 //! Argument checks of attention.
 
+use super::view::HeadsLayout;
 use super::{AttentionShape, Heads, HeadsMut, Span};
 use ferrotron_tensor::{Result, shape_error};
 
@@ -56,11 +57,11 @@ fn fits(
     name: &str,
     side: Side,
     spans: &[Span],
-    len: usize,
-    (batch, token, head): (usize, usize, usize),
+    layout: HeadsLayout,
     heads: usize,
     channels: usize,
 ) -> Result<()> {
+    let HeadsLayout { len, batch, token, head } = layout;
     for span in spans {
         let (start, tokens) = side.tokens(span);
         if tokens == 0 {
@@ -94,7 +95,7 @@ pub(super) fn reads<T>(
     heads: usize,
     channels: usize,
 ) -> Result<()> {
-    fits(name, side, spans, x.data.len(), (x.batch, x.token, x.head), heads, channels)
+    fits(name, side, spans, x.layout(), heads, channels)
 }
 
 /// Checks a tensor that is written: its spans must not overlap, either.
@@ -106,7 +107,7 @@ pub(super) fn writes<T>(
     heads: usize,
     channels: usize,
 ) -> Result<()> {
-    fits(name, side, spans, x.len, (x.batch, x.token, x.head), heads, channels)?;
+    fits(name, side, spans, x.layout(), heads, channels)?;
     let mut ranges: Vec<_> = spans.iter().map(|s| (s.batch, side.tokens(s))).filter(|r| r.1.1 > 0).collect();
     ranges.sort_unstable();
     for pair in ranges.windows(2) {

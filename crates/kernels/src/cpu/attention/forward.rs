@@ -1,16 +1,17 @@
 //! Forward pass with an online softmax. A task is up to 256 queries of one head of one sequence, processed against blocks of
 //! visible keys.
 
-use super::block_gemm::{self, Engine, EngineKind, Left, Plain, Right};
+use super::block_gemm::{self, Engine, EngineKind, Left, Output, Plain, Right};
 use super::check::{self, Side};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
 use super::softmax::{self, ScoreBlock};
 use super::softmax_state::{Past, Sight};
-use super::tiles::narrow;
+use super::tiles::store_scaled;
 use super::transpose::transpose;
-use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
-use crate::cpu::Isa;
+use super::view::TokenHead;
+use super::{AttentionInputs, AttentionShape, HeadsMut, KEYS, QUERIES, Span, padded};
+use crate::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Result, Threads};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,20 +23,17 @@ const TOGETHER: usize = 2;
 
 /// `out` and `lse` of every span; see the [module](super) for the maths.
 ///
-/// `sink` is one logit per head and included in `lse`. A query without a visible key gets `out` 0 and `lse` -inf, or the
+/// The sink is included in `lse`. A query without a visible key gets `out` 0 and `lse` -inf, or the
 /// sink's logit.
 pub fn forward<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     shape: &AttentionShape,
     spans: &[Span],
-    q: Heads<'_, T>,
-    k: Heads<'_, T>,
-    v: Heads<'_, T>,
-    sink: Option<&[f32]>,
+    inputs: AttentionInputs<'_, T>,
     out: &HeadsMut<'_, T>,
     lse: &mut [f32],
 ) -> Result<()> {
+    let AttentionInputs { q, k, v, sink } = inputs;
     check::shape(shape)?;
     check::per_head(shape, "the sink", sink.map(<[f32]>::len))?;
     check::reads("q", Side::Query, spans, &q, shape.heads, shape.d_qk)?;
@@ -46,11 +44,11 @@ pub fn forward<T: Float>(
     // SAFETY: same size and alignment, borrowed exclusively for as long as the view lives. Atomics only because
     // strides a caller chose could make two queries share an element.
     let lse = unsafe { std::slice::from_raw_parts(lse.as_mut_ptr().cast::<AtomicU32>(), lse.len()) };
-    let job = Job { isa, shape, spans, q, k, v, sink, out, lse };
-    match block_gemm::best::<T>(isa) {
+    let job = Job { isa: cpu.isa, shape, spans, inputs, out, lse };
+    match block_gemm::best::<T>(cpu.isa) {
         #[cfg(target_arch = "x86_64")]
-        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job),
-        EngineKind::Plain => run::<T, Plain>(threads, &job),
+        EngineKind::Matrix => run::<T, super::block_gemm_amx::Matrix>(cpu.threads, &job),
+        EngineKind::Plain => run::<T, Plain>(cpu.threads, &job),
     }
     Ok(())
 }
@@ -60,10 +58,7 @@ struct Job<'a, T> {
     isa: Isa,
     shape: &'a AttentionShape,
     spans: &'a [Span],
-    q: Heads<'a, T>,
-    k: Heads<'a, T>,
-    v: Heads<'a, T>,
-    sink: Option<&'a [f32]>,
+    inputs: AttentionInputs<'a, T>,
     out: &'a HeadsMut<'a, T>,
     lse: &'a [AtomicU32],
 }
@@ -142,7 +137,7 @@ fn attend<T: Float, E: Engine>(
     queries: &Range<usize>,
     scratch: &mut Scratch<E>,
 ) {
-    let (shape, isa) = (job.shape, job.isa);
+    let (shape, isa, inputs, batch) = (job.shape, job.isa, &job.inputs, span.batch);
     let engine = E::start(isa);
     let mask = Mask::new(shape, span);
     let (d, dv) = (padded(shape.d_qk), padded(shape.d_v));
@@ -151,8 +146,8 @@ fn attend<T: Float, E: Engine>(
     let mut blocks: [Option<Block>; BLOCKS] = Default::default();
     for (at, from) in queries.clone().step_by(QUERIES).enumerate() {
         let queries = from..queries.end.min(from + QUERIES);
-        let src = job.q.from(span.batch, span.q_start + from, head);
-        engine.stage(src, job.q.token, queries.len(), shape.d_qk, tile);
+        let src = inputs.q.from(TokenHead { batch, token: span.q_start + from, head });
+        engine.stage(src, inputs.q.token, queries.len(), shape.d_qk, tile);
         engine.right_transposed(queries.len(), d, tile, &mut q[at * d * QUERIES..][..d * QUERIES]);
         let sight = Sight::new(&mask, &queries);
         blocks[at] = Some(Block { at, queries, sight, past: Past::new(), fresh: true, cover: Cover::None });
@@ -161,10 +156,9 @@ fn attend<T: Float, E: Engine>(
     for first in (seen.start / KEYS * KEYS..seen.end).step_by(KEYS) {
         let keys = first..span.k_len.min(first + KEYS);
         let rows = padded(keys.len());
-        let src = job.k.from(span.batch, span.k_start + first, kv_head);
-        engine.stage(src, job.k.token, keys.len(), shape.d_qk, k);
-        let src = job.v.from(span.batch, span.k_start + first, kv_head);
-        engine.stage(src, job.v.token, keys.len(), shape.d_v, tile);
+        let at = TokenHead { batch, token: span.k_start + first, head: kv_head };
+        engine.stage(inputs.k.from(at), inputs.k.token, keys.len(), shape.d_qk, k);
+        engine.stage(inputs.v.from(at), inputs.v.token, keys.len(), shape.d_v, tile);
         engine.transpose_left(keys.len(), dv, tile, v);
         // Blocks are interleaved: a GEMM right after the stores of its operand would stall on them.
         for some in blocks.chunks_mut(TOGETHER) {
@@ -173,7 +167,7 @@ fn attend<T: Float, E: Engine>(
                 if block.sees() {
                     let q = &q[block.at * d * QUERIES..][..d * QUERIES];
                     let (k, q) = (Left { data: k, ld: d }, Right { data: q, rows: d, cols: QUERIES });
-                    engine.multiply((rows, d, block.lanes()), k, q, s, QUERIES, false);
+                    engine.multiply((rows, d, block.lanes()), k, q, Output { data: s, ld: QUERIES }, false);
                 }
             }
             for (block, s) in some.iter_mut().flatten().zip(s.iter_mut()).filter(|(b, _)| b.sees()) {
@@ -187,7 +181,7 @@ fn attend<T: Float, E: Engine>(
                 };
                 softmax::absorb(isa, scores, s, &block.sight, &mut block.past);
                 if shape.fp8 {
-                    softmax::narrow(isa, &mut s[..rows * QUERIES]);
+                    softmax::round_to_e4m3(isa, &mut s[..rows * QUERIES]);
                 }
                 if !block.fresh && block.past.moved() {
                     let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
@@ -203,7 +197,7 @@ fn attend<T: Float, E: Engine>(
                 let Some(weights) = weights else { continue };
                 let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
                 let (size, v) = ((dv, rows, block.lanes()), Left { data: v, ld: KEYS });
-                engine.multiply(size, v, weights, out, QUERIES, !block.fresh);
+                engine.multiply(size, v, weights, Output { data: out, ld: QUERIES }, !block.fresh);
                 block.fresh = false;
             }
         }
@@ -225,20 +219,21 @@ fn finish<T: Float>(
     let (shape, dv) = (job.shape, padded(job.shape.d_v));
     if !block.fresh {
         let (sums, rows) = (bytemuck::cast_slice(sums), bytemuck::cast_slice_mut(rows));
-        transpose(job.isa, dv, block.lanes(), sums, QUERIES, rows, dv);
+        transpose(job.isa, [dv, block.lanes()], sums, QUERIES, rows, dv);
     }
     let (mut lse, mut factor) = ([0.0; QUERIES], [0.0; QUERIES]);
-    let sink = job.sink.map_or(f32::NEG_INFINITY, |s| s[head]);
+    let sink = job.inputs.sink.map_or(f32::NEG_INFINITY, |s| s[head]);
     softmax::conclude(job.isa, &block.past, sink, &mut lse, &mut factor);
     for (lane, i) in block.queries.clone().enumerate() {
         let at = span.lse_base + head * shape.lse_head + i * shape.lse_token;
         job.lse[at].store(lse[lane].to_bits(), Ordering::Relaxed);
+        let at = TokenHead { batch: span.batch, token: span.q_start + i, head };
         // SAFETY: `check` found the row inside the buffer and in no other span, and this piece alone has it.
-        let to = unsafe { job.out.row(span.batch, span.q_start + i, head, shape.d_v) };
+        let to = unsafe { job.out.row(at, shape.d_v) };
         if block.fresh || block.sight.blind(lane) {
             to.fill(T::from_f32(0.0));
         } else {
-            narrow(job.isa, &rows[lane * dv..][..shape.d_v], factor[lane], to);
+            store_scaled(job.isa, &rows[lane * dv..][..shape.d_v], factor[lane], to);
         }
     }
 }

@@ -7,8 +7,9 @@
 //! out_i = Σ_j exp(s_ij - lse_i) v_j
 //! ```
 //! Sequences are split into blocks of 64 queries and 64 keys. A block of scores is held *transposed*, one key per
-//! row and one query per lane, so that the softmax reduces over rows and never across lanes; fully masked blocks are skipped. The block products run in f32, or, for bf16 on a CPU with AMX, on AMX tiles with the
-//! probabilities (and score gradients) rounded to bf16 and f32 accumulation.
+//! row and one query per lane, so that the softmax reduces over rows and never across lanes; fully masked blocks are
+//! skipped. Block GEMMs run in f32, or, for bf16 on a CPU with AMX, on AMX tiles with the probabilities (and score
+//! gradients) rounded to bf16 and f32 accumulation.
 //!
 //! The split depends on the problem only and every sum has a fixed order, so results do not depend on the number of threads.
 
@@ -33,7 +34,7 @@ mod view;
 pub use backward::backward;
 pub(crate) use check::{per_head, shape as check_shape};
 pub use forward::forward;
-pub use view::{Heads, HeadsMut};
+pub use view::{AttentionGradients, AttentionInputs, AttentionOutputs, Heads, HeadsMut};
 
 /// Queries of a block: the lanes of a block of scores.
 const QUERIES: usize = 64;
@@ -42,7 +43,7 @@ const KEYS: usize = 64;
 /// Block GEMMs work on multiples of this in every dimension; the rest is zero-padded.
 const GRAIN: usize = 32;
 
-/// Round up to the grain of the block products.
+/// Rounds up to the grain of the block GEMMs.
 const fn padded(n: usize) -> usize {
     n.next_multiple_of(GRAIN)
 }

@@ -4,7 +4,7 @@
 use super::QUERIES;
 use super::math::{exp2, exp2_any, fma, ln, tanh};
 use super::multiversion_fma::leveled;
-use super::softmax_state::{Past, Sight};
+use super::softmax_state::{Past, SavedQueries, Sight};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// Queries worked on together: enough for two of the widest vectors.
@@ -94,21 +94,21 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
 }
 
 leveled! {
-    /// Weights between 0 and 1 to the nearest numbers of E4M3 of scale 256, ties to even; NaN stays.
-    pub(super) fn narrow(s: &mut [f32]) = narrow_body;
+    /// Rounds probabilities in 0..=1 to the nearest E4M3 value of scale 256, ties to even; NaN stays.
+    pub(super) fn round_to_e4m3(s: &mut [f32]) = round_to_e4m3_body;
 }
 
 #[inline(always)]
-fn narrow_body<const FMA: bool>(s: &mut [f32]) {
+fn round_to_e4m3_body<const FMA: bool>(s: &mut [f32]) {
     for x in s {
-        *x = narrow_one(*x);
+        *x = nearest_e4m3(*x);
     }
 }
 
-/// Adding 1.5·2^20 times the power of two of a number leaves it three digits behind the first; the smallest that has
-/// all of them is 2^-14, below which steps stay.
+/// Adding and subtracting 1.5·2^20 times the power of two of `x` rounds it to the three mantissa bits of E4M3. Below
+/// 2^-14, the smallest normal value at this scale, the step is that of subnormals.
 #[inline(always)]
-fn narrow_one(x: f32) -> f32 {
+fn nearest_e4m3(x: f32) -> f32 {
     let power = f32::from_bits((x.to_bits() & 0x7f80_0000).max(0x3880_0000));
     let shift = power * 1_572_864.0;
     (x + shift) - shift
@@ -116,9 +116,9 @@ fn narrow_one(x: f32) -> f32 {
 
 leveled! {
     /// Backward of one block: `s` holds products and becomes probabilities, `dp` holds `dout·v` and becomes the
-    /// gradient of `q·k` before the scale. `lse` (times log2 e) and `delta = Σ dout·out` are per query.
+    /// gradient of `q·k` before the scale.
     pub(super) fn differentiate(
-        scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], sight: &Sight, lse: &[f32], delta: &[f32],
+        scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], sight: &Sight, saved: &SavedQueries,
     ) = differentiate_body;
 }
 
@@ -128,14 +128,13 @@ fn differentiate_body<const FMA: bool>(
     s: &mut [f32],
     dp: &mut [f32],
     sight: &Sight,
-    lse: &[f32],
-    delta: &[f32],
+    saved: &SavedQueries,
 ) {
     match (scores.masked, scores.softcap.is_some()) {
-        (false, false) => differentiate_as::<FMA, false, false>(scores, s, dp, sight, lse, delta),
-        (false, true) => differentiate_as::<FMA, false, true>(scores, s, dp, sight, lse, delta),
-        (true, false) => differentiate_as::<FMA, true, false>(scores, s, dp, sight, lse, delta),
-        (true, true) => differentiate_as::<FMA, true, true>(scores, s, dp, sight, lse, delta),
+        (false, false) => differentiate_as::<FMA, false, false>(scores, s, dp, sight, saved),
+        (false, true) => differentiate_as::<FMA, false, true>(scores, s, dp, sight, saved),
+        (true, false) => differentiate_as::<FMA, true, false>(scores, s, dp, sight, saved),
+        (true, true) => differentiate_as::<FMA, true, true>(scores, s, dp, sight, saved),
     }
 }
 
@@ -145,13 +144,12 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
     s: &mut [f32],
     dp: &mut [f32],
     sight: &Sight,
-    lse: &[f32],
-    delta: &[f32],
+    saved: &SavedQueries,
 ) {
     let (factor, cap) = (scores.scale * LOG2_E, scores.softcap.unwrap_or(1.0));
     for g in (0..QUERIES).step_by(GROUP) {
         let (lo, hi) = (group(&sight.lo, g), group(&sight.hi, g));
-        let (lse, delta) = (group(lse, g), group(delta, g));
+        let (lse, delta) = (group(&saved.lse, g), group(&saved.delta, g));
         let rows = s.chunks_exact_mut(QUERIES).zip(dp.chunks_exact_mut(QUERIES)).take(scores.keys);
         for ((s, dp), j) in rows.zip(scores.first_key..) {
             let (s, dp) = (group_mut(s, g), group_mut(dp, g));

@@ -51,3 +51,12 @@ impl Past {
         self.shrink.iter().any(|s| *s != 1.0)
     }
 }
+
+/// What the backward pass needs of a block of queries.
+#[repr(align(64))]
+pub(super) struct SavedQueries {
+    /// Log-sum-exp, times log2 e.
+    pub lse: [f32; QUERIES],
+    /// `delta = Σ dout·out`.
+    pub delta: [f32; QUERIES],
+}

@@ -22,15 +22,15 @@ multiversion! {
 }
 
 /// `to = from * factor`, rounded.
-pub(super) fn narrow<T: Float>(isa: Isa, from: &[f32], factor: f32, to: &mut [T]) {
+pub(super) fn store_scaled<T: Float>(isa: Isa, from: &[f32], factor: f32, to: &mut [T]) {
     if T::DTYPE == DType::BF16 {
         return round(isa, from, factor, bytemuck::cast_slice_mut(to));
     }
-    narrow_any(isa, from, factor, to);
+    store_scaled_any(isa, from, factor, to);
 }
 
 multiversion! {
-    fn narrow_any<T: Float>(from: &[f32], factor: f32, to: &mut [T]) {
+    fn store_scaled_any<T: Float>(from: &[f32], factor: f32, to: &mut [T]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = T::from_f32(from * factor);
         }

@@ -5,8 +5,7 @@ use crate::cpu::Isa;
 /// `dst[c, r] = src[r, c]` for `rows` x `cols`, both multiples of 16; `src_ld` and `dst_ld` are row strides.
 pub(super) fn transpose(
     isa: Isa,
-    rows: usize,
-    cols: usize,
+    [rows, cols]: [usize; 2],
     src: &[u32],
     src_ld: usize,
     dst: &mut [u32],
@@ -89,7 +88,7 @@ mod tests {
                 let (src_ld, dst_ld) = (cols + 3, rows + 5);
                 let src: Vec<u32> = (0..(rows * src_ld + 64) as u32).collect();
                 let mut dst = vec![u32::MAX; cols * dst_ld + 64];
-                transpose(isa, rows, cols, &src, src_ld, &mut dst, dst_ld);
+                transpose(isa, [rows, cols], &src, src_ld, &mut dst, dst_ld);
                 for c in 0..cols {
                     for r in 0..dst_ld {
                         let want = if r < rows { src[r * src_ld + c] } else { u32::MAX };

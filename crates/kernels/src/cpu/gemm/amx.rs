@@ -1,6 +1,6 @@
 //! bf16 blocks on the AMX unit.
 
-use super::driver::{self, Block, From, Job};
+use super::driver::{self, Block, From, Job, PackedOperands};
 use super::transpose::Words;
 use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, pack};
@@ -65,10 +65,7 @@ impl Block<bf16> for Amx {
     unsafe fn multiply(
         &self,
         guard: &mut Self::Guard,
-        a: *const bf16,
-        lda: usize,
-        b: *const bf16,
-        k: usize,
+        operands: PackedOperands<bf16>,
         sums: *mut f32,
         accumulate: bool,
         mut meanwhile: impl FnMut(&mut Self::Guard),
@@ -76,6 +73,7 @@ impl Block<bf16> for Amx {
         // SAFETY: the caller's promise is that of the unit.
         unsafe {
             guard.0.start(sums, 32, accumulate);
+            let PackedOperands { a, lda, b, k } = operands;
             for step in 0..k / 32 {
                 guard.0.step(a.add(32 * step), lda, b.add(1024 * step));
                 meanwhile(guard);

@@ -5,7 +5,7 @@
 //! stays in the first-level cache while the panels stream by from the second.
 
 use super::GemmShape;
-use super::epilogue::Finished;
+use super::epilogue::{Epilogue, Finished};
 use super::scratch::{PIECE, SHARED};
 use super::tiling::Tiling;
 use crate::cpu::Isa;
@@ -68,18 +68,28 @@ pub(super) trait Block<T>: Sync {
     /// be done beside the multiplication.
     ///
     /// # Safety
-    /// `a` has 32 rows of `k` elements `lda` apart, `b` is `32·k` elements, `sums` 1024; all 64-byte aligned.
+    /// The operands are as [`PackedOperands`] says, `sums` is 1024 elements, and all are 64-byte aligned.
     unsafe fn multiply(
         &self,
         guard: &mut Self::Guard,
-        a: *const Self::Packed,
-        lda: usize,
-        b: *const Self::Packed,
-        k: usize,
+        operands: PackedOperands<Self::Packed>,
         sums: *mut f32,
         accumulate: bool,
         meanwhile: impl FnMut(&mut Self::Guard),
     );
+}
+
+/// Packed operands of a 32x32 block GEMM.
+#[derive(Clone, Copy)]
+pub(crate) struct PackedOperands<P> {
+    /// Left-hand side: 32 rows of `k` elements, k contiguous.
+    pub(crate) a: *const P,
+    /// Stride between rows of `a`.
+    pub(crate) lda: usize,
+    /// Right-hand side: a panel of `32·k` elements.
+    pub(crate) b: *const P,
+    /// Length of the sums.
+    pub(crate) k: usize,
 }
 
 /// A checked product: the slices hold what the shape says.
@@ -87,8 +97,7 @@ pub(super) struct Job<'a, T, C> {
     shape: GemmShape,
     a: *const T,
     b: *const T,
-    bias: Option<&'a [T]>,
-    accumulate: bool,
+    epilogue: Epilogue<'a, T>,
     c: *mut C,
     borrows: PhantomData<(&'a [T], &'a mut [C])>,
 }
@@ -102,11 +111,10 @@ impl<'a, T, C> Job<'a, T, C> {
         shape: GemmShape,
         a: &'a [T],
         b: &'a [T],
-        bias: Option<&'a [T]>,
-        accumulate: bool,
+        epilogue: Epilogue<'a, T>,
         c: &'a mut [C],
     ) -> Self {
-        Job { shape, a: a.as_ptr(), b: b.as_ptr(), bias, accumulate, c: c.as_mut_ptr(), borrows: PhantomData }
+        Job { shape, a: a.as_ptr(), b: b.as_ptr(), epilogue, c: c.as_mut_ptr(), borrows: PhantomData }
     }
 
     fn a(&self) -> From<T> {
@@ -225,7 +233,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
             let right = left.wrapping_add(2 * left_len);
             // SAFETY: the part of the scratch meant for it, of plain numbers.
             let bias = unsafe { std::slice::from_raw_parts_mut(bias, width) };
-            widen_bias(job.bias, n, col, bias.as_flattened_mut());
+            widen_bias(job.epilogue.bias, n, col, bias.as_flattened_mut());
             let bias = &*bias;
 
             // The left-hand block of a step, a strip of rows by a block of k, and the right-hand side of a
@@ -277,7 +285,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                             m: (rows.end - row).min(TILE),
                             n: (n - panel * TILE).min(TILE),
                             bias: &bias[j],
-                            accumulate: job.accumulate,
+                            accumulate: job.epilogue.accumulate,
                             c: job.c.wrapping_add(row * ldc + panel * TILE),
                             ldc,
                             fetched: 0,
@@ -308,8 +316,8 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         };
                         // SAFETY: packed operands and sums are inside the scratch sized for them.
                         unsafe {
-                            let (a, lda) = (left(step), plan.k_block);
-                            block.multiply(&mut guard, a, lda, b, len, tile.cast(), chunk > 0, meanwhile);
+                            let operands = PackedOperands { a: left(step), lda: plan.k_block, b, k: len };
+                            block.multiply(&mut guard, operands, tile.cast(), chunk > 0, meanwhile);
                         }
                         if let Some(mut before) = std::mem::replace(&mut storing, finished) {
                             // SAFETY: as above.

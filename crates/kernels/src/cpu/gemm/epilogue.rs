@@ -4,6 +4,30 @@ use super::driver::{Sums, TILE};
 use crate::cpu::{Isa, multiversion};
 use ferrotron_tensor::{DType, Float};
 
+/// What a GEMM does with its f32 sums before it rounds and stores them.
+#[derive(Debug)]
+pub struct Epilogue<'a, T> {
+    /// `bias[n]` is added to every row.
+    pub bias: Option<&'a [T]>,
+    /// The old C is added; otherwise C is overwritten without being read.
+    pub accumulate: bool,
+}
+
+impl<T> Epilogue<'_, T> {
+    /// C is overwritten by the sums.
+    pub const OVERWRITE: Self = Epilogue { bias: None, accumulate: false };
+    /// The sums are added to C.
+    pub const ACCUMULATE: Self = Epilogue { bias: None, accumulate: true };
+}
+
+impl<T> Clone for Epilogue<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Epilogue<'_, T> {}
+
 /// A block of finished sums on its way to C.
 pub(super) struct Finished<'a, C> {
     /// The sums.

@@ -1,7 +1,7 @@
 //! f32 products by the `gemm` crate, which is as fast as the vendors' libraries. It runs on one thread here: the
 //! output is cut into pieces by its shape alone, so the bits do not depend on the number of threads.
 
-use super::GemmShape;
+use super::{Epilogue, GemmShape};
 use ferrotron_tensor::Threads;
 
 /// A piece repacks its share of the other operand, so pieces are large; an even number suits even thread counts.
@@ -18,10 +18,10 @@ pub(super) fn run(
     s: GemmShape,
     a: &[f32],
     b: &[f32],
-    bias: Option<&[f32]>,
-    accumulate: bool,
+    epilogue: Epilogue<'_, f32>,
     c: &mut [f32],
 ) {
+    let Epilogue { bias, accumulate } = epilogue;
     if let Some(bias) = bias {
         for row in c.chunks_mut(s.ldc).take(s.m) {
             match accumulate {

@@ -18,8 +18,11 @@ mod tiling;
 pub(crate) mod transpose;
 mod vector;
 
-use super::Isa;
-use ferrotron_tensor::{Float, Threads, bf16, f16};
+pub(crate) use driver::PackedOperands;
+pub use epilogue::Epilogue;
+
+use super::{CpuContext, Isa};
+use ferrotron_tensor::{Float, bf16, f16};
 
 /// Sizes and layout of a product `C[m, n] = op(A)·op(B)`. All matrices are row-major; leading strides are in
 /// elements and may be larger than a row.
@@ -71,20 +74,18 @@ impl GemmShape {
 /// # Panics
 /// If a slice is shorter than the shape says, or a stride shorter than its row.
 pub fn gemm_f32(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     shape: GemmShape,
     a: &[f32],
     b: &[f32],
-    bias: Option<&[f32]>,
-    accumulate: bool,
+    epilogue: Epilogue<'_, f32>,
     c: &mut [f32],
 ) {
-    shape.check(a.len(), b.len(), bias.map(<[f32]>::len), c.len());
-    if isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
-        return gemm_crate::run(threads, shape, a, b, bias, accumulate, c);
+    shape.check(a.len(), b.len(), epilogue.bias.map(<[f32]>::len), c.len());
+    if cpu.isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
+        return gemm_crate::run(cpu.threads, shape, a, b, epilogue, c);
     }
-    vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
+    vector::run(cpu, driver::Job::new(shape, a, b, epilogue, c));
 }
 
 /// As [`gemm_f32`] with f16 operands; C is f16 (rounded once, at the end) or f32.
@@ -92,18 +93,16 @@ pub fn gemm_f32(
 /// # Panics
 /// If a slice is shorter than the shape says, or a stride shorter than its row.
 pub fn gemm_f16<C: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     shape: GemmShape,
     a: &[f16],
     b: &[f16],
-    bias: Option<&[f16]>,
-    accumulate: bool,
+    epilogue: Epilogue<'_, f16>,
     c: &mut [C],
 ) {
-    shape.check(a.len(), b.len(), bias.map(<[f16]>::len), c.len());
+    shape.check(a.len(), b.len(), epilogue.bias.map(<[f16]>::len), c.len());
     // The matrix unit multiplies bf16, which has fewer digits.
-    vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
+    vector::run(cpu, driver::Job::new(shape, a, b, epilogue, c));
 }
 
 /// As [`gemm_f32`] with bf16 operands; C is bf16 (rounded once, at the end) or f32.
@@ -111,20 +110,18 @@ pub fn gemm_f16<C: Float>(
 /// # Panics
 /// If a slice is shorter than the shape says, or a stride shorter than its row.
 pub fn gemm_bf16<C: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     shape: GemmShape,
     a: &[bf16],
     b: &[bf16],
-    bias: Option<&[bf16]>,
-    accumulate: bool,
+    epilogue: Epilogue<'_, bf16>,
     c: &mut [C],
 ) {
-    shape.check(a.len(), b.len(), bias.map(<[bf16]>::len), c.len());
-    let job = driver::Job::new(shape, a, b, bias, accumulate, c);
-    match isa {
+    shape.check(a.len(), b.len(), epilogue.bias.map(<[bf16]>::len), c.len());
+    let job = driver::Job::new(shape, a, b, epilogue, c);
+    match cpu.isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Amx => amx::run(threads, job),
-        _ => vector::run(threads, isa, job),
+        Isa::Amx => amx::run(cpu.threads, job),
+        _ => vector::run(cpu, job),
     }
 }

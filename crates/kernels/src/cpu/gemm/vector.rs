@@ -1,9 +1,9 @@
 //! f32 blocks on vector units. bf16 operands are widened while they are packed, so both types run at the same
 //! speed.
 
-use super::driver::{self, Block, From, Job, TILE};
-use crate::cpu::{Isa, multiversion};
-use ferrotron_tensor::{Float, Threads};
+use super::driver::{self, Block, From, Job, PackedOperands, TILE};
+use crate::cpu::{CpuContext, Isa, multiversion};
+use ferrotron_tensor::Float;
 
 /// Blocks of f32 with the instructions of this level.
 struct Vector(Isa);
@@ -51,12 +51,12 @@ impl<T: Float> Block<T> for Vector {
             unsafe {
                 if trans {
                     let (at, len) = (32 * unit, (k - 32 * unit).min(32));
-                    flip(self.0, a.add(at * ld), ld, len, m, out.add(at), stride);
+                    flip(self.0, a.add(at * ld), ld, [len, m], out.add(at), stride);
                     for row in m..TILE {
                         out.add(row * stride + at).write_bytes(0, len);
                     }
                 } else if unit < m {
-                    copy(self.0, a.add(unit * ld), ld, 1, k, out.add(unit * stride), stride);
+                    widen_row(self.0, a.add(unit * ld), k, out.add(unit * stride));
                 } else {
                     out.add(unit * stride).write_bytes(0, k);
                 }
@@ -88,9 +88,9 @@ impl<T: Float> Block<T> for Vector {
                         out.write_bytes(0, TILE * if trans { k } else { 1 });
                     }
                     if trans {
-                        flip(self.0, b.add(col * ld), ld, n, k, out, TILE);
+                        flip(self.0, b.add(col * ld), ld, [n, k], out, TILE);
                     } else {
-                        copy(self.0, b.add(row * ld + col), ld, 1, n, out, TILE);
+                        widen_row(self.0, b.add(row * ld + col), n, out);
                     }
                 }
             }
@@ -104,10 +104,7 @@ impl<T: Float> Block<T> for Vector {
     unsafe fn multiply(
         &self,
         guard: &mut (),
-        a: *const f32,
-        lda: usize,
-        b: *const f32,
-        k: usize,
+        operands: PackedOperands<f32>,
         tile: *mut f32,
         accumulate: bool,
         mut meanwhile: impl FnMut(&mut ()),
@@ -117,26 +114,23 @@ impl<T: Float> Block<T> for Vector {
         unsafe {
             match self.0 {
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 | Isa::Amx => x86::multiply_avx512(a, lda, b, k, tile, accumulate),
+                Isa::Avx512 | Isa::Amx => x86::multiply_avx512(operands, tile, accumulate),
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => x86::multiply_avx2(a, lda, b, k, tile, accumulate),
-                _ => multiply(a, lda, b, k, tile, accumulate),
+                Isa::Avx2 => x86::multiply_avx2(operands, tile, accumulate),
+                _ => multiply(operands, tile, accumulate),
             }
         }
     }
 }
 
 multiversion! {
-    /// `out[r][c] = from[r][c]`, widened; the pointers must be valid for that.
-    fn copy<T: Float>(from: *const T, ld: usize, rows: usize, cols: usize, out: *mut f32, ldo: usize) {
-        for r in 0..rows {
-            // SAFETY: row r of both, as the caller promised.
-            let (from, out) = unsafe {
-                (std::slice::from_raw_parts(from.add(r * ld), cols), std::slice::from_raw_parts_mut(out.add(r * ldo), cols))
-            };
-            for (o, f) in out.iter_mut().zip(from) {
-                *o = f.to_f32();
-            }
+    /// `out = from` in f32; both pointers must be valid for `len` elements.
+    fn widen_row<T: Float>(from: *const T, len: usize, out: *mut f32) {
+        // SAFETY: as the caller promised.
+        let (from, out) =
+            unsafe { (std::slice::from_raw_parts(from, len), std::slice::from_raw_parts_mut(out, len)) };
+        for (o, f) in out.iter_mut().zip(from) {
+            *o = f.to_f32();
         }
     }
 }
@@ -149,8 +143,7 @@ unsafe fn flip<T: Float>(
     isa: Isa,
     from: *const T,
     ld: usize,
-    rows: usize,
-    cols: usize,
+    [rows, cols]: [usize; 2],
     out: *mut f32,
     ldo: usize,
 ) {
@@ -160,7 +153,7 @@ unsafe fn flip<T: Float>(
     if isa >= Isa::Avx512 {
         (r0, c0) = (rows / 16 * 16, cols / 16 * 16);
         // SAFETY: whole blocks inside what the caller promised.
-        unsafe { x86::flip(from, ld, r0, c0, out, ldo) };
+        unsafe { x86::flip(from, ld, [r0, c0], out, ldo) };
     }
     for r in 0..rows {
         for c in if r < r0 { c0 } else { 0 }..cols {
@@ -174,7 +167,8 @@ unsafe fn flip<T: Float>(
 ///
 /// # Safety
 /// As for `Block::multiply`.
-unsafe fn multiply(a: *const f32, lda: usize, b: *const f32, k: usize, tile: *mut f32, accumulate: bool) {
+unsafe fn multiply(operands: PackedOperands<f32>, tile: *mut f32, accumulate: bool) {
+    let PackedOperands { a, lda, b, k } = operands;
     for row in (0..TILE).step_by(4) {
         for col in (0..TILE).step_by(8) {
             let mut sums = [[0f32; 8]; 4];
@@ -203,7 +197,7 @@ unsafe fn multiply(a: *const f32, lda: usize, b: *const f32, k: usize, tile: *mu
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::TILE;
+    use super::{PackedOperands, TILE};
     use crate::cpu::gemm::transpose::{Words, transpose};
     use ferrotron_tensor::{DType, Float};
     use std::arch::x86_64::*;
@@ -216,8 +210,7 @@ mod x86 {
     pub(super) unsafe fn flip<T: Float>(
         from: *const T,
         ld: usize,
-        rows: usize,
-        cols: usize,
+        [rows, cols]: [usize; 2],
         out: *mut f32,
         ldo: usize,
     ) {
@@ -251,14 +244,8 @@ mod x86 {
             /// # Safety
             /// As for `Block::multiply`, and the CPU has the features.
             #[target_feature(enable = $features)]
-            pub(super) unsafe fn $name(
-                a: *const f32,
-                lda: usize,
-                b: *const f32,
-                k: usize,
-                tile: *mut f32,
-                accumulate: bool,
-            ) {
+            pub(super) unsafe fn $name(operands: PackedOperands<f32>, tile: *mut f32, accumulate: bool) {
+                let PackedOperands { a, lda, b, k } = operands;
                 for row in (0..TILE).step_by($rows) {
                     for col in (0..TILE).step_by($vectors * $lanes) {
                         // SAFETY: rows row.. and columns col.. of the block, the panel and the tile.
@@ -325,6 +312,6 @@ mod x86 {
 }
 
 /// The product on vectors of f32.
-pub(super) fn run<T: Float, C: Float>(threads: &Threads, isa: Isa, job: Job<'_, T, C>) {
-    driver::run(threads, &Vector(isa), job);
+pub(super) fn run<T: Float, C: Float>(cpu: CpuContext, job: Job<'_, T, C>) {
+    driver::run(cpu.threads, &Vector(cpu.isa), job);
 }

@@ -1,7 +1,7 @@
 use super::{CpuKernels, floats, same_contiguous};
 use crate::activation::{check_act, check_weighted};
 use crate::cpu::activation::{activation, activation_backward, gated as gated_forward, gated_backward};
-use crate::cpu::weighted_activation::{weighted, weighted_backward};
+use crate::cpu::weighted_activation::{WeightedGrad, weighted, weighted_backward};
 use crate::{ActBackward, ActForward, ActivationKernels, WeightedAct, WeightedActBackward};
 use ferrotron_tensor::{Result, Stream, read, write};
 
@@ -14,8 +14,8 @@ impl ActivationKernels for CpuKernels {
             floats!(OP, x.dtype(), T => {
                 let (x, y) = (l.slice::<T>(0)?, l.slice_mut::<T>(1)?);
                 match gated {
-                    true => gated_forward(l.threads(), self.isa, act, f, x, y),
-                    false => activation(l.threads(), self.isa, act, x, y),
+                    true => gated_forward(self.context(l), act, f, x, y),
+                    false => activation(self.context(l), act, x, y),
                 }
             })
         })
@@ -30,8 +30,8 @@ impl ActivationKernels for CpuKernels {
             floats!(OP, x.dtype(), T => {
                 let (x, dy, dx) = (l.slice::<T>(0)?, l.slice::<T>(1)?, l.slice_mut::<T>(2)?);
                 match gated {
-                    true => gated_backward(l.threads(), self.isa, act, f, x, dy, dx),
-                    false => activation_backward(l.threads(), self.isa, act, x, dy, dx),
+                    true => gated_backward(self.context(l), act, f, x, dy, dx),
+                    false => activation_backward(self.context(l), act, x, dy, dx),
                 }
             })
         })
@@ -44,23 +44,29 @@ impl ActivationKernels for CpuKernels {
         s.launch(OP, &[read(x), read(p), write(y)], |l| {
             floats!(OP, x.dtype(), T => {
                 let (x, p, y) = (l.slice::<T>(0)?, l.slice(1)?, l.slice_mut(2)?);
-                weighted(l.threads(), self.isa, (act, gated), f, x, p, y);
+                weighted(self.context(l), (act, gated), f, x, p, y);
                 Ok(())
             })
         })
     }
 
     fn weighted_act_backward(&self, s: &Stream, a: &WeightedActBackward) -> Result<()> {
-        let &WeightedActBackward { act, gated, x, probs: p, source: live, dy, dx, dprobs: dp } = a;
+        let &WeightedActBackward { act, gated, x, probs, source, dy, dx, dprobs } = a;
         const OP: &str = "weighted_act_backward";
-        let [_, f] = check_weighted(OP, (act, gated), x, &[p, live, dp], dy)?;
+        let [_, f] = check_weighted(OP, (act, gated), x, &[probs, source, dprobs], dy)?;
         same_contiguous(OP, &[x, dx])?;
-        let args = [read(x), read(p), read(live), read(dy), write(dx), write(dp)];
+        let args = [read(x), read(probs), read(source), read(dy), write(dx), write(dprobs)];
         s.launch(OP, &args, |l| {
             floats!(OP, x.dtype(), T => {
-                let (rows, p, live) = ([l.slice::<T>(0)?, l.slice(3)?], l.slice(1)?, l.slice(2)?);
-                let (dx, dp) = (l.slice_mut(4)?, l.slice_mut(5)?);
-                weighted_backward(l.threads(), self.isa, (act, gated), f, rows, p, live, dx, dp);
+                let grad = WeightedGrad::<T> {
+                    x: l.slice(0)?,
+                    dy: l.slice(3)?,
+                    probs: l.slice(1)?,
+                    source: l.slice(2)?,
+                    dx: l.slice_mut(4)?,
+                    dprobs: l.slice_mut(5)?,
+                };
+                weighted_backward(self.context(l), (act, gated), f, grad);
                 Ok(())
             })
         })

@@ -2,7 +2,9 @@ use super::{CpuKernels, floats};
 use crate::attention::merge::check_merge;
 use crate::attention::mla::check_keys;
 use crate::attention::plan::{AttentionPlan, gradients, plan, strides};
-use crate::cpu::attention::{self as a, Heads, HeadsMut};
+use crate::cpu::attention::{
+    self as a, AttentionGradients, AttentionInputs, AttentionOutputs, Heads, HeadsMut,
+};
 use crate::cpu::attention_merge::merge;
 use crate::cpu::mla;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
@@ -55,10 +57,14 @@ impl AttentionKernels for CpuKernels {
                 if gaps {
                     zero::<T>(l, 3, f.out)?;
                 }
-                let (q, k, v) = (heads::<T>(l, 0, f.q)?, heads(l, 1, f.k)?, heads(l, 2, f.v)?);
-                let sink = f.sink.map(|_| l.slice(5)).transpose()?;
+                let inputs = AttentionInputs::<T> {
+                    q: heads(l, 0, f.q)?,
+                    k: heads(l, 1, f.k)?,
+                    v: heads(l, 2, f.v)?,
+                    sink: f.sink.map(|_| l.slice(5)).transpose()?,
+                };
                 let out = heads_mut(l, 3, f.out)?;
-                a::forward(l.threads(), self.isa, &shape, &spans, q, k, v, sink, &out, l.slice_mut(4)?)
+                a::forward(self.context(l), &shape, &spans, inputs, &out, l.slice_mut(4)?)
             })
         })
     }
@@ -89,23 +95,21 @@ impl AttentionKernels for CpuKernels {
                 if gaps {
                     [(6, b.dq), (7, b.dk), (8, b.dv)].iter().try_for_each(|(i, t)| zero::<T>(l, *i, t))?;
                 }
-                a::backward(
-                    l.threads(),
-                    self.isa,
-                    &shape,
-                    &spans,
-                    heads::<T>(l, 0, f.q)?,
-                    heads(l, 1, f.k)?,
-                    heads(l, 2, f.v)?,
-                    heads(l, 3, f.out)?,
-                    heads(l, 4, b.dout)?,
-                    l.slice(5)?,
-                    sink.map(|i| l.slice(i)).transpose()?,
-                    &heads_mut(l, 6, b.dq)?,
-                    &heads_mut(l, 7, b.dk)?,
-                    &heads_mut(l, 8, b.dv)?,
-                    dsink.map(|i| l.slice_mut(i)).transpose()?,
-                )
+                let inputs = AttentionInputs::<T> {
+                    q: heads(l, 0, f.q)?,
+                    k: heads(l, 1, f.k)?,
+                    v: heads(l, 2, f.v)?,
+                    sink: sink.map(|i| l.slice(i)).transpose()?,
+                };
+                let (out, dout) = (heads(l, 3, f.out)?, heads(l, 4, b.dout)?);
+                let gradients = AttentionGradients {
+                    dq: &heads_mut(l, 6, b.dq)?,
+                    dk: &heads_mut(l, 7, b.dk)?,
+                    dv: &heads_mut(l, 8, b.dv)?,
+                    dsink: dsink.map(|i| l.slice_mut(i)).transpose()?,
+                };
+                let outputs = AttentionOutputs { out, dout, lse: l.slice(5)? };
+                a::backward(self.context(l), &shape, &spans, inputs, outputs, gradients)
             })
         })
     }
@@ -122,7 +126,7 @@ impl AttentionKernels for CpuKernels {
         let [_, width] = check_merge(OP, out, lse, part, part_lse)?;
         s.launch(OP, &[write(out), write(lse), read(part), read(part_lse)], |l| {
             floats!(OP, part.dtype(), T => merge::<T>(
-                l.threads(), self.isa, width, l.slice_mut(0)?, l.slice_mut(1)?, l.slice(2)?, l.slice(3)?,
+                self.context(l), width, l.slice_mut(0)?, l.slice_mut(1)?, l.slice(2)?, l.slice(3)?,
             ))
         })
     }

@@ -21,13 +21,13 @@ impl CrossEntropyKernels for CpuKernels {
             return s.launch(OP, &[read(c.logits), read(c.labels), write(c.loss)], |l| {
                 let mut lse = vec![0f32; rows.count()];
                 floats!(OP, c.logits.dtype(), T => cross_entropy::<T, i32>(
-                    l.threads(), self.isa, l.slice(0)?, rows, labels(l.slice(1)?), l.slice_mut(2)?, &mut lse,
+                    self.context(l), l.slice(0)?, rows, labels(l.slice(1)?), l.slice_mut(2)?, &mut lse,
                 ))
             });
         }
         s.launch(OP, &[write(c.logits), read(c.labels), read(c.weights), write(c.loss)], |l| {
             floats!(OP, c.logits.dtype(), T => cross_entropy_with_gradient::<T, i32>(
-                l.threads(), self.isa, l.slice_mut(0)?, rows, labels(l.slice(1)?), l.slice(2)?, l.slice_mut(3)?,
+                self.context(l), l.slice_mut(0)?, rows, labels(l.slice(1)?), l.slice(2)?, l.slice_mut(3)?,
             ))
         })
     }
@@ -39,7 +39,7 @@ impl CrossEntropyKernels for CpuKernels {
             let mut found = vec![RowStats::EMPTY; rows.count()];
             let labels = labels(l.slice(1)?, LabelSmoothing::None, shard);
             floats!(OP, x.logits.dtype(), T => row_stats::<T, i32>(
-                l.threads(), self.isa, l.slice(0)?, rows, labels, &mut found,
+                self.context(l), l.slice(0)?, rows, labels, &mut found,
             ))?;
             let (out, _) = l.slice_mut::<f32>(2)?.as_chunks_mut::<4>();
             out.iter_mut().zip(found).for_each(|(to, stats)| *to = stats.to_array());
@@ -68,7 +68,7 @@ impl CrossEntropyKernels for CpuKernels {
             floats!(OP, x.logits.dtype(), T => match gradient {
                 false => Ok(()),
                 true => cross_entropy_backward::<T, i32>(
-                    l.threads(), self.isa, l.slice_mut(0)?, rows, labels(ids, smoothing, shard), &merged, l.slice(3)?,
+                    self.context(l), l.slice_mut(0)?, rows, labels(ids, smoothing, shard), &merged, l.slice(3)?,
                 ),
             })
         })

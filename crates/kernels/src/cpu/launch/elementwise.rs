@@ -1,5 +1,5 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
-use crate::cpu::random::{dropout, fill_normal};
+use crate::cpu::random::{DropoutMask, dropout, fill_normal};
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
 use crate::elementwise::{check_columns, check_dropout, check_normal, check_one};
@@ -11,7 +11,7 @@ impl ElementwiseKernels for CpuKernels {
     fn add(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         same_contiguous("add", &[a, b, out])?;
         s.launch("add", &[read(a), read(b), write(out)], |l| {
-            floats!("add", a.dtype(), T => e::add::<T>(l.threads(), self.isa, l.slice(0)?, l.slice(1)?, l.slice_mut(2)?))
+            floats!("add", a.dtype(), T => e::add::<T>(self.context(l), l.slice(0)?, l.slice(1)?, l.slice_mut(2)?))
         })
     }
 
@@ -19,7 +19,7 @@ impl ElementwiseKernels for CpuKernels {
         same_contiguous("add_assign", &[x, y])?;
         s.launch("add_assign", &[write(x), read(y)], |l| {
             floats!("add_assign", x.dtype(), X => floats!("add_assign", y.dtype(), Y =>
-                e::accumulate::<Y, X>(l.threads(), self.isa, l.slice(1)?, l.slice_mut(0)?)))
+                e::accumulate::<Y, X>(self.context(l), l.slice(1)?, l.slice_mut(0)?)))
         })
     }
 
@@ -27,7 +27,7 @@ impl ElementwiseKernels for CpuKernels {
         same_contiguous("scale", &[x])?;
         s.launch("scale", &[write(x)], |l| {
             floats!("scale", x.dtype(), T => {
-                e::scale::<T>(l.threads(), self.isa, l.slice_mut(0)?, factor);
+                e::scale::<T>(self.context(l), l.slice_mut(0)?, factor);
                 Ok(())
             })
         })
@@ -38,14 +38,14 @@ impl ElementwiseKernels for CpuKernels {
         if x.dtype() != out.dtype() {
             same_contiguous(OP, &[x, out])?;
             return s.launch(OP, &[read(x), write(out)], |l| {
-                let (t, isa) = (l.threads(), self.isa);
+                let cpu = self.context(l);
                 match (x.dtype(), out.dtype()) {
-                    (DType::F32, DType::BF16) => e::cast::<f32, bf16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
-                    (DType::BF16, DType::F32) => e::cast::<bf16, f32>(t, isa, l.slice(0)?, l.slice_mut(1)?),
-                    (DType::F32, DType::F16) => e::cast::<f32, f16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
-                    (DType::F16, DType::F32) => e::cast::<f16, f32>(t, isa, l.slice(0)?, l.slice_mut(1)?),
-                    (DType::F16, DType::BF16) => e::cast::<f16, bf16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
-                    (DType::BF16, DType::F16) => e::cast::<bf16, f16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F32, DType::BF16) => e::cast::<f32, bf16>(cpu, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::BF16, DType::F32) => e::cast::<bf16, f32>(cpu, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F32, DType::F16) => e::cast::<f32, f16>(cpu, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F16, DType::F32) => e::cast::<f16, f32>(cpu, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F16, DType::BF16) => e::cast::<f16, bf16>(cpu, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::BF16, DType::F16) => e::cast::<bf16, f16>(cpu, l.slice(0)?, l.slice_mut(1)?),
                     (found, wanted) => Err(Error::DType { op: OP, found, wanted }),
                 }
             });
@@ -73,7 +73,7 @@ impl ElementwiseKernels for CpuKernels {
         let [rows] = rows_of(OP, [x])?;
         s.launch(OP, &[read(x), write(sums)], |l| {
             floats!(OP, x.dtype(), T =>
-                reduce::column_sum::<T>(l.threads(), self.isa, l.slice(0)?, rows, l.slice_mut(1)?, accumulate))
+                reduce::column_sum::<T>(self.context(l), l.slice(0)?, rows, l.slice_mut(1)?, accumulate))
         })
     }
 
@@ -93,7 +93,7 @@ impl ElementwiseKernels for CpuKernels {
         same_contiguous("softcap_forward", &[x])?;
         s.launch("softcap_forward", &[write(x)], |l| {
             floats!("softcap_forward", x.dtype(), T => {
-                e::softcap::<T>(l.threads(), self.isa, cap, l.slice_mut(0)?);
+                e::softcap::<T>(self.context(l), cap, l.slice_mut(0)?);
                 Ok(())
             })
         })
@@ -103,7 +103,7 @@ impl ElementwiseKernels for CpuKernels {
         same_contiguous("softcap_backward", &[y, dy])?;
         s.launch("softcap_backward", &[read(y), write(dy)], |l| {
             floats!("softcap_backward", y.dtype(), T =>
-                e::softcap_backward::<T>(l.threads(), self.isa, cap, l.slice(0)?, l.slice_mut(1)?))
+                e::softcap_backward::<T>(self.context(l), cap, l.slice(0)?, l.slice_mut(1)?))
         })
     }
 
@@ -113,9 +113,9 @@ impl ElementwiseKernels for CpuKernels {
         let width = check_dropout(p, rows, x)?;
         let stream = RandomStream::dropout(key);
         s.launch("dropout", &[read(x), write(y), read(rows)], |l| {
-            let (isa, rows) = (self.isa, l.slice(2)?);
+            let mask = DropoutMask { p, stream, rows: l.slice(2)?, width };
             floats!("dropout", x.dtype(), T =>
-                dropout::<T>(l.threads(), isa, p, stream, rows, width, l.slice(0)?, l.slice_mut(1)?))
+                dropout::<T>(self.context(l), mask, l.slice(0)?, l.slice_mut(1)?))
         })
     }
 
@@ -123,7 +123,7 @@ impl ElementwiseKernels for CpuKernels {
         let [_, width] = check_normal(out)?;
         s.launch("normal", &[write(out)], |l| {
             let out = l.slice_mut::<f32>(0)?;
-            fill_normal(l.threads(), self.isa, runs, width, out);
+            fill_normal(self.context(l), runs, width, out);
             Ok(())
         })
     }

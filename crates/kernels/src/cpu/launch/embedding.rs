@@ -1,5 +1,5 @@
 use super::{CpuKernels, floats};
-use crate::cpu::embedding::{embedding, embedding_backward};
+use crate::cpu::embedding::{TokenIds, embedding, embedding_backward};
 use crate::cpu::vocab::Shard;
 use crate::embedding::check_rows;
 use crate::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
@@ -12,9 +12,11 @@ impl EmbeddingKernels for CpuKernels {
         let [_, local, width] = check_rows(OP, ids, table, y)?;
         let shard = Shard::of_places(first, local, vocab);
         s.launch(OP, &[read(ids), read(table), write(y)], |l| {
-            floats!(OP, y.dtype(), T => embedding::<T, i32>(
-                l.threads(), self.isa, l.slice(0)?, &l.slice(1)?[..shard.len * width], shard, scale, add, l.slice_mut(2)?,
-            ))
+            let tokens = TokenIds::<i32> { ids: l.slice(0)?, shard };
+            floats!(OP, y.dtype(), T => {
+                let table = &l.slice::<T>(1)?[..shard.len * width];
+                embedding(self.context(l), tokens, table, scale, add, l.slice_mut(2)?)
+            })
         })
     }
 
@@ -25,8 +27,9 @@ impl EmbeddingKernels for CpuKernels {
         let shard = Shard::of_places(first, local, vocab);
         s.launch(OP, &[read(ids), read(dy), write(dtable)], |l| {
             let (dtable, padding) = l.slice_mut(2)?.split_at_mut(shard.len * width);
+            let tokens = TokenIds::<i32> { ids: l.slice(0)?, shard };
             floats!(OP, dy.dtype(), T => embedding_backward::<T, i32>(
-                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, accumulate, dtable,
+                self.context(l), tokens, l.slice(1)?, scale, accumulate, dtable,
             ))?;
             if !accumulate {
                 padding.fill(0.0);

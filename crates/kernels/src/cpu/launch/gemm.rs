@@ -1,6 +1,7 @@
 use super::{CpuKernels, floats};
-use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f16, gemm_f32};
+use crate::cpu::gemm::{Epilogue, GemmShape, gemm_bf16, gemm_f16, gemm_f32};
 use crate::cpu::quant::{Fp8Operand, fp8_gemm};
+use crate::cpu::rows::RowsViewMut;
 use crate::quant::check::matrix;
 use crate::{Fp8Gemm, Gemm, GemmKernels};
 use ferrotron_tensor::{DType, Error, Result, Stream, bf16, f16, read, write};
@@ -30,34 +31,28 @@ impl GemmKernels for CpuKernels {
             }
         };
         s.launch(g.name(), args, |l| {
-            let (t, isa, bias) = (l.threads(), self.isa, g.bias);
+            let (cpu, accumulate) = (self.context(l), g.accumulate);
             match (g.a.dtype(), g.c.dtype()) {
-                (DType::F32, _) => gemm_f32(
-                    t,
-                    isa,
-                    shape,
-                    l.slice(0)?,
-                    l.slice(1)?,
-                    bias.map(|_| l.slice(3)).transpose()?,
-                    g.accumulate,
-                    l.slice_mut(2)?,
-                ),
+                (DType::F32, _) => {
+                    let epilogue = Epilogue { bias: g.bias.map(|_| l.slice(3)).transpose()?, accumulate };
+                    gemm_f32(cpu, shape, l.slice(0)?, l.slice(1)?, epilogue, l.slice_mut(2)?);
+                }
                 (DType::BF16, out) => {
                     let (a, b) = (l.slice::<bf16>(0)?, l.slice::<bf16>(1)?);
-                    let bias = bias.map(|_| l.slice(3)).transpose()?;
+                    let epilogue = Epilogue { bias: g.bias.map(|_| l.slice(3)).transpose()?, accumulate };
                     if out == DType::BF16 {
-                        gemm_bf16::<bf16>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                        gemm_bf16::<bf16>(cpu, shape, a, b, epilogue, l.slice_mut(2)?);
                     } else {
-                        gemm_bf16::<f32>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                        gemm_bf16::<f32>(cpu, shape, a, b, epilogue, l.slice_mut(2)?);
                     }
                 }
                 (DType::F16, out) => {
                     let (a, b) = (l.slice::<f16>(0)?, l.slice::<f16>(1)?);
-                    let bias = bias.map(|_| l.slice(3)).transpose()?;
+                    let epilogue = Epilogue { bias: g.bias.map(|_| l.slice(3)).transpose()?, accumulate };
                     if out == DType::F16 {
-                        gemm_f16::<f16>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                        gemm_f16::<f16>(cpu, shape, a, b, epilogue, l.slice_mut(2)?);
                     } else {
-                        gemm_f16::<f32>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                        gemm_f16::<f32>(cpu, shape, a, b, epilogue, l.slice_mut(2)?);
                     }
                 }
                 (found, _) => return Err(Error::DType { op: "gemm", found, wanted: DType::F32 }),
@@ -78,8 +73,11 @@ impl GemmKernels for CpuKernels {
             let a = Fp8Operand::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
             let b = Fp8Operand::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
             let bias = g.bias.map(|_| l.slice(5)).transpose()?;
-            floats!(OP, g.c.dtype(), C =>
-                fp8_gemm::<C>(l.threads(), isa, a.whole(), b.whole(), k, bias, g.accumulate, l.slice_mut(4)?, rows))
+            let epilogue = Epilogue { bias, accumulate: g.accumulate };
+            floats!(OP, g.c.dtype(), C => {
+                let c = RowsViewMut::<C> { data: l.slice_mut(4)?, rows };
+                fp8_gemm(self.context(l), a.whole(), b.whole(), k, epilogue, c)
+            })
         })
     }
 }

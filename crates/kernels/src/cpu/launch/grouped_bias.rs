@@ -14,7 +14,7 @@ impl CpuKernels {
             let segments = Segments { offsets: l.slice(0)?, counts: l.slice(1)? };
             floats!(OP, y.dtype(), T => {
                 let (bias, weights, y) = (l.slice::<T>(2)?, l.slice(3)?, l.slice_mut(4)?);
-                add_bias(l.threads(), self.isa, segments, n, bias, weights, y);
+                add_bias(self.context(l), segments, n, bias, weights, y);
                 Ok(())
             })
         })
@@ -41,12 +41,12 @@ impl CpuKernels {
         ];
         s.launch(OP, &args[..if dweights.is_some() { 7 } else { 6 }], |l| {
             let segments = Segments { offsets: l.slice(0)?, counts: l.slice(1)? };
-            let (threads, isa) = (l.threads(), self.isa);
+            let cpu = self.context(l);
             floats!(OP, dy.dtype(), T => {
                 let (bias, weights, dy) = (l.slice::<T>(2)?, l.slice(3)?, l.slice::<T>(4)?);
-                bias_gradient(threads, isa, segments, n, weights, dy, (l.slice_mut(5)?, accumulate));
+                bias_gradient(cpu, segments, n, weights, dy, (l.slice_mut(5)?, accumulate));
                 if dweights.is_some() {
-                    weight_gradient(threads, isa, segments, n, bias, dy, l.slice_mut(6)?);
+                    weight_gradient(cpu, segments, n, bias, dy, l.slice_mut(6)?);
                 }
                 Ok(())
             })

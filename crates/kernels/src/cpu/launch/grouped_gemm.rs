@@ -1,90 +1,60 @@
 use super::{CpuKernels, floats};
-use crate::cpu::Isa;
-use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f16, gemm_f32};
+use crate::cpu::gemm::{Epilogue, GemmShape, gemm_bf16, gemm_f16, gemm_f32};
 use crate::cpu::quant;
-use crate::cpu::rows::Rows;
+use crate::cpu::rows::{Rows, RowsViewMut};
+use crate::cpu::{CpuContext, Isa};
 use crate::grouped_gemm::GroupedSizes;
 use crate::{
     BLOCK, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, GroupedBias, GroupedGemm, GroupedGemmKernels,
     GroupedWgrad, ScalingMode,
 };
-use ferrotron_tensor::{Float, Launch, Result, Stream, Tensor, Threads, bf16, f16, read, shape_error, write};
+use ferrotron_tensor::{Float, Launch, Result, Stream, Tensor, bf16, f16, read, shape_error, write};
 use std::ops::Range;
 
 /// Element types with a GEMM whose output has their own type or f32.
 trait GemmFloat: Float {
-    #[allow(clippy::too_many_arguments)]
+    /// `y = x·op(W) (+ bias)`
     fn output(
-        threads: &Threads,
-        isa: Isa,
+        cpu: CpuContext,
         shape: GemmShape,
-        a: &[Self],
-        b: &[Self],
+        x: &[Self],
+        w: &[Self],
         bias: Option<&[Self]>,
-        c: &mut [Self],
+        y: &mut [Self],
     );
-    #[allow(clippy::too_many_arguments)]
-    fn gradient(
-        threads: &Threads,
-        isa: Isa,
-        shape: GemmShape,
-        a: &[Self],
-        b: &[Self],
-        accumulate: bool,
-        c: &mut [f32],
-    );
+    /// `dW (+)= dyᵀ·x`
+    fn gradient(cpu: CpuContext, shape: GemmShape, dy: &[Self], x: &[Self], accumulate: bool, dw: &mut [f32]);
 }
 
-impl GemmFloat for f32 {
-    fn output(
-        t: &Threads,
-        isa: Isa,
-        z: GemmShape,
-        a: &[f32],
-        b: &[f32],
-        bias: Option<&[f32]>,
-        c: &mut [f32],
-    ) {
-        gemm_f32(t, isa, z, a, b, bias, false, c);
-    }
-    fn gradient(t: &Threads, isa: Isa, z: GemmShape, a: &[f32], b: &[f32], add: bool, c: &mut [f32]) {
-        gemm_f32(t, isa, z, a, b, None, add, c);
-    }
+macro_rules! gemm_float {
+    ($T:ty, $gemm:ident) => {
+        impl GemmFloat for $T {
+            fn output(
+                cpu: CpuContext,
+                shape: GemmShape,
+                x: &[$T],
+                w: &[$T],
+                bias: Option<&[$T]>,
+                y: &mut [$T],
+            ) {
+                $gemm(cpu, shape, x, w, Epilogue { bias, accumulate: false }, y);
+            }
+            fn gradient(
+                cpu: CpuContext,
+                shape: GemmShape,
+                dy: &[$T],
+                x: &[$T],
+                accumulate: bool,
+                dw: &mut [f32],
+            ) {
+                $gemm(cpu, shape, dy, x, Epilogue { bias: None, accumulate }, dw);
+            }
+        }
+    };
 }
-
-impl GemmFloat for bf16 {
-    fn output(
-        t: &Threads,
-        isa: Isa,
-        z: GemmShape,
-        a: &[bf16],
-        b: &[bf16],
-        bias: Option<&[bf16]>,
-        c: &mut [bf16],
-    ) {
-        gemm_bf16(t, isa, z, a, b, bias, false, c);
-    }
-    fn gradient(t: &Threads, isa: Isa, z: GemmShape, a: &[bf16], b: &[bf16], add: bool, c: &mut [f32]) {
-        gemm_bf16(t, isa, z, a, b, None, add, c);
-    }
-}
-
-impl GemmFloat for f16 {
-    fn output(
-        t: &Threads,
-        isa: Isa,
-        z: GemmShape,
-        a: &[f16],
-        b: &[f16],
-        bias: Option<&[f16]>,
-        c: &mut [f16],
-    ) {
-        gemm_f16(t, isa, z, a, b, bias, false, c);
-    }
-    fn gradient(t: &Threads, isa: Isa, z: GemmShape, a: &[f16], b: &[f16], add: bool, c: &mut [f32]) {
-        gemm_f16(t, isa, z, a, b, None, add, c);
-    }
-}
+gemm_float!(f32, gemm_f32);
+gemm_float!(bf16, gemm_bf16);
+gemm_float!(f16, gemm_f16);
 
 /// Rows of each segment; checks that they ascend and lie inside `rows`.
 fn ranges(op: &'static str, offsets: &[i32], counts: &[i32], rows: usize) -> Result<Vec<Range<usize>>> {
@@ -160,7 +130,7 @@ impl GroupedGemmKernels for CpuKernels {
                     };
                     let (x, w) = (from(x, rows.start * z.x.row), from(w, e * z.w.matrix));
                     let y = from_mut(y, rows.start * z.y.row);
-                    T::output(l.threads(), self.isa, shape, x, w, bias.map(|b| from(b, e * z.n)), y);
+                    T::output(self.context(l), shape, x, w, bias.map(|b| from(b, e * z.n)), y);
                 }
                 Ok(())
             })
@@ -186,7 +156,7 @@ impl GroupedGemmKernels for CpuKernels {
                         ldc: z.w.row,
                     };
                     let (dy, x) = (from(dy, rows.start * z.y.row), from(x, rows.start * z.x.row));
-                    T::gradient(l.threads(), self.isa, shape, dy, x, g.dw.1, from_mut(dw, e * z.w.matrix));
+                    T::gradient(self.context(l), shape, dy, x, g.dw.1, from_mut(dw, e * z.w.matrix));
                 }
                 Ok(())
             })
@@ -212,9 +182,10 @@ impl GroupedGemmKernels for CpuKernels {
             for (e, rows) in segments.iter().enumerate() {
                 let a = quant::Fp8OperandRows { row: rows.start, ..x.whole() };
                 let b = quant::Fp8OperandRows { row: e * z.n, which: e, ..w.whole() };
-                let view = Rows::strided(rows.len(), z.n, z.y.row);
-                let y = from_mut(y, rows.start * z.y.row);
-                quant::fp8_gemm(l.threads(), self.isa, a, b, z.k, None, false, y, view)?;
+                let (data, rows) =
+                    (from_mut(y, rows.start * z.y.row), Rows::strided(rows.len(), z.n, z.y.row));
+                let y = RowsViewMut { data, rows };
+                quant::fp8_gemm(self.context(l), a, b, z.k, Epilogue::OVERWRITE, y)?;
             }
             Ok(())
         })
@@ -248,9 +219,10 @@ impl GroupedGemmKernels for CpuKernels {
                     quant::Fp8OperandRows { column, ..dy.whole() },
                     quant::Fp8OperandRows { column, ..x.whole() },
                 );
+                let epilogue = Epilogue { bias: None, accumulate: g.dw.1 };
                 let view = Rows::strided(z.n, z.k, z.w.row);
-                let dw = from_mut(dw, e * z.w.matrix);
-                quant::fp8_gemm(l.threads(), self.isa, a, b, rows.len(), None, g.dw.1, dw, view)?;
+                let dw = RowsViewMut { data: from_mut(dw, e * z.w.matrix), rows: view };
+                quant::fp8_gemm(self.context(l), a, b, rows.len(), epilogue, dw)?;
             }
             Ok(())
         })

@@ -38,9 +38,8 @@ impl LoadBalancingKernels for CpuKernels {
         let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
             let steps = steps.map(|_| l.slice::<f32>(4)).transpose()?.map(|s| s[0]);
-            let (sums, counts, weights) = (l.slice(0)?, l.slice(1)?, l.slice_mut(2)?);
-            l.slice_mut::<f32>(3)?[0] +=
-                r::aux_loss_weights(factor, k, experts, sums, counts, steps, weights);
+            let stats = r::ExpertStats { sums: l.slice(0)?, counts: l.slice(1)?, experts, steps };
+            l.slice_mut::<f32>(3)?[0] += r::aux_loss_weights(factor, k, stats, l.slice_mut(2)?);
             Ok(())
         })
     }

@@ -17,8 +17,9 @@ mod quantize_stack;
 mod rope;
 mod router;
 
-use super::Isa;
+use super::{CpuContext, Isa};
 use crate::checks::{rows_of, same_contiguous};
+use ferrotron_tensor::Launch;
 
 /// CPU kernels at one instruction-set level.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +41,11 @@ impl CpuKernels {
     /// The level in use.
     pub fn isa(&self) -> Isa {
         self.isa
+    }
+
+    /// Context of a launch.
+    fn context<'a>(&self, l: &Launch<'a>) -> CpuContext<'a> {
+        CpuContext { threads: l.threads(), isa: self.isa }
     }
 }
 

@@ -18,9 +18,9 @@ impl NormKernels for CpuKernels {
                 let io = InOut::<T> { x: l.slice(0)?, x_rows, y: l.slice_mut(1)?, y_rows };
                 let affine = affine::<T>(l, norm, 2, n.beta.map(|_| 4))?;
                 if norm.subtract_mean {
-                    layer_norm(l.threads(), self.isa, io, affine, l.slice_mut(5)?, l.slice_mut(3)?)
+                    layer_norm(self.context(l), io, affine, l.slice_mut(5)?, l.slice_mut(3)?)
                 } else {
-                    rms_norm(l.threads(), self.isa, io, affine, l.slice_mut(3)?)
+                    rms_norm(self.context(l), io, affine, l.slice_mut(3)?)
                 }
             })
         })
@@ -44,9 +44,9 @@ impl NormKernels for CpuKernels {
                 };
                 let affine = affine::<T>(l, norm, 4, n.beta.map(|_| 6))?;
                 if norm.subtract_mean {
-                    add_layer_norm(l.threads(), self.isa, io, affine, l.slice_mut(7)?, l.slice_mut(5)?)
+                    add_layer_norm(self.context(l), io, affine, l.slice_mut(7)?, l.slice_mut(5)?)
                 } else {
-                    add_rms_norm(l.threads(), self.isa, io, affine, l.slice_mut(5)?)
+                    add_rms_norm(self.context(l), io, affine, l.slice_mut(5)?)
                 }
             })
         })
@@ -84,7 +84,7 @@ impl NormKernels for CpuKernels {
                     dbeta: dbeta.map(|i| l.slice_mut(i)).transpose()?,
                     accumulate: false,
                 };
-                norm_backward(l.threads(), self.isa, grad)
+                norm_backward(self.context(l), grad)
             })
         })
     }

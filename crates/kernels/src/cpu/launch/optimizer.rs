@@ -107,7 +107,7 @@ impl OptimizerKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
         for_each_batch(s, "adam", scalars, list, true, |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
-                return adam_skipped(l.threads(), self.isa, slices);
+                return adam_skipped(self.context(l), slices);
             }
             let factors = AdamFactors {
                 beta1: a.beta1,
@@ -121,7 +121,7 @@ impl OptimizerKernels for CpuKernels {
                 grad_scale: values[scalars::CLIP],
                 seed: seed(values[scalars::STEPS_DONE]),
             };
-            adam(l.threads(), self.isa, factors, slices)
+            adam(self.context(l), factors, slices)
         })
     }
 
@@ -131,7 +131,7 @@ impl OptimizerKernels for CpuKernels {
                 return Ok(());
             }
             let done = values[scalars::STEPS_DONE];
-            sgd(l.threads(), self.isa, rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
+            sgd(self.context(l), rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
         })
     }
 
@@ -149,7 +149,7 @@ impl OptimizerKernels for CpuKernels {
         grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
         s.launch(OP, &args, |l| {
             let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
-            let square = norm_total(l.threads(), self.isa, NormType::L2, &slices);
+            let square = norm_total(self.context(l), NormType::L2, &slices);
             write_clip(square, max_norm, l.slice_mut(0)?);
             Ok(())
         })
@@ -162,7 +162,7 @@ impl OptimizerKernels for CpuKernels {
         let args: Vec<Arg> = [write(square)].into_iter().chain(grads.iter().map(|g| read(g))).collect();
         s.launch(OP, &args, |l| {
             let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
-            l.slice_mut::<f64>(0)?[0] = norm_total(l.threads(), self.isa, NormType::L2, &slices);
+            l.slice_mut::<f64>(0)?[0] = norm_total(self.context(l), NormType::L2, &slices);
             Ok(())
         })
     }

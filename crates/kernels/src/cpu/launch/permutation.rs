@@ -1,11 +1,11 @@
 use super::{CpuKernels, floats};
 use crate::cpu::permutation::{
-    Sorted, chunk_map, gather_rows, gather_values, moe_permute_transposed, moe_unpermute,
+    PermuteShape, Sorted, chunk_map, gather_rows, gather_values, moe_permute_transposed, moe_unpermute,
     moe_unpermute_backward, moe_unpermute_dprobs, pad_routing_map, sort,
 };
 use crate::permutation::{
-    check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, permute_transposed_sizes, sort_sizes,
-    unpermute_sizes, weighted_sizes,
+    Sizes, check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, permute_transposed_sizes,
+    sort_sizes, unpermute_sizes, weighted_sizes,
 };
 use crate::{PermutationKernels, RowMap};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
@@ -25,6 +25,10 @@ macro_rules! or_f32 {
             }),
         }
     };
+}
+
+fn shape(sizes: Sizes) -> PermuteShape {
+    PermuteShape { hidden: sizes.width, topk: sizes.k }
 }
 
 impl PermutationKernels for CpuKernels {
@@ -53,14 +57,14 @@ impl PermutationKernels for CpuKernels {
 
     fn gather_rows(&self, s: &Stream, x: &Tensor, source: &Tensor, k: usize, out: &Tensor) -> Result<()> {
         const OP: &str = "gather_rows";
-        let h = gather_sizes(OP, x, source, k, out)?.width;
+        let shape = shape(gather_sizes(OP, x, source, k, out)?);
         s.launch(OP, &[read(x), read(source), write(out)], |l| {
             let (t, source) = (l.threads(), l.slice(1)?);
             match x.dtype() {
-                DType::F32 => gather_rows::<f32>(t, l.slice(0)?, h, source, k, l.slice_mut(2)?),
-                DType::BF16 => gather_rows::<bf16>(t, l.slice(0)?, h, source, k, l.slice_mut(2)?),
-                DType::E4M3 => gather_rows::<E4m3>(t, l.slice(0)?, h, source, k, l.slice_mut(2)?),
-                DType::E5M2 => gather_rows::<E5m2>(t, l.slice(0)?, h, source, k, l.slice_mut(2)?),
+                DType::F32 => gather_rows::<f32>(t, shape, l.slice(0)?, source, l.slice_mut(2)?),
+                DType::BF16 => gather_rows::<bf16>(t, shape, l.slice(0)?, source, l.slice_mut(2)?),
+                DType::E4M3 => gather_rows::<E4m3>(t, shape, l.slice(0)?, source, l.slice_mut(2)?),
+                DType::E5M2 => gather_rows::<E5m2>(t, shape, l.slice(0)?, source, l.slice_mut(2)?),
                 found => return Err(Error::DType { op: OP, found, wanted: DType::F32 }),
             }
             Ok(())
@@ -73,7 +77,7 @@ impl PermutationKernels for CpuKernels {
         // E4M3 and E5M2 are moved as u8.
         let (x, out) = (x.as_bytes()?, out.as_bytes()?);
         s.launch(OP, &[read(&x), read(&map.source), write(&out)], |l| {
-            moe_permute_transposed(l.threads(), l.slice(0)?, z.width, l.slice(1)?, z.k, l.slice_mut(2)?);
+            moe_permute_transposed(l.threads(), shape(z), l.slice(0)?, l.slice(1)?, l.slice_mut(2)?);
             Ok(())
         })
     }
@@ -92,7 +96,7 @@ impl PermutationKernels for CpuKernels {
             or_f32!(OP, out.dtype(), x.dtype(), T, X => {
                 let (source, weights) = (l.slice(1)?, l.slice(2)?);
                 let (x, out) = (l.slice::<X>(0)?, l.slice_mut::<T>(3)?);
-                moe_unpermute_backward(l.threads(), self.isa, x, z.width, source, weights, z.k, out);
+                moe_unpermute_backward(self.context(l), shape(z), x, source, weights, out);
                 Ok(())
             })
         })
@@ -115,7 +119,7 @@ impl PermutationKernels for CpuKernels {
             or_f32!(OP, x.dtype(), out.dtype(), T, O => {
                 let (x, rows, out) = (l.slice::<T>(0)?, l.slice(1)?, l.slice_mut::<O>(2)?);
                 let weights = weights.map(|_| l.slice(3)).transpose()?;
-                moe_unpermute(l.threads(), self.isa, x, z.width, rows, weights, z.k, out);
+                moe_unpermute(self.context(l), shape(z), x, rows, weights, out);
                 Ok(())
             })
         })
@@ -135,7 +139,7 @@ impl PermutationKernels for CpuKernels {
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             or_f32!(OP, x.dtype(), dy.dtype(), T, D => {
                 let (x, rows, dy) = (l.slice::<T>(0)?, l.slice(1)?, l.slice::<D>(2)?);
-                moe_unpermute_dprobs(l.threads(), self.isa, x, z.width, rows, z.k, dy, l.slice_mut(3)?);
+                moe_unpermute_dprobs(self.context(l), shape(z), x, rows, dy, l.slice_mut(3)?);
                 Ok(())
             })
         })

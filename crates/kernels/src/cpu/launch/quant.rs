@@ -1,10 +1,11 @@
 use super::{CpuKernels, floats};
+use crate::cpu::CpuContext;
 use crate::cpu::quant::{
     Blocks, Orientation, amax, delayed_update, dequantize, emulate, quantize_blocks, quantize_tensor,
 };
 use crate::cpu::quant::{Format, formats, transpose};
 use crate::cpu::reduce::column_sum;
-use crate::cpu::rows::Rows;
+use crate::cpu::rows::{RowsView, RowsViewMut};
 use crate::quant::check::{check_delayed, check_transpose, matrix, one};
 use crate::quant::microscaling::{self, EmulatedFormat};
 use crate::quant::scale::ScaleRule;
@@ -12,14 +13,15 @@ use crate::{DelayedUpdate, Fp8Tensor, QuantKernels, Quantize, QuantizeStack, Sca
 use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, write};
 
 impl QuantKernels for CpuKernels {
-    fn amax(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
+    fn amax(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "amax";
         let rows = matrix(OP, x)?;
-        one(OP, most)?;
-        s.launch(OP, &[read(x), write(most)], |l| {
-            let found = floats!(OP, x.dtype(), T => amax::<T>(l.threads(), self.isa, l.slice(0)?, rows))?;
-            let most = &mut l.slice_mut::<f32>(1)?[0];
-            *most = most.max(found);
+        one(OP, out)?;
+        s.launch(OP, &[read(x), write(out)], |l| {
+            let found = floats!(OP, x.dtype(), T =>
+                amax::<T>(self.context(l), RowsView { data: l.slice(0)?, rows }))?;
+            let out = &mut l.slice_mut::<f32>(1)?[0];
+            *out = out.max(found);
             Ok(())
         })
     }
@@ -48,14 +50,15 @@ impl QuantKernels for CpuKernels {
         }
         s.launch(OP, &args, |l| {
             floats!(OP, q.x.dtype(), T => {
-                let job = Job::<T> { isa: self.isa, x: l.slice(0)?, rows, range };
+                let cpu = self.context(l);
+                let job = Job::<T> { cpu, x: RowsView { data: l.slice(0)?, rows }, range };
                 if let Some((at, accumulate)) = sums {
-                    column_sum(l.threads(), self.isa, job.x, rows, l.slice_mut(at)?, accumulate)?;
+                    column_sum(cpu, job.x.data, rows, l.slice_mut(at)?, accumulate)?;
                 }
                 if let From::Given { amax: at, .. } = range {
-                    let found = amax(l.threads(), self.isa, job.x, rows)?;
-                    let most = &mut l.slice_mut::<f32>(at)?[0];
-                    *most = most.max(found);
+                    let found = amax(cpu, job.x)?;
+                    let out = &mut l.slice_mut::<f32>(at)?[0];
+                    *out = out.max(found);
                 }
                 let Some(format) = format else { return Ok(()) };
                 formats!(OP, format, F => outputs.iter().try_for_each(|(how, bytes, data, scale_inv)|
@@ -71,7 +74,8 @@ impl QuantKernels for CpuKernels {
         s.launch(OP, &[read(&q.data), read(&q.scale_inv), write(out)], |l| {
             formats!(OP, q.data.dtype(), F => floats!(OP, out.dtype(), T => {
                 let (data, scales) = (l.slice::<F>(0)?, l.slice(1)?);
-                dequantize::<F, T>(l.threads(), self.isa, data, scales, q.scaling, l.slice_mut(2)?, rows)
+                let out = RowsViewMut { data: l.slice_mut(2)?, rows };
+                dequantize::<F, T>(self.context(l), data, scales, q.scaling, out)
             }))
         })
     }
@@ -108,12 +112,12 @@ impl QuantKernels for CpuKernels {
         let rows = microscaling::check(OP, how, x, out)?;
         s.launch(OP, &[read(x), write(out)], |l| {
             floats!(OP, x.dtype(), T =>
-                emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
+                emulate::<T>(self.context(l), how, RowsView { data: l.slice(0)?, rows }, l.slice_mut(1)?))
         })
     }
 
-    fn amax_stack(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
-        self.launch_amax_stack(s, x, most)
+    fn amax_stack(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.launch_amax_stack(s, x, out)
     }
 
     fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
@@ -135,9 +139,8 @@ enum From {
 
 /// Input of a quantization.
 struct Job<'a, T> {
-    isa: crate::cpu::Isa,
-    x: &'a [T],
-    rows: Rows,
+    cpu: CpuContext<'a>,
+    x: RowsView<'a, T>,
     range: From,
 }
 
@@ -151,7 +154,6 @@ impl<T: Float> Job<'_, T> {
         data: usize,
         scale_inv: usize,
     ) -> Result<()> {
-        let (threads, isa) = (l.threads(), self.isa);
         let (data, scale_inv) = (l.slice_mut::<F>(data)?, l.slice_mut::<f32>(scale_inv)?);
         let scale = match self.range {
             From::Amax { amax, pow2 } => ScaleRule::tensor(F::LARGEST, pow2).scale(l.slice::<f32>(amax)?[0]),
@@ -159,10 +161,10 @@ impl<T: Float> Job<'_, T> {
             From::Blocks { pow2 } => {
                 let rule = ScaleRule::block(F::LARGEST, pow2, T::DTYPE);
                 let blocks = Blocks { scaling: bytes.scaling, rule };
-                return quantize_blocks(threads, isa, how, self.x, self.rows, blocks, data, scale_inv);
+                return quantize_blocks(self.cpu, how, self.x, blocks, data, scale_inv);
             }
         };
         scale_inv.fill(1.0 / scale);
-        quantize_tensor(threads, isa, how, self.x, self.rows, scale, data)
+        quantize_tensor(self.cpu, how, self.x, scale, data)
     }
 }

@@ -1,23 +1,24 @@
 use super::{CpuKernels, floats};
+use crate::cpu::CpuContext;
 use crate::cpu::quant::{
     Blocks, Format, Orientation, amax, formats, quantize_blocks, quantize_tensor, transpose,
 };
-use crate::cpu::rows::Rows;
+use crate::cpu::rows::RowsView;
 use crate::quant::scale::ScaleRule;
 use crate::quant::stack::{amax_sizes, check_transpose};
 use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Element, Float, Result, Stream, Tensor, read, write};
 
 impl CpuKernels {
-    pub(super) fn launch_amax_stack(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
+    pub(super) fn launch_amax_stack(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "amax_stack";
-        let [_, n, k] = amax_sizes(OP, x, most)?;
-        s.launch(OP, &[read(x), write(most)], |l| {
+        let [_, n, k] = amax_sizes(OP, x, out)?;
+        s.launch(OP, &[read(x), write(out)], |l| {
             floats!(OP, x.dtype(), T => {
-                let (x, most) = (l.slice::<T>(0)?, l.slice_mut::<f32>(1)?);
-                for (e, most) in most.iter_mut().enumerate() {
-                    let one = &x[e * n * k..(e + 1) * n * k];
-                    *most = most.max(amax(l.threads(), self.isa, one, Rows::dense(n, k))?);
+                let (x, out) = (l.slice::<T>(0)?, l.slice_mut::<f32>(1)?);
+                for (e, out) in out.iter_mut().enumerate() {
+                    let matrix = RowsView::dense(&x[e * n * k..(e + 1) * n * k], n, k);
+                    *out = out.max(amax(self.context(l), matrix)?);
                 }
                 Ok(())
             })
@@ -45,9 +46,9 @@ impl CpuKernels {
                 let x = l.slice::<T>(0)?;
                 let given = match q.range {
                     ScaleSource::Given { .. } => {
-                        let most = &mut l.slice_mut::<f32>(2)?[0];
-                        let rows = Rows::dense(x.len() / k.max(1), k);
-                        *most = most.max(amax(l.threads(), self.isa, x, rows)?);
+                        let out = &mut l.slice_mut::<f32>(2)?[0];
+                        let rows = RowsView::dense(x, x.len() / k.max(1), k);
+                        *out = out.max(amax(self.context(l), rows)?);
                         Some(l.slice::<f32>(1)?[0])
                     }
                     _ => None,
@@ -57,10 +58,10 @@ impl CpuKernels {
                     _ => &[],
                 };
                 let Some(format) = format else { return Ok(()) };
+                let stack = Stack { cpu: self.context(l), shape, x, range: q.range, scaling, given, amax };
                 formats!(OP, format, F => outputs.iter().try_for_each(|(how, at)| {
                     let (data, scales) = (l.slice_mut::<F>(*at)?, l.slice_mut::<f32>(at + 1)?);
-                    let stack = Stack { threads: l.threads(), isa: self.isa, shape, x };
-                    stack.output::<F>(*how, q.range, (given, amax), scaling, data, scales)
+                    stack.output::<F>(*how, data, scales)
                 }))
             })
         })
@@ -103,45 +104,47 @@ impl CpuKernels {
     }
 }
 
-/// Input of a quantization.
+/// Input and scaling of a stack of matrices.
 struct Stack<'a, T> {
-    threads: &'a ferrotron_tensor::Threads,
-    isa: crate::cpu::Isa,
+    cpu: CpuContext<'a>,
     /// E, n, k.
     shape: [usize; 3],
     x: &'a [T],
+    range: ScaleSource<'a>,
+    scaling: ScalingMode,
+    /// The scale that all matrices share, with [`ScaleSource::Given`].
+    given: Option<f32>,
+    /// The amax of each matrix, with [`ScaleSource::Amax`].
+    amax: &'a [f32],
 }
 
 impl<T: Float> Stack<'_, T> {
-    /// Quantizes one orientation of all matrices; `(given, amax)`: a shared scale, or the amax of each.
+    /// Quantizes one orientation of all matrices.
     fn output<F: Format + Element>(
         &self,
         how: Orientation,
-        range: ScaleSource,
-        (given, amax): (Option<f32>, &[f32]),
-        scaling: ScalingMode,
         data: &mut [F],
         scales: &mut [f32],
     ) -> Result<()> {
-        let [count, n, k] = self.shape;
+        let Stack { cpu, shape: [count, n, k], range, scaling, .. } = *self;
         let [r, c] = if how == Orientation::Rows { [n, k] } else { [k, n] };
-        let (rows, width) = (Rows::dense(n, k), c.next_multiple_of(ALIGN));
+        let width = c.next_multiple_of(ALIGN);
         // n and k are multiples of 128, so scale rows of different matrices do not mix.
         let each = if scaling == ScalingMode::PerTensor { 1 } else { scaling.scales(r, c).iter().product() };
         for e in 0..count {
-            let x = &self.x[e * n * k..(e + 1) * n * k];
+            let x = RowsView::dense(&self.x[e * n * k..(e + 1) * n * k], n, k);
             let data = &mut data[e * r * width..(e + 1) * r * width];
             let scales = &mut scales[e * each..(e + 1) * each];
             if let ScaleSource::Blocks { pow2 } = range {
                 let rule = ScaleRule::block(F::LARGEST, pow2, T::DTYPE);
                 let blocks = Blocks { scaling, rule };
-                quantize_blocks(self.threads, self.isa, how, x, rows, blocks, data, scales)?;
+                quantize_blocks(cpu, how, x, blocks, data, scales)?;
                 continue;
             }
             let pow2 = matches!(range, ScaleSource::Amax { pow2: true, .. });
-            let scale = given.unwrap_or_else(|| ScaleRule::tensor(F::LARGEST, pow2).scale(amax[e]));
+            let scale = self.given.unwrap_or_else(|| ScaleRule::tensor(F::LARGEST, pow2).scale(self.amax[e]));
             scales[0] = 1.0 / scale;
-            quantize_tensor(self.threads, self.isa, how, x, rows, scale, data)?;
+            quantize_tensor(cpu, how, x, scale, data)?;
         }
         Ok(())
     }

@@ -25,6 +25,7 @@ impl RouterKernels for CpuKernels {
             ExpertChoice::Given => (true, None),
             ExpertChoice::TopK { bias } => (false, bias),
         };
+        let router = r::Router { params: how, experts: z.experts, topk: z.k };
         let chosen = if given { read(index) } else { write(index) };
         s.launch(OP, &[read(logits), chosen, write(probs), read(bias.unwrap_or(logits))], |l| {
             let bias = bias.map(|_| l.slice(3)).transpose()?;
@@ -34,10 +35,10 @@ impl RouterKernels for CpuKernels {
                     l.slice(1)?
                 } else {
                     let index = l.slice_mut(1)?;
-                    r::choose(l.threads(), how, bias, x, z.experts, z.k, index);
+                    r::choose(l.threads(), router, bias, x, index);
                     index
                 };
-                r::probabilities(l.threads(), how, x, z.experts, z.k, index, l.slice_mut(2)?)
+                r::probabilities(l.threads(), router, x, index, l.slice_mut(2)?)
             })
         })
     }
@@ -46,9 +47,10 @@ impl RouterKernels for CpuKernels {
         let &RouteBackward { params: how, logits, index, dprobs, dlogits } = r;
         const OP: &str = "route_backward";
         let z = check::route_backward(OP, logits, index, dprobs, dlogits)?;
+        let router = r::Router { params: how, experts: z.experts, topk: z.k };
         s.launch(OP, &[read(logits), read(index), read(dprobs), write(dlogits)], |l| {
             floats!(OP, logits.dtype(), T => r::probabilities_backward::<T>(
-                l.threads(), how, l.slice(0)?, z.experts, z.k, l.slice(1)?, l.slice(2)?, l.slice_mut(3)?,
+                l.threads(), router, l.slice(0)?, l.slice(1)?, l.slice(2)?, l.slice_mut(3)?,
             ))
         })
     }
@@ -100,7 +102,7 @@ impl RouterKernels for CpuKernels {
         s.launch(OP, &[read(x), read(w), write(logits)], |l| {
             floats!(OP, x.dtype(), T => {
                 let sizes = [experts, h];
-                r::gate::<T>(l.threads(), self.isa, l.slice(0)?, l.slice(1)?, sizes, l.slice_mut(2)?);
+                r::gate::<T>(self.context(l), l.slice(0)?, l.slice(1)?, sizes, l.slice_mut(2)?);
                 Ok(())
             })
         })
@@ -112,9 +114,9 @@ impl RouterKernels for CpuKernels {
         let [_, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
         s.launch(OP, &[read(x), read(w), read(dlogits), write(dx), write(dw)], |l| {
             floats!(OP, x.dtype(), T => {
-                let (t, sizes, dlogits) = (l.threads(), [experts, h], l.slice(2)?);
-                r::gate_dx::<T>(t, self.isa, l.slice(1)?, dlogits, sizes, l.slice_mut(3)?);
-                r::gate_dw::<T>(t, self.isa, l.slice(0)?, dlogits, sizes, l.slice_mut(4)?, accumulate);
+                let (cpu, sizes, dlogits) = (self.context(l), [experts, h], l.slice(2)?);
+                r::gate_dx::<T>(cpu, l.slice(1)?, dlogits, sizes, l.slice_mut(3)?);
+                r::gate_dw::<T>(cpu, l.slice(0)?, dlogits, sizes, l.slice_mut(4)?, accumulate);
                 Ok(())
             })
         })
@@ -125,7 +127,7 @@ impl RouterKernels for CpuKernels {
         let [_, experts] = check::normal(OP, rows, logits)?;
         let stream = RandomStream::routing(key);
         s.launch(OP, &[read(rows), write(logits)], |l| {
-            fill_normal_rows(l.threads(), self.isa, stream, l.slice(0)?, experts, l.slice_mut(1)?)
+            fill_normal_rows(self.context(l), stream, l.slice(0)?, experts, l.slice_mut(1)?)
         })
     }
 

@@ -1,30 +1,31 @@
-//! The largest magnitude.
+//! Amax: the largest absolute value of a tensor, row or column.
 
-use crate::cpu::rows::Rows;
-use crate::cpu::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, Threads};
+use crate::cpu::rows::RowsView;
+use crate::cpu::{CpuContext, multiversion};
+use ferrotron_tensor::{Float, Result};
 
-/// The pattern of `|x|`, which orders as the value does; zero for NaN, so that NaN is passed over.
+/// Bits of `|x|`, which order like the value; 0 for NaN, so that amax ignores NaN.
 #[inline(always)]
 pub(super) fn magnitude(x: f32) -> u32 {
     let bits = x.to_bits() & 0x7fff_ffff;
     if bits > 0x7f80_0000 { 0 } else { bits }
 }
 
-/// `max |x|` over the rows; NaN is passed over, and of nothing it is zero.
-pub fn amax<T: Float>(threads: &Threads, isa: Isa, x: &[T], rows: Rows) -> Result<f32> {
-    rows.check("amax", "x", x.len())?;
+/// `max |x|` over all rows; NaN is ignored, and the amax of an empty tensor is 0.
+pub fn amax<T: Float>(cpu: CpuContext, x: RowsView<'_, T>) -> Result<f32> {
+    x.check("amax", "x")?;
+    let RowsView { data, rows } = x;
     if rows.elements() == 0 {
         return Ok(0.0);
     }
     let grain = rows.grain();
     let mut parts = vec![0u32; rows.outer.div_ceil(grain)];
-    let mut pieces: Vec<_> = rows.cut(x, grain).zip(&mut parts).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
-        for (x, most) in pieces {
+    let mut pieces: Vec<_> = rows.cut(data, grain).zip(&mut parts).collect();
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+        for (x, amax) in pieces {
             let view = rows.piece(i * grain, grain);
             for row in 0..view.count() {
-                **most = (**most).max(amax_row(isa, view.row(x, row)));
+                **amax = (**amax).max(amax_row(cpu.isa, view.row(x, row)));
             }
         }
     });
@@ -32,21 +33,21 @@ pub fn amax<T: Float>(threads: &Threads, isa: Isa, x: &[T], rows: Rows) -> Resul
 }
 
 multiversion! {
-    /// The pattern of the largest magnitude.
+    /// Bits of the amax of a row.
     pub(crate) fn amax_row<T: Float>(x: &[T]) -> u32 {
-        let mut most = 0;
+        let mut amax = 0;
         for x in x {
-            most = most.max(magnitude(x.to_f32()));
+            amax = amax.max(magnitude(x.to_f32()));
         }
-        most
+        amax
     }
 }
 
 multiversion! {
-    /// The patterns of the largest magnitudes of columns, row by row.
-    pub(super) fn amax_columns<T: Float>(x: &[T], most: &mut [u32]) {
-        for (most, x) in most.iter_mut().zip(x) {
-            *most = (*most).max(magnitude(x.to_f32()));
+    /// Updates the bits of each column's amax by one more row.
+    pub(super) fn amax_columns<T: Float>(x: &[T], amax: &mut [u32]) {
+        for (amax, x) in amax.iter_mut().zip(x) {
+            *amax = (*amax).max(magnitude(x.to_f32()));
         }
     }
 }

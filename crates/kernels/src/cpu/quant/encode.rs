@@ -1,17 +1,17 @@
-//! Rows of numbers to rows of bytes.
+//! FP8 and FP4 codes of rows of values, and back.
 
 use crate::BLOCK;
 use crate::cpu::multiversion;
 use ferrotron_tensor::Float;
 use ferrotron_tensor::fp8::{E2m1, E4m3, E5m2};
 
-/// A small float in a byte.
+/// An FP8 or FP4 format, one code per byte.
 pub trait Format: bytemuck::Pod + Send + Sync {
-    /// Its biggest number.
+    /// Largest finite value.
     const LARGEST: f32;
-    /// The nearest value's code.
+    /// Code of the nearest value, saturating.
     fn code(x: f32) -> u8;
-    /// The value.
+    /// Value of a code.
     fn value(code: u8) -> f32;
 }
 
@@ -51,7 +51,7 @@ impl Format for E5m2 {
     }
 }
 
-/// Picks the Rust type of an 8-bit format.
+/// Dispatches an FP8 dtype to a Rust type.
 macro_rules! formats {
     ($op:expr, $dtype:expr, $F:ident => $body:expr) => {
         match $dtype {
@@ -72,7 +72,7 @@ macro_rules! formats {
 pub(crate) use formats;
 
 multiversion! {
-    /// `out = round(x·scale)`, one scale for all.
+    /// `out = round(x·scale)`, one scale for the row.
     pub(crate) fn encode_row<F: Format, T: Float>(x: &[T], scale: f32, out: &mut [F]) {
         let out: &mut [u8] = bytemuck::cast_slice_mut(out);
         for (out, x) in out.iter_mut().zip(x) {
@@ -82,7 +82,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// `out = round(x·scale)`, a scale for each.
+    /// `out = round(x·scale)`, a scale per element.
     pub(super) fn encode_each<F: Format, T: Float>(x: &[T], scale: &[f32], out: &mut [F]) {
         let out: &mut [u8] = bytemuck::cast_slice_mut(out);
         for ((out, x), scale) in out.iter_mut().zip(x).zip(scale) {
@@ -102,7 +102,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// `out = round(value·scale)`, a scale for each.
+    /// `out = round(value·scale)`, a scale per element.
     pub(super) fn decode_each<F: Format, T: Float>(codes: &[F], scale: &[f32], out: &mut [T]) {
         let codes: &[u8] = bytemuck::cast_slice(codes);
         for ((out, code), scale) in out.iter_mut().zip(codes).zip(scale) {
@@ -111,10 +111,10 @@ multiversion! {
     }
 }
 
-/// A tile of bytes, one row after another.
+/// A 128x128 tile of codes, row-major.
 pub(super) type Tile<F> = [F; BLOCK * BLOCK];
 
-/// Writes a tile of `h` rows and `w` columns to `w` rows of `out`, `stride` apart, from column `at` on.
+/// Transposes the `h` rows and `w` columns of a tile into `w` rows of `out`, `stride` apart, from column `at` on.
 pub(super) fn transpose<F: Format>(
     tile: &Tile<F>,
     [h, w]: [usize; 2],
@@ -122,7 +122,7 @@ pub(super) fn transpose<F: Format>(
     stride: usize,
     at: usize,
 ) {
-    // Sixteen at a time: what is read of a line of the tile is used while the line is near.
+    // In 16x16 blocks, so that the cache lines read from the tile are used while they are cached.
     for from in (0..w).step_by(16) {
         for row in (0..h).step_by(16) {
             for j in from..(from + 16).min(w) {

@@ -2,11 +2,11 @@
 
 use super::decode;
 use super::encode::{Format, formats};
-use crate::cpu::gemm::{GemmShape, gemm_bf16};
-use crate::cpu::rows::{PIECE, Rows, check_len};
-use crate::cpu::{Isa, multiversion};
+use crate::cpu::gemm::{Epilogue, GemmShape, gemm_bf16};
+use crate::cpu::rows::{PIECE, RowsViewMut, check_len};
+use crate::cpu::{CpuContext, Isa, multiversion};
 use crate::{ALIGN, BLOCK, ScalingMode};
-use ferrotron_tensor::{DType, Float, Launch, Result, Threads, bf16};
+use ferrotron_tensor::{DType, Float, Launch, Result, bf16};
 
 /// An FP8 operand `[r, k]` in the layout of [`crate::Fp8Tensor`], decoded to bf16.
 pub struct Fp8Operand<'a> {
@@ -55,8 +55,7 @@ impl Fp8OperandRows<'_> {
 impl<'a> Fp8Operand<'a> {
     /// Decodes FP8 data.
     pub fn new<F: Format>(
-        threads: &Threads,
-        isa: Isa,
+        cpu: CpuContext,
         data: &[F],
         scale_inv: &'a [f32],
         scaling: ScalingMode,
@@ -69,7 +68,7 @@ impl<'a> Fp8Operand<'a> {
             check_len(OP, "scale_inv", scale_inv.len(), shape.iter().product())?;
         }
         let mut values = vec![bf16::ZERO; data.len()];
-        decode(threads, isa, data, &mut values);
+        decode(cpu, data, &mut values);
         let (stride, width) = (shape.last().copied().unwrap_or(0), k.next_multiple_of(ALIGN));
         Ok(Fp8Operand { values, scale_inv, scaling, stride, width })
     }
@@ -83,8 +82,9 @@ impl<'a> Fp8Operand<'a> {
         scaling: ScalingMode,
         shape: [usize; 2],
     ) -> Result<Fp8Operand<'a>> {
+        let cpu = CpuContext { threads: l.threads(), isa };
         formats!(l.op(), format, F =>
-            Fp8Operand::new::<F>(l.threads(), isa, l.slice(at)?, l.slice(at + 1)?, scaling, shape))
+            Fp8Operand::new::<F>(cpu, l.slice(at)?, l.slice(at + 1)?, scaling, shape))
     }
 
     /// The whole operand as a view.
@@ -96,18 +96,16 @@ impl<'a> Fp8Operand<'a> {
 /// `c [m, n] = a·bᵀ (+ bias) (+ c)`: f32 partial sums per block of shared scales, multiplied by the scales and summed in f32
 /// over blocks, then rounded once.
 pub fn fp8_gemm<C: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     a: Fp8OperandRows<'_>,
     b: Fp8OperandRows<'_>,
     k: usize,
-    bias: Option<&[bf16]>,
-    accumulate: bool,
-    c: &mut [C],
-    c_rows: Rows,
+    epilogue: Epilogue<'_, bf16>,
+    c: RowsViewMut<'_, C>,
 ) -> Result<()> {
+    c.check("fp8_gemm", "c")?;
+    let RowsViewMut { data: c, rows: c_rows } = c;
     let (m, n) = (c_rows.outer, c_rows.width);
-    c_rows.check("fp8_gemm", "c", c.len())?;
     if m * n == 0 {
         return Ok(());
     }
@@ -129,31 +127,31 @@ pub fn fp8_gemm<C: Float>(
             ldc: n,
         };
         let into = if blocks > 1 { &mut part } else { &mut sums };
-        gemm_bf16::<f32>(threads, isa, shape, a.values(from), b.values(from), None, false, into);
+        gemm_bf16::<f32>(cpu, shape, a.values(from), b.values(from), Epilogue::OVERWRITE, into);
         // In f64, since the product of two scales may overflow f32 where the scaled result does not.
         let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block))).collect();
         let part = &part;
-        threads.parallel_chunks(&mut sums, grain * n, &|i, sums| {
+        cpu.threads.parallel_chunks(&mut sums, grain * n, &|i, sums| {
             for (row, sums) in sums.chunks_mut(n).enumerate() {
                 let row = i * grain + row;
                 let down = f64::from(a.scale(row, block));
                 if blocks > 1 {
-                    add_scaled(isa, &part[row * n..][..n], down, &across, sums);
+                    add_scaled(cpu.isa, &part[row * n..][..n], down, &across, sums);
                 } else {
-                    scale(isa, down, &across, sums);
+                    scale(cpu.isa, down, &across, sums);
                 }
             }
         });
     }
-    let bias: Vec<f32> = bias.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
+    let bias: Vec<f32> = epilogue.bias.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
     let grain = c_rows.grain();
     let mut pieces: Vec<_> = c_rows.cut_mut(c, grain).collect();
-    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+    cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for c in pieces {
             let view = c_rows.piece(i * grain, grain);
             for row in 0..view.count() {
                 let sums = &sums[(i * grain + row) * n..][..n];
-                store(isa, sums, &bias, accumulate, view.row_mut(c, row));
+                store(cpu.isa, sums, &bias, epilogue.accumulate, view.row_mut(c, row));
             }
         }
     });

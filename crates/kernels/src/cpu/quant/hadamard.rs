@@ -1,9 +1,9 @@
 //! Random Hadamard transform: spreads outliers over sixteen values before quantization.
 
-use crate::cpu::rows::Rows;
-use crate::cpu::{Isa, multiversion};
+use crate::cpu::rows::RowsView;
+use crate::cpu::{CpuContext, multiversion};
 use crate::quant::microscaling::BlockAxis;
-use ferrotron_tensor::{Float, Threads};
+use ferrotron_tensor::Float;
 
 /// Points of the transform.
 pub const POINTS: usize = 16;
@@ -13,36 +13,30 @@ pub const SIGNS: [f32; POINTS] =
 
 /// Transforms every 16 neighbours of `x [r, c]` along the axis: `H·(signs∘v)` with H Sylvester's matrix over √16. The axis is
 /// zero-padded to a multiple of 16; returns the values and the padded shape.
-pub fn transform<T: Float>(
-    threads: &Threads,
-    isa: Isa,
-    along: BlockAxis,
-    x: &[T],
-    rows: Rows,
-) -> (Vec<f32>, [usize; 2]) {
-    let (r, c) = (rows.outer, rows.width);
+pub fn transform<T: Float>(cpu: CpuContext, along: BlockAxis, x: RowsView<'_, T>) -> (Vec<f32>, [usize; 2]) {
+    let (r, c) = (x.rows.outer, x.rows.width);
     let shape = match along {
         BlockAxis::Rows => [r, c.next_multiple_of(POINTS)],
         BlockAxis::Cols => [r.next_multiple_of(POINTS), c],
     };
     let mut out = vec![0f32; shape[0] * shape[1]];
-    threads.parallel_chunks(&mut out, POINTS * shape[1], &|i, band| {
+    cpu.threads.parallel_chunks(&mut out, POINTS * shape[1], &|i, band| {
         for (at, to) in band.chunks_mut(shape[1]).enumerate().filter(|(at, _)| i * POINTS + at < r) {
-            to.iter_mut().zip(rows.row(x, i * POINTS + at)).for_each(|(to, x)| *to = x.to_f32());
+            to.iter_mut().zip(x.row(i * POINTS + at)).for_each(|(to, x)| *to = x.to_f32());
         }
         match along {
-            BlockAxis::Rows => along_rows(isa, band, false),
-            BlockAxis::Cols => along_columns(isa, band, shape[1], false),
+            BlockAxis::Rows => along_rows(cpu.isa, band, false),
+            BlockAxis::Cols => along_columns(cpu.isa, band, shape[1], false),
         }
     });
     (out, shape)
 }
 
 /// Inverse transform in place: `signs∘(H·v)`, since H is its own inverse.
-pub fn inverse_transform(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
-    threads.parallel_chunks(x, POINTS * c, &|_, band| match along {
-        BlockAxis::Rows => along_rows(isa, band, true),
-        BlockAxis::Cols => along_columns(isa, band, c, true),
+pub fn inverse_transform(cpu: CpuContext, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
+    cpu.threads.parallel_chunks(x, POINTS * c, &|_, band| match along {
+        BlockAxis::Rows => along_rows(cpu.isa, band, true),
+        BlockAxis::Cols => along_columns(cpu.isa, band, c, true),
     });
 }
 

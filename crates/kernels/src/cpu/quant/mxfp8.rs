@@ -1,12 +1,12 @@
 //! MXFP8: E4M3 or E5M2 with an E8M0 scale per 32 values.
 
 use super::encode::Format;
-use super::small_blocks::{SmallBlocks, nearest};
-use crate::cpu::Isa;
-use crate::cpu::rows::Rows;
+use super::small_blocks::{BlockEncoder, SmallBlocks, nearest};
+use crate::cpu::CpuContext;
+use crate::cpu::rows::RowsView;
 use crate::quant::scale::power_of_two;
 use ferrotron_tensor::fp8::E8m0;
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Float, Result};
 
 /// Values that share a scale.
 pub const MX_BLOCK: usize = 32;
@@ -14,11 +14,9 @@ pub const MX_BLOCK: usize = 32;
 /// `codes [r, c] = round(x/scale)` with one scale per block. Both orientations are quantized from `x`, and neither is stored
 /// transposed.
 pub fn mxfp8_quantize<F: Format, T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     grid: SmallBlocks,
-    x: &[T],
-    x_rows: Rows,
+    x: RowsView<'_, T>,
     codes: &mut [F],
     scales: &mut [E8m0],
 ) -> Result<()> {
@@ -26,19 +24,18 @@ pub fn mxfp8_quantize<F: Format, T: Float>(
         let scale = power_of_two(amax, F::LARGEST);
         (scale, scale.reciprocal())
     };
-    grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<F, T>(isa))
+    grid.quantize(cpu, x, BlockEncoder { scale: &scale, encode: &nearest::<F, T>(cpu.isa) }, codes, scales)
 }
 
 /// `out [r, c] = value·scale`.
 pub fn mxfp8_dequantize<F: Format, T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     grid: SmallBlocks,
     codes: &[F],
     scales: &[E8m0],
     out: &mut [T],
 ) -> Result<()> {
-    grid.dequantize(threads, isa, codes, scales, &|s| s.decode(), out)
+    grid.dequantize(cpu, codes, scales, &|s| s.decode(), out)
 }
 
 /// Swizzles scales `[r, c]` for tensor cores: zero-padded to multiples of 128 and 4, in consecutive 128x4 tiles whose rows of

@@ -1,12 +1,12 @@
 //! NVFP4: E2M1 with an E4M3 scale per 16 values and one f32 scale per tensor.
 
 use super::amax::amax;
-use super::small_blocks::{SmallBlocks, nearest};
-use crate::cpu::Isa;
-use crate::cpu::rows::Rows;
+use super::small_blocks::{BlockEncoder, SmallBlocks, nearest};
+use crate::cpu::CpuContext;
+use crate::cpu::rows::RowsView;
 use crate::philox::RandomStream;
 use ferrotron_tensor::fp8::{E2m1, E4m3};
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Float, Result};
 
 /// Values that share a scale.
 pub const NV_BLOCK: usize = 16;
@@ -26,16 +26,14 @@ pub fn block_scale(amax: f32, global: f32) -> (E4m3, f32) {
 /// Quantizes to `codes [r, c]` (one per byte) and one scale per block; returns the per-tensor scale. With `stochastic`, value
 /// `i` is rounded stochastically by byte `i` of the stream, otherwise to nearest.
 pub fn nvfp4_quantize<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     grid: SmallBlocks,
     stochastic: Option<RandomStream>,
-    x: &[T],
-    x_rows: Rows,
+    x: RowsView<'_, T>,
     codes: &mut [E2m1],
     scales: &mut [E4m3],
 ) -> Result<f32> {
-    let global = global_scale(amax(threads, isa, x, x_rows)?);
+    let global = global_scale(amax(cpu, x)?);
     let scale = |amax: f32| block_scale(amax, global);
     let randomly = |first: usize, x: &[T], factors: &[f32], codes: &mut [E2m1]| {
         let Some(stream) = stochastic else { return };
@@ -49,16 +47,21 @@ pub fn nvfp4_quantize<T: Float>(
         }
     };
     match stochastic {
-        Some(_) => grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &randomly)?,
-        None => grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<E2m1, T>(isa))?,
+        Some(_) => {
+            let encoder = BlockEncoder { scale: &scale, encode: &randomly };
+            grid.quantize(cpu, x, encoder, codes, scales)?;
+        }
+        None => {
+            let encoder = BlockEncoder { scale: &scale, encode: &nearest::<E2m1, T>(cpu.isa) };
+            grid.quantize(cpu, x, encoder, codes, scales)?;
+        }
     }
     Ok(global)
 }
 
 /// `out [r, c] = value·scale/global`.
 pub fn nvfp4_dequantize<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     grid: SmallBlocks,
     codes: &[E2m1],
     scales: &[E4m3],
@@ -66,7 +69,7 @@ pub fn nvfp4_dequantize<T: Float>(
     out: &mut [T],
 ) -> Result<()> {
     let inverse = 1.0 / global;
-    grid.dequantize(threads, isa, codes, scales, &|s| s.decode() * inverse, out)
+    grid.dequantize(cpu, codes, scales, &|s| s.decode() * inverse, out)
 }
 
 /// Stochastic rounding to one of the two E2M1 neighbours of `x`: to the larger magnitude where `random/256` is at least the

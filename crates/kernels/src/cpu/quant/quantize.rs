@@ -2,11 +2,11 @@
 
 use super::amax::{amax_columns, amax_row};
 use super::encode::{Format, Tile, encode_each, encode_row, transpose};
-use crate::cpu::Isa;
-use crate::cpu::rows::{Rows, check_len};
+use crate::cpu::rows::{Rows, RowsView, check_len};
+use crate::cpu::{CpuContext, Isa};
 use crate::quant::scale::ScaleRule;
 use crate::{ALIGN, BLOCK, ScalingMode};
-use ferrotron_tensor::{Float, Result, Threads, shape_error};
+use ferrotron_tensor::{Float, Result, shape_error};
 
 /// Orientation of a matrix `x [r, c]` as a GEMM operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,38 +41,34 @@ fn output(how: Orientation, x: &Rows) -> ([usize; 2], usize) {
 
 /// `data = round(x·scale)`; see [`crate::Fp8Tensor`] for the layout.
 pub fn quantize_tensor<F: Format, T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     how: Orientation,
-    x: &[T],
-    x_rows: Rows,
+    x: RowsView<'_, T>,
     scale: f32,
     data: &mut [F],
 ) -> Result<()> {
-    x_rows.check("quantize", "x", x.len())?;
-    let ([r, _], width) = output(how, &x_rows);
+    x.check("quantize", "x")?;
+    let ([r, _], width) = output(how, &x.rows);
     check_len("quantize", "data", data.len(), r * width)?;
-    threads.parallel_chunks(data, BLOCK * width, &|i, data| {
+    cpu.threads.parallel_chunks(data, BLOCK * width, &|i, data| {
         let band = Band { data, scales: &mut [] };
-        fill(isa, how, x, &x_rows, i * BLOCK, band, |_, _| [scale; BLOCK]);
+        fill(cpu.isa, how, x, i * BLOCK, band, |_, _| [scale; BLOCK]);
     });
     Ok(())
 }
 
 /// [`quantize_tensor`] with a scale per block; `scale_inv` has the shape of [`ScalingMode::scales`].
 pub fn quantize_blocks<F: Format, T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     how: Orientation,
-    x: &[T],
-    x_rows: Rows,
+    x: RowsView<'_, T>,
     blocks: Blocks,
     data: &mut [F],
     scale_inv: &mut [f32],
 ) -> Result<()> {
     const OP: &str = "quantize";
-    x_rows.check(OP, "x", x.len())?;
-    let ([r, c], width) = output(how, &x_rows);
+    x.check(OP, "x")?;
+    let ([r, c], width) = output(how, &x.rows);
     check_len(OP, "data", data.len(), r * width)?;
     check_len(OP, "scale_inv", scale_inv.len(), blocks.scaling.scales(r, c).iter().product())?;
     let each = match blocks.scaling {
@@ -92,10 +88,10 @@ pub fn quantize_blocks<F: Format, T: Float>(
         .zip(kept.chunks_mut(per_band))
         .map(|(data, scales)| Band { data, scales })
         .collect();
-    threads.parallel_chunks(&mut bands, 1, &|i, bands| {
+    cpu.threads.parallel_chunks(&mut bands, 1, &|i, bands| {
         for band in bands {
             let band = Band { data: &mut *band.data, scales: &mut *band.scales };
-            fill(isa, how, x, &x_rows, i * BLOCK, band, |rows, h| measure(isa, how, &blocks, rows, h));
+            fill(cpu.isa, how, x, i * BLOCK, band, |rows, h| block_scales(cpu.isa, how, &blocks, rows, h));
         }
     });
     let columns = *blocks.scaling.scales(r, c).last().unwrap_or(&0);
@@ -112,8 +108,8 @@ pub fn quantize_blocks<F: Format, T: Float>(
 /// Scales of a tile, per output row.
 type Scales = [f32; BLOCK];
 
-/// Computes the scales of a tile, whose rows of x `rows` yields.
-fn measure<'a, T: Float>(
+/// Computes the scales of a tile of `h` rows from the amax of its blocks; `rows` yields its rows of x.
+fn block_scales<'a, T: Float>(
     isa: Isa,
     how: Orientation,
     blocks: &Blocks,
@@ -122,30 +118,29 @@ fn measure<'a, T: Float>(
 ) -> Scales {
     let rule = &blocks.rule;
     if blocks.scaling == ScalingMode::Block128x128 {
-        let most = (0..h).map(|i| amax_row(isa, rows(i))).max().unwrap_or(0);
-        return [rule.scale(f32::from_bits(most)); BLOCK];
+        let amax = (0..h).map(|i| amax_row(isa, rows(i))).max().unwrap_or(0);
+        return [rule.scale(f32::from_bits(amax)); BLOCK];
     }
-    let mut most = [0u32; BLOCK];
+    let mut amax = [0u32; BLOCK];
     for i in 0..h {
         match how {
-            Orientation::Rows => most[i] = amax_row(isa, rows(i)),
-            Orientation::Cols => amax_columns(isa, rows(i), &mut most),
+            Orientation::Rows => amax[i] = amax_row(isa, rows(i)),
+            Orientation::Cols => amax_columns(isa, rows(i), &mut amax),
         }
     }
-    most.map(|m| rule.scale(f32::from_bits(m)))
+    amax.map(|bits| rule.scale(f32::from_bits(bits)))
 }
 
 /// Quantizes the output rows from `first`, tile by tile.
 fn fill<'x, F: Format, T: Float>(
     isa: Isa,
     how: Orientation,
-    x: &'x [T],
-    x_rows: &Rows,
+    x: RowsView<'x, T>,
     first: usize,
     band: Band<'_, F>,
     scales: impl Fn(&dyn Fn(usize) -> &'x [T], usize) -> Scales,
 ) {
-    let ([_, c], width) = output(how, x_rows);
+    let ([_, c], width) = output(how, &x.rows);
     let Band { data, scales: kept } = band;
     let rows = data.len() / width.max(1);
     let each = kept.len() / c.div_ceil(BLOCK).max(1);
@@ -157,7 +152,7 @@ fn fill<'x, F: Format, T: Float>(
             Orientation::Rows => (first, at, rows, along),
             Orientation::Cols => (at, first, along, rows),
         };
-        let row = |i: usize| &x_rows.row(x, top + i)[left..left + w];
+        let row = |i: usize| &x.row(top + i)[left..left + w];
         let found = scales(&row, h);
         for i in 0..h {
             match how {

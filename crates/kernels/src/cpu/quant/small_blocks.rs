@@ -2,13 +2,21 @@
 
 use super::amax::{amax_columns, amax_row};
 use super::encode::{Format, decode_each, encode_each};
-use crate::cpu::Isa;
-use crate::cpu::rows::{PIECE, Rows, check_len};
+use crate::cpu::rows::{PIECE, RowsView, check_len};
+use crate::cpu::{CpuContext, Isa};
 use crate::quant::microscaling::BlockAxis;
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Float, Result};
 
 /// Encodes a row, given the index of its first value in the matrix, the row, and the factor on each value.
 type Encode<'a, F, T> = dyn Fn(usize, &[T], &[f32], &mut [F]) + Sync + 'a;
+
+/// How the values of a block are encoded.
+pub(super) struct BlockEncoder<'a, F, T, S> {
+    /// Scale of a block and the factor on its values, from its amax.
+    pub(super) scale: &'a (dyn Fn(f32) -> (S, f32) + Sync),
+    /// Rounding of a row.
+    pub(super) encode: &'a Encode<'a, F, T>,
+}
 
 /// A matrix `[r, c]` in row-major blocks of `h x w`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,22 +49,19 @@ impl SmallBlocks {
         (PIECE / (self.h * self.c).max(1)).max(1)
     }
 
-    /// Quantizes to `codes [r, c]` and a scale per block; `scale` returns a block's scale and the factor on its values from its
-    /// amax.
+    /// Quantizes to `codes [r, c]` and a scale per block.
     pub(super) fn quantize<F: Format, T: Float, S: Send>(
         &self,
-        threads: &Threads,
-        isa: Isa,
-        x: &[T],
-        x_rows: Rows,
+        cpu: CpuContext,
+        x: RowsView<'_, T>,
+        encoder: BlockEncoder<'_, F, T, S>,
         codes: &mut [F],
         scales: &mut [S],
-        scale: &(dyn Fn(f32) -> (S, f32) + Sync),
-        encode: &Encode<'_, F, T>,
     ) -> Result<()> {
         const OP: &str = "quantize";
+        let BlockEncoder { scale, encode } = encoder;
         let [_, across] = self.blocks();
-        x_rows.check(OP, "x", x.len())?;
+        x.check(OP, "x")?;
         check_len(OP, "codes", codes.len(), self.r * self.c)?;
         check_len(OP, "scales", scales.len(), self.blocks().iter().product())?;
         if codes.is_empty() {
@@ -65,30 +70,30 @@ impl SmallBlocks {
         let grain = self.grain();
         let mut pieces: Vec<_> =
             codes.chunks_mut(grain * self.h * self.c).zip(scales.chunks_mut(grain * across)).collect();
-        threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
-            let (mut most, mut factors) = (vec![0u32; across], vec![0f32; self.c]);
+        cpu.threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+            let (mut amax, mut factors) = (vec![0u32; across], vec![0f32; self.c]);
             for (codes, scales) in pieces {
                 let bands = codes.chunks_mut(self.h * self.c).zip(scales.chunks_mut(across));
                 for (band, (codes, scales)) in bands.enumerate() {
                     let first = (i * grain + band) * self.h;
-                    most.fill(0);
+                    amax.fill(0);
                     for row in first..first + codes.len() / self.c {
-                        let x = x_rows.row(x, row);
+                        let x = x.row(row);
                         if self.w == 1 {
-                            amax_columns(isa, x, &mut most);
+                            amax_columns(cpu.isa, x, &mut amax);
                         } else {
-                            let blocks = most.iter_mut().zip(x.chunks(self.w));
-                            blocks.for_each(|(most, x)| *most = (*most).max(amax_row(isa, x)));
+                            let blocks = amax.iter_mut().zip(x.chunks(self.w));
+                            blocks.for_each(|(amax, x)| *amax = (*amax).max(amax_row(cpu.isa, x)));
                         }
                     }
-                    for (k, (most, out)) in most.iter().zip(scales.iter_mut()).enumerate() {
-                        let (found, factor) = scale(f32::from_bits(*most));
+                    for (k, (amax, out)) in amax.iter().zip(scales.iter_mut()).enumerate() {
+                        let (found, factor) = scale(f32::from_bits(*amax));
                         *out = found;
                         factors[k * self.w..((k + 1) * self.w).min(self.c)].fill(factor);
                     }
                     for (row, codes) in codes.chunks_mut(self.c).enumerate() {
                         let row = first + row;
-                        encode(row * self.c, x_rows.row(x, row), &factors, codes);
+                        encode(row * self.c, x.row(row), &factors, codes);
                     }
                 }
             }
@@ -99,8 +104,7 @@ impl SmallBlocks {
     /// `out [r, c] = value·scale`.
     pub(super) fn dequantize<F: Format, T: Float, S: Sync>(
         &self,
-        threads: &Threads,
-        isa: Isa,
+        cpu: CpuContext,
         codes: &[F],
         scales: &[S],
         scale: &(dyn Fn(&S) -> f32 + Sync),
@@ -112,7 +116,7 @@ impl SmallBlocks {
         check_len(OP, "scales", scales.len(), self.blocks().iter().product())?;
         check_len(OP, "out", out.len(), codes.len())?;
         let piece = self.grain() * self.h;
-        threads.parallel_chunks(out, piece * self.c, &|i, out| {
+        cpu.threads.parallel_chunks(out, piece * self.c, &|i, out| {
             let mut factors = vec![0f32; self.c];
             for (row, out) in out.chunks_mut(self.c).enumerate() {
                 let row = i * piece + row;
@@ -123,7 +127,7 @@ impl SmallBlocks {
                         factors.fill(scale(s));
                     }
                 }
-                decode_each(isa, &codes[row * self.c..][..self.c], &factors, out);
+                decode_each(cpu.isa, &codes[row * self.c..][..self.c], &factors, out);
             }
         });
         Ok(())

@@ -95,16 +95,22 @@ pub fn aux_loss_backward<T: Float>(
     Ok(())
 }
 
-/// See [`crate::AuxLossWeights`]; all `[S, E]`. Returns the loss.
-pub fn aux_loss_weights(
-    factor: f32,
-    k: usize,
-    experts: usize,
-    sums: &[f32],
-    counts: &[i64],
-    steps: Option<f32>,
-    weights: &mut [f32],
-) -> f32 {
+/// Statistics of [`balance`], summed over the micro-batches and ranks that share a loss.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertStats<'a> {
+    /// Sums of normalized scores `[S, E]`.
+    pub sums: &'a [f32],
+    /// Tokens per expert `[S, E]`.
+    pub counts: &'a [i64],
+    /// E
+    pub experts: usize,
+    /// Steps that `counts` is summed over; none means 1.
+    pub steps: Option<f32>,
+}
+
+/// See [`crate::AuxLossWeights`]; `weights [S, E]`. Returns the loss.
+pub fn aux_loss_weights(factor: f32, k: usize, stats: ExpertStats<'_>, weights: &mut [f32]) -> f32 {
+    let ExpertStats { sums, counts, experts, steps } = stats;
     let steps = f64::from(steps.unwrap_or(1.0));
     let segments = (counts.len() / experts) as f64;
     let mean = counts.iter().sum::<i64>() as f64 / steps / (k as f64 * segments);

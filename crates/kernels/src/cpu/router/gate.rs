@@ -1,7 +1,7 @@
 //! Router GEMM with f64 accumulation.
 
-use crate::cpu::{Isa, multiversion};
-use ferrotron_tensor::{Float, Threads};
+use crate::cpu::{CpuContext, multiversion};
+use ferrotron_tensor::Float;
 
 /// Number of parallel partial sums.
 const LANES: usize = 16;
@@ -31,34 +31,20 @@ multiversion! {
 }
 
 /// `logits [T, E] = x [T, h]·wᵀ`, `w [E, h]`.
-pub fn gate<T: Float>(
-    threads: &Threads,
-    isa: Isa,
-    x: &[T],
-    w: &[T],
-    [experts, h]: [usize; 2],
-    logits: &mut [f32],
-) {
-    threads.parallel_chunks(logits, experts, &|t, logits| {
+pub fn gate<T: Float>(cpu: CpuContext, x: &[T], w: &[T], [experts, h]: [usize; 2], logits: &mut [f32]) {
+    cpu.threads.parallel_chunks(logits, experts, &|t, logits| {
         for (e, logit) in logits.iter_mut().enumerate() {
-            *logit = dot(isa, &x[t * h..][..h], &w[e * h..][..h]) as f32;
+            *logit = dot(cpu.isa, &x[t * h..][..h], &w[e * h..][..h]) as f32;
         }
     });
 }
 
 /// `dx [T, h] = dlogits [T, E]·w`
-pub fn gate_dx<T: Float>(
-    threads: &Threads,
-    isa: Isa,
-    w: &[T],
-    dlogits: &[f32],
-    [experts, h]: [usize; 2],
-    dx: &mut [T],
-) {
-    threads.parallel_chunks(dx, h, &|t, dx| {
+pub fn gate_dx<T: Float>(cpu: CpuContext, w: &[T], dlogits: &[f32], [experts, h]: [usize; 2], dx: &mut [T]) {
+    cpu.threads.parallel_chunks(dx, h, &|t, dx| {
         let mut sum = vec![0f64; h];
         for (e, d) in dlogits[t * experts..][..experts].iter().enumerate() {
-            add_times(isa, &mut sum, f64::from(*d), &w[e * h..][..h]);
+            add_times(cpu.isa, &mut sum, f64::from(*d), &w[e * h..][..h]);
         }
         dx.iter_mut().zip(sum).for_each(|(dx, sum)| *dx = T::from_f32(sum as f32));
     });
@@ -66,18 +52,17 @@ pub fn gate_dx<T: Float>(
 
 /// `dw [E, h] (+)= dlogitsᵀ·x`
 pub fn gate_dw<T: Float>(
-    threads: &Threads,
-    isa: Isa,
+    cpu: CpuContext,
     x: &[T],
     dlogits: &[f32],
     [experts, h]: [usize; 2],
     dw: &mut [f32],
     accumulate: bool,
 ) {
-    threads.parallel_chunks(dw, h, &|e, dw| {
+    cpu.threads.parallel_chunks(dw, h, &|e, dw| {
         let mut sum = vec![0f64; h];
         for (d, x) in dlogits.iter().skip(e).step_by(experts).zip(x.chunks(h.max(1))) {
-            add_times(isa, &mut sum, f64::from(*d), x);
+            add_times(cpu.isa, &mut sum, f64::from(*d), x);
         }
         for (dw, sum) in dw.iter_mut().zip(sum) {
             *dw = if accumulate { (f64::from(*dw) + sum) as f32 } else { sum as f32 };

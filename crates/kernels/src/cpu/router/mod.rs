@@ -10,7 +10,9 @@ mod sinkhorn;
 mod top_k;
 mod z_loss;
 
-pub use aux_loss::{Statistics, aux_loss_backward, aux_loss_weights, balance, update_expert_bias};
+pub use aux_loss::{
+    ExpertStats, Statistics, aux_loss_backward, aux_loss_weights, balance, update_expert_bias,
+};
 pub use capacity::{count_tokens, drop_over_capacity};
 pub use gate::{gate, gate_dw, gate_dx};
 pub use probs::{probabilities, probabilities_backward};
@@ -20,7 +22,19 @@ pub use top_k::{choose, top_k};
 pub use z_loss::{z_loss, z_loss_backward};
 
 use super::rows::PIECE;
+use crate::RouterParams;
 use ferrotron_tensor::{Float, Result, shape_error};
+
+/// A router of E experts with top-k selection.
+#[derive(Clone, Copy, Debug)]
+pub struct Router {
+    /// Score function, groups and scale.
+    pub params: RouterParams,
+    /// E
+    pub experts: usize,
+    /// k
+    pub topk: usize,
+}
 
 /// Rows per chunk.
 fn grain(experts: usize) -> usize {

@@ -1,7 +1,7 @@
 //! Probabilities of the selected experts, and their gradient.
 
 use super::scores::{EPS, softmax, unless_excluded};
-use super::{check_below, grain, take_row};
+use super::{Router, check_below, grain, take_row};
 use crate::{RouterParams, ScoreFunction};
 use ferrotron_tensor::{Float, Result, Threads};
 
@@ -38,13 +38,12 @@ fn row(how: RouterParams, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]
 /// `probs [T, k]` of the selection `index [T, k]` for `logits [T, E]`.
 pub fn probabilities<T: Float>(
     threads: &Threads,
-    how: RouterParams,
+    router: Router,
     logits: &[T],
-    experts: usize,
-    k: usize,
     index: &[i32],
     probs: &mut [f32],
 ) -> Result<()> {
+    let Router { params: how, experts, topk: k } = router;
     check_below("route", "expert", index, experts)?;
     let rows = grain(experts);
     threads.parallel_chunks(probs, rows * k, &|piece, probs| {
@@ -59,16 +58,22 @@ pub fn probabilities<T: Float>(
     Ok(())
 }
 
-/// `dx [E]` from `g [k]`, the gradients of unscaled probabilities; `y [E]` and `p [k]` are scratch.
-fn row_backward(
-    how: RouterParams,
-    x: &[f32],
-    index: &[i32],
-    g: &[f32],
-    y: &mut [f32],
-    p: &mut [f32],
-    dx: &mut [f32],
-) {
+/// One row of the backward pass.
+struct RowGrad {
+    /// Logits `[E]`.
+    x: Vec<f32>,
+    /// Gradients of unscaled probabilities `[k]`.
+    g: Vec<f32>,
+    /// Written: gradients of logits `[E]`.
+    dx: Vec<f32>,
+    /// Scratch for scores `[E]`.
+    y: Vec<f32>,
+    /// Scratch for probabilities `[k]`.
+    p: Vec<f32>,
+}
+
+fn row_backward(how: RouterParams, index: &[i32], row_grad: &mut RowGrad) {
+    let RowGrad { x, g, dx, y, p } = row_grad;
     let score = how.score;
     dx.fill(0.0);
     match score {
@@ -96,28 +101,27 @@ fn row_backward(
 }
 
 /// `dlogits [T, E]` from `dprobs [T, k]`; see [`crate::RouteBackward`].
-#[allow(clippy::too_many_arguments)]
 pub fn probabilities_backward<T: Float>(
     threads: &Threads,
-    how: RouterParams,
+    router: Router,
     logits: &[T],
-    experts: usize,
-    k: usize,
     index: &[i32],
     dprobs: &[f32],
     dlogits: &mut [T],
 ) -> Result<()> {
+    let Router { params: how, experts, topk: k } = router;
     check_below("route_backward", "expert", index, experts)?;
     let rows = grain(experts);
     threads.parallel_chunks(dlogits, rows * experts, &|piece, dlogits| {
-        let (mut x, mut y, mut dx) = (vec![0f32; experts], vec![0f32; experts], vec![0f32; experts]);
-        let (mut g, mut p) = (vec![0f32; k], vec![0f32; k]);
+        let per_expert = || vec![0f32; experts];
+        let (x, y, dx) = (per_expert(), per_expert(), per_expert());
+        let mut row = RowGrad { x, g: vec![0f32; k], dx, y, p: vec![0f32; k] };
         for (t, dlogits) in dlogits.chunks_mut(experts).enumerate() {
             let t = piece * rows + t;
-            take_row(logits, t, &mut x);
-            g.iter_mut().zip(&dprobs[t * k..]).for_each(|(g, d)| *g = how.scale * d);
-            row_backward(how, &x, &index[t * k..][..k], &g, &mut y, &mut p, &mut dx);
-            dlogits.iter_mut().zip(&dx).for_each(|(to, d)| *to = T::from_f32(*d));
+            take_row(logits, t, &mut row.x);
+            row.g.iter_mut().zip(&dprobs[t * k..]).for_each(|(g, d)| *g = how.scale * d);
+            row_backward(how, &index[t * k..][..k], &mut row);
+            dlogits.iter_mut().zip(&row.dx).for_each(|(to, d)| *to = T::from_f32(*d));
         }
     });
     Ok(())

@@ -1,7 +1,7 @@
 //! Top-k selection of experts per token.
 
 use super::scores::softmax;
-use super::{grain, take_row};
+use super::{Router, grain, take_row};
 use crate::{GroupLimit, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Float, Threads};
 
@@ -113,21 +113,20 @@ impl TopKSelector<'_> {
 /// `index [T, k]`: the experts of each row of `logits [T, E]`, best first.
 pub fn choose<T: Float>(
     threads: &Threads,
-    how: RouterParams,
+    router: Router,
     bias: Option<&[f32]>,
     logits: &[T],
-    experts: usize,
-    k: usize,
     index: &mut [i32],
 ) {
+    let Router { params: how, experts, topk: k } = router;
     let rows = grain(experts);
     threads.parallel_chunks(index, rows * k, &|piece, index| {
         let mut x = vec![0f32; experts];
-        let mut chooser =
+        let mut selector =
             TopKSelector { how, bias, k, selection: vec![0.0; experts], keys: Vec::with_capacity(experts) };
         for (t, index) in index.chunks_mut(k).enumerate() {
             take_row(logits, piece * rows + t, &mut x);
-            chooser.choose(&x, index);
+            selector.choose(&x, index);
         }
     });
 }

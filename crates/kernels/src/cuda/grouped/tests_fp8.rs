@@ -7,21 +7,25 @@ use crate::{ALIGN, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode, Segm
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Stream};
 
-/// Small integers `[r, c]` in FP8, zeros in columns outside all segments; scales are powers of two.
+/// Format of the first operand.
+fn first(e5m2: bool) -> DType {
+    if e5m2 { DType::E5M2 } else { DType::E4M3 }
+}
+
+/// Small integers `[r, c]` in FP8, zeros in columns outside all segments; scales are powers of two. With
+/// per-tensor scaling there is one scale for each of `stacked` matrices.
 fn fp8_tensor(
     s: &Stream,
     seed: u64,
     [r, c]: [usize; 2],
-    e5: bool,
-    scaling: ScalingMode,
-    stacked: usize,
+    format: DType,
+    (scaling, stacked): (ScalingMode, usize),
     owned: impl Fn(usize) -> bool,
 ) -> Fp8Tensor {
     let width = c.next_multiple_of(ALIGN);
     let x = numbers(seed, r, width, |_| true);
     let value = |i: usize| if i % width < c && owned(i % width) { x[i] } else { 0.0 };
-    let format = if e5 { DType::E5M2 } else { DType::E4M3 };
-    let data = if e5 {
+    let data = if format == DType::E5M2 {
         let v: Vec<E5m2> = (0..r * width).map(|i| E5m2::encode(value(i))).collect();
         s.upload(&v, &[r, width], Category::Workspace).unwrap()
     } else {
@@ -61,8 +65,8 @@ fn every_fp8_variant_matches_the_generic_kernel() {
                     if variant.fast && sx != ScalingMode::PerTensor {
                         continue;
                     }
-                    let x = fp8_tensor(&s, 1, [rows, depth], variant.e5, sx, 1, |_| true);
-                    let w = fp8_tensor(&s, 2, [e * width, depth], false, sw, e, |_| true);
+                    let x = fp8_tensor(&s, 1, [rows, depth], first(variant.e5), (sx, 1), |_| true);
+                    let w = fp8_tensor(&s, 2, [e * width, depth], DType::E4M3, (sw, e), |_| true);
                     let run = |variant| {
                         let y = poisoned(&s, DType::BF16, &[rows, width]);
                         let (fast, name) = (true, "fp8_grouped_gemm");
@@ -94,8 +98,8 @@ fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
             for variant in FP8_VARIANTS.iter().filter(|k| k.variant.op == GroupedOp::WgradFp8) {
                 for scaling in [ScalingMode::PerTensor, ScalingMode::Block1x128] {
                     for accumulate in [false, true] {
-                        let dy = fp8_tensor(&s, 1, [n, rows], variant.e5, scaling, 1, |c| owned[c]);
-                        let x = fp8_tensor(&s, 2, [k_, rows], false, scaling, 1, |c| owned[c]);
+                        let dy = fp8_tensor(&s, 1, [n, rows], first(variant.e5), (scaling, 1), |c| owned[c]);
+                        let x = fp8_tensor(&s, 2, [k_, rows], DType::E4M3, (scaling, 1), |c| owned[c]);
                         let old = numbers(3, e * n, k_, |_| true);
                         let run = |variant| {
                             let dw = match accumulate {

@@ -2,7 +2,7 @@
 
 use super::input;
 use super::stack::stacked;
-use crate::DelayedScaling;
+use crate::DelayedUpdate;
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
@@ -94,7 +94,7 @@ impl CudaKernels {
         })
     }
 
-    /// The largest magnitude of each of `count` matrices of `n` elements that lie back to back.
+    /// Amax of each of `count` contiguous matrices of `n` elements.
     pub(super) fn launch_amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
         const OP: &str = "amax_stack";
         let [count, n, k] = amax_sizes(OP, x, amax)?;
@@ -123,16 +123,9 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_delayed_update(
-        &self,
-        s: &Stream,
-        how: DelayedScaling,
-        history: &Tensor,
-        reduced: &Tensor,
-        largest: &Tensor,
-        scale: &Tensor,
-    ) -> Result<()> {
+    pub(super) fn launch_delayed_update(&self, s: &Stream, update: &DelayedUpdate) -> Result<()> {
         const OP: &str = "delayed_update";
+        let &DelayedUpdate { scaling, history, reduced, largest, scale } = update;
         let [len, n] = check_delayed(OP, history, reduced, largest, scale)?;
         if n == 0 {
             return Ok(());
@@ -147,8 +140,8 @@ impl CudaKernels {
                 scale: l.address(2)?,
                 len: len as i64,
                 n: n as i64,
-                factor: 2f32.powi(-how.margin),
-                most_recent: how.most_recent.into(),
+                factor: 2f32.powi(-scaling.margin),
+                most_recent: scaling.most_recent.into(),
             };
             let kernel = Kernel::new("quant/amax", "delayed_update");
             self.launch_kernel(l, kernel, line(blocks(OP, n, TENSORS)?, DELAYED_THREADS), &args)

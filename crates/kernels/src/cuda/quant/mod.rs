@@ -43,8 +43,7 @@ impl QuantKernels for CudaKernels {
     }
 
     fn delayed_update(&self, s: &Stream, d: &DelayedUpdate) -> Result<()> {
-        let &DelayedUpdate { scaling: how, history, reduced, largest, scale } = d;
-        self.launch_delayed_update(s, how, history, reduced, largest, scale)
+        self.launch_delayed_update(s, d)
     }
 
     fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {

@@ -1,12 +1,12 @@
 //! Balancing losses and the z-loss.
 
 use super::{code, row_blocks, sized};
-use crate::AuxLoss;
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
 use crate::router::check;
 use crate::router::check::Sizes;
+use crate::{AuxLoss, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
 /// Rows of a warp, as in balance.cu and z_loss.cu.
@@ -170,19 +170,12 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_z_loss_backward(
-        &self,
-        s: &Stream,
-        factor: f32,
-        rows: &Tensor,
-        logits: &Tensor,
-        segments: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
+    pub(super) fn launch_z_loss_backward(&self, s: &Stream, z: &ZLossBackward) -> Result<()> {
         const OP: &str = "z_loss_backward";
-        let [tokens, experts] = check::z_loss(OP, logits, segments, rows, Some(dlogits))?;
+        let &ZLossBackward { coefficient: factor, sums, logits, segments, dlogits } = z;
+        let [tokens, experts] = check::z_loss(OP, logits, segments, sums, Some(dlogits))?;
         let kernel = sized!(OP, logits.dtype(), experts, "router/z_loss", "z_loss_backward")?;
-        s.launch(OP, &[read(logits), read(segments), read(rows), write(dlogits)], |l| {
+        s.launch(OP, &[read(logits), read(segments), read(sums), write(dlogits)], |l| {
             let args = ZLossArgs {
                 logits: l.address(0)?,
                 segments: l.address(1)?,

@@ -62,13 +62,11 @@ impl RouterKernels for CudaKernels {
     }
 
     fn route(&self, s: &Stream, r: &Route) -> Result<()> {
-        let &Route { params: how, choice, logits, index, probs } = r;
-        self.launch_route(s, how, choice, logits, index, probs)
+        self.launch_route(s, r)
     }
 
     fn route_backward(&self, s: &Stream, r: &RouteBackward) -> Result<()> {
-        let &RouteBackward { params: how, logits, index, dprobs, dlogits } = r;
-        self.launch_route_backward(s, how, logits, index, dprobs, dlogits)
+        self.launch_route_backward(s, r)
     }
 
     fn drop_over_capacity(&self, s: &Stream, d: &CapacityDrop) -> Result<()> {
@@ -151,8 +149,7 @@ impl LoadBalancingKernels for CudaKernels {
     }
 
     fn z_loss_backward(&self, s: &Stream, z: &ZLossBackward) -> Result<()> {
-        let &ZLossBackward { coefficient: factor, sums: rows, logits, segments, dlogits } = z;
-        self.launch_z_loss_backward(s, factor, rows, logits, segments, dlogits)
+        self.launch_z_loss_backward(s, z)
     }
 
     fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {

@@ -5,7 +5,7 @@ use crate::cuda::CudaKernels;
 use crate::cuda::args::kernel_args;
 use crate::router::check;
 use crate::router::check::Sizes;
-use crate::{ExpertChoice, RouterParams};
+use crate::{ExpertChoice, Route, RouteBackward, RouterParams};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 kernel_args! {
@@ -108,16 +108,9 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_route(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        choice: ExpertChoice,
-        logits: &Tensor,
-        index: &Tensor,
-        probs: &Tensor,
-    ) -> Result<()> {
+    pub(super) fn launch_route(&self, s: &Stream, route: &Route) -> Result<()> {
         const OP: &str = "route";
+        let &Route { params: how, choice, logits, index, probs } = route;
         let z = check::route(OP, how, choice, logits, index, probs)?;
         let (given, bias) = match choice {
             ExpertChoice::Given => (true, None),
@@ -140,16 +133,9 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_route_backward(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        logits: &Tensor,
-        index: &Tensor,
-        dprobs: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
+    pub(super) fn launch_route_backward(&self, s: &Stream, route: &RouteBackward) -> Result<()> {
         const OP: &str = "route_backward";
+        let &RouteBackward { params: how, logits, index, dprobs, dlogits } = route;
         let z = check::route_backward(OP, logits, index, dprobs, dlogits)?;
         let kernel = sized!(OP, logits.dtype(), z.experts, "router/route", "route_backward")?;
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;

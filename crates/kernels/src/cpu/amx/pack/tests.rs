@@ -3,6 +3,7 @@
 use super::{Left, Right, STEP, cols, rows};
 use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, mm_32x32};
+use crate::cpu::gemm::PackedOperands;
 use crate::cpu::gemm::transpose::Words;
 use ferrotron_tensor::bf16;
 
@@ -118,7 +119,8 @@ fn block_product_is_exact_on_integers() {
             unsafe {
                 rows(b.as_ptr(), 32, k, 32, p.as_mut_ptr().cast());
                 let tiles = Tiles::load();
-                mm_32x32(&tiles, a.as_ptr(), lda, p.as_ptr().cast(), kb, c.as_mut_ptr(), ldc, accumulate);
+                let operands = PackedOperands { a: a.as_ptr(), lda, b: p.as_ptr().cast(), k };
+                mm_32x32(&tiles, operands, c.as_mut_ptr(), ldc, accumulate);
             }
             for i in 0..32 {
                 for j in 0..ldc {

@@ -3,13 +3,14 @@
 use super::areas;
 use super::golden::{Tensors, count, list, only_keys, text};
 use super::host::{Host, Input};
+use ferrotron_kernels::cpu::CpuContext;
 use ferrotron_kernels::cpu::quant::{MX_BLOCK, SmallBlocks, mxfp8_dequantize};
 use ferrotron_kernels::{BlockAxis, Fp8Gemm, GemmKernels, QuantKernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{DType, Threads};
 
 #[test]
-fn golden_products() {
+fn golden_gemms() {
     let hosts = Host::all();
     for area in areas("gemm.safetensors") {
         let (json, t) = (area.json("quantize.json"), area.tensors("gemm.safetensors"));
@@ -19,15 +20,15 @@ fn golden_products() {
             let name = text(case, "name");
             report.case(&format!("gemm {name}"), || {
                 only_keys(name, case, &["name", "m", "n", "k"]);
-                hosts.iter().for_each(|h| products(h, case, &t));
+                hosts.iter().for_each(|h| gemms(h, case, &t));
             });
         }
         report.finish();
     }
 }
 
-/// Every product of one case: `a [M, K]·b [N, K]ᵀ` from quantized operands.
-fn products(h: &Host, case: &serde_json::Value, t: &Tensors) {
+/// Every GEMM of one case: `a [M, K]·b [N, K]ᵀ` of quantized operands.
+fn gemms(h: &Host, case: &serde_json::Value, t: &Tensors) {
     let name = text(case, "name");
     let (a, [m, k]) = Input::read(t, &format!("{name}/a"), None);
     let (b, [n, _]) = Input::read(t, &format!("{name}/b"), None);
@@ -51,7 +52,7 @@ fn products(h: &Host, case: &serde_json::Value, t: &Tensors) {
             h.k.quantize(&h.s, &q).unwrap();
             out
         };
-        let product = |fa, sa, fb, sb| {
+        let gemm = |fa, sa, fb, sb| {
             let (a, b) = (make(&a, [m, k], fa, sa), make(&b, [n, k], fb, sb));
             let c = h.up(&vec![f32::NAN; m * n], &[m, n]);
             let g =
@@ -61,9 +62,9 @@ fn products(h: &Host, case: &serde_json::Value, t: &Tensors) {
         };
         let e4 = DType::E4M3;
         let ours = match full.rsplit_once('/').unwrap().1 {
-            "current" => product(e4, ScalingMode::PerTensor, DType::E5M2, ScalingMode::PerTensor),
-            "block_1d2d" => product(e4, ScalingMode::Block1x128, e4, ScalingMode::Block128x128),
-            "block_1d1d" => product(e4, ScalingMode::Block1x128, e4, ScalingMode::Block1x128),
+            "current" => gemm(e4, ScalingMode::PerTensor, DType::E5M2, ScalingMode::PerTensor),
+            "block_1d2d" => gemm(e4, ScalingMode::Block1x128, e4, ScalingMode::Block128x128),
+            "block_1d1d" => gemm(e4, ScalingMode::Block1x128, e4, ScalingMode::Block1x128),
             "mxfp8" => {
                 let (a, b) = (mx_values(h, &a, [m, k]), mx_values(h, &b, [n, k]));
                 let dot = |i: usize, j: usize| {
@@ -72,7 +73,7 @@ fn products(h: &Host, case: &serde_json::Value, t: &Tensors) {
                 };
                 (0..m * n).map(|i| dot(i / n, i % n)).collect()
             }
-            other => panic!("the format has no product {other}"),
+            other => panic!("the format has no GEMM {other}"),
         };
         for (row, (ours, wanted)) in ours.chunks(n).zip(wanted.chunks(n)).enumerate() {
             let norm = wanted.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>().sqrt();
@@ -89,6 +90,13 @@ fn mx_values(h: &Host, x: &Input, shape: [usize; 2]) -> Vec<f32> {
     let (codes, scales) = x.mxfp8(h.isa, grid, DType::E4M3);
     let codes: Vec<E4m3> = codes.into_iter().map(E4m3).collect();
     let mut out = vec![0f32; codes.len()];
-    mxfp8_dequantize(&Threads::new(1).unwrap(), h.isa, grid, &codes, &scales, &mut out).unwrap();
+    mxfp8_dequantize(
+        CpuContext { threads: &Threads::new(1).unwrap(), isa: h.isa },
+        grid,
+        &codes,
+        &scales,
+        &mut out,
+    )
+    .unwrap();
     out
 }
