@@ -1,4 +1,4 @@
-//! Matrix products (GEMMs) and the fusions of a linear layer around them.
+//! GEMMs, and the fused kernels of a linear layer.
 
 pub(crate) mod linear;
 

@@ -1,11 +1,11 @@
-//! Matrix products against an f64 oracle, on every instruction-set level of this machine.
+//! CPU GEMM against f64, on every instruction-set level of this machine.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_kernels::cpu::gemm::{Epilogue, GemmShape, gemm_bf16, gemm_f32};
 use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads, bf16};
 
-/// splitmix64: reproducible cases without a dependency.
+/// SplitMix64.
 struct Random(u64);
 
 impl Random {
@@ -30,7 +30,7 @@ impl Random {
     }
 }
 
-/// One product: operands with their storage, and what surrounds C.
+/// A GEMM: operands in their storage layout, and C with the elements between its rows.
 struct Case<T, C> {
     shape: GemmShape,
     a: Vec<T>,
@@ -79,7 +79,7 @@ impl<T: Float, C: Float> Case<T, C> {
     }
 
     /// The exact result of element `i, j`, the sum of the absolute values of its terms, and their number.
-    /// `flush`: denormal operands count as zero.
+    /// With `flush`, subnormal operands count as zero.
     fn exact(&self, i: usize, j: usize, flush: bool) -> (f64, f64, usize) {
         let wide = |x: T| if flush && x.to_f32().is_subnormal() { 0.0 } else { x.to_f64() };
         let mut terms: Vec<f64> =
@@ -93,7 +93,7 @@ impl<T: Float, C: Float> Case<T, C> {
         Epilogue { bias: self.bias.as_deref(), accumulate: self.accumulate }
     }
 
-    /// Checks `got` against the definition, element by element; what lies between the rows must be untouched.
+    /// Checks `got` against the definition, elementwise; elements between the rows must be unchanged.
     fn check(&self, isa: Isa, flush: bool, got: &[C]) {
         let GemmShape { m, n, ldc, .. } = self.shape;
         let context = format!(
@@ -179,7 +179,7 @@ fn try_types(
 }
 
 #[test]
-fn random_shapes_match_the_oracle() {
+fn random_shapes_match_the_f64_reference() {
     let (mut random, threads) = (Random(1), threads(2));
     const EDGES: [usize; 17] = [0, 1, 2, 3, 7, 13, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 97];
     for _ in 0..400 {
@@ -190,7 +190,7 @@ fn random_shapes_match_the_oracle() {
 }
 
 #[test]
-fn every_layout_of_an_awkward_shape_matches_the_oracle() {
+fn every_layout_matches_the_f64_reference() {
     let (mut random, threads) = (Random(2), threads(2));
     for (m, n, k) in [(37, 41, 35), (64, 64, 64), (1, 33, 67), (65, 1, 31), (33, 34, 0)] {
         for bits in 0..16 {
@@ -211,7 +211,7 @@ fn every_layout_of_an_awkward_shape_matches_the_oracle() {
 }
 
 #[test]
-fn shapes_of_several_pieces_and_blocks_match_the_oracle() {
+fn shapes_of_several_tiles_match_the_f64_reference() {
     let (mut random, threads) = (Random(3), threads(2));
     for size in [(300, 70, 600), (70, 700, 150), (257, 515, 33), (33, 65, 2100), (129, 1100, 65)] {
         try_types(&mut random, &threads, size, &mut Random::unit);
@@ -219,9 +219,9 @@ fn shapes_of_several_pieces_and_blocks_match_the_oracle() {
 }
 
 #[test]
-fn hostile_values_follow_ieee() {
+fn special_values_follow_ieee() {
     let (mut random, threads) = (Random(4), threads(2));
-    // Nothing whose products with another could overflow f32 on the way to a finite sum.
+    // No values whose product could overflow f32 on the way to a finite sum.
     const VALUES: [f32; 12] = [
         0.0,
         -0.0,
@@ -238,7 +238,7 @@ fn hostile_values_follow_ieee() {
     ];
     for round in 0..200 {
         let size = (1 + random.below(40), 1 + random.below(40), random.below(70));
-        // Often and rarely: some results stay finite.
+        // Special values are frequent in some rounds and rare in others, so that some results stay finite.
         let one_in = 1 + 60 * (round % 3);
         let value =
             &mut |r: &mut Random| if r.below(one_in) == 0 { VALUES[r.below(VALUES.len())] } else { 0.5 };
@@ -262,7 +262,7 @@ fn old_output_is_not_read_without_accumulate() {
 }
 
 #[test]
-fn any_number_of_threads_gives_the_same_bits() {
+fn results_do_not_depend_on_the_number_of_threads() {
     let mut random = Random(5);
     for size in [(1, 1, 1), (70, 90, 50), (300, 300, 700), (600, 40, 300), (40, 1300, 90)] {
         let bf16_out = Case::<bf16, bf16>::new(&mut random, size, &mut Random::unit);
@@ -285,13 +285,13 @@ fn any_number_of_threads_gives_the_same_bits() {
 
 #[test]
 #[should_panic(expected = "B has 5 elements")]
-fn a_short_operand_is_refused() {
+fn a_short_operand_panics() {
     let shape = GemmShape { m: 2, n: 2, k: 3, trans_a: false, trans_b: false, lda: 3, ldb: 2, ldc: 2 };
     let cpu = CpuContext { threads: &threads(1), isa: Isa::Portable };
     gemm_f32(cpu, shape, &[0.0; 6], &[0.0; 5], Epilogue::OVERWRITE, &mut [0.0; 4]);
 }
 
-/// Not a gate: `cargo test --release -p ferrotron-kernels --test gemm -- --ignored --nocapture speed`.
+/// A benchmark: `cargo test --release -p ferrotron-kernels --test gemm -- --ignored --nocapture speed`.
 #[test]
 #[ignore = "prints speeds"]
 fn speed() {

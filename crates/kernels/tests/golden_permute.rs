@@ -185,7 +185,7 @@ fn mask(h: &TestDevice, case: &Value, t: CaseTensors) {
     let un_out = empty(dtype, &[c.tokens, width]);
     h.k.moe_unpermute(&h.s, &un_in, &map.rows, None, &un_out).unwrap();
     let un_out = h.host(&un_out);
-    // The peer accumulates in the type of the rows, we in f32: bf16 sums are compared with the exact ones.
+    // Megatron accumulates in the dtype of the rows, we in f32: bf16 sums are compared with exact ones.
     if case["kind"] == "mask" || t.has("un_out_exact") {
         t.near(h, "un_out_exact", &un_out, near);
     }

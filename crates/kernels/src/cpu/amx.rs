@@ -1,7 +1,7 @@
-//! The AMX matrix unit: asking for it, configuring its tiles, and the one 32x32 block product everything on it
-//! is made of. Stable Rust has no intrinsics for it, so it is driven by `asm!`.
+//! Intel AMX: requesting it, configuring its tiles, and the 32x32 block GEMM that all bf16 GEMMs are built of. Stable Rust has no
+//! AMX intrinsics, so it uses `asm!`.
 //!
-//! The unit reads denormal inputs as zero and flushes denormal sums to zero; infinities and NaN follow IEEE.
+//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero; infinities and NaN follow IEEE.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod pack;
@@ -10,8 +10,8 @@ mod tiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use tiles::{Tiles, mm_32x32};
 
-/// Is there an AMX bf16 unit (and AVX512-BF16, which every CPU with it has), and may this process use it? Asks Linux for the tile state, once for the whole
-/// process and before compute threads start; asking again does no harm.
+/// Whether the CPU has AMX bf16 (and AVX512-BF16, which every CPU with AMX has) and this process may use it. Requests the tile
+/// state from Linux for the whole process, so it must run before compute threads start; repeated calls are harmless.
 pub fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
     {

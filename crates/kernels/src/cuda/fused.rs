@@ -1,5 +1,6 @@
-//! Products with what follows them in one kernel of cuBLASLt, where that proves faster than one after the other.
-//! The library's slope of GELU is off by 1e-5 in its tail, more than bf16 rounds small results by: backward stays apart.
+//! GEMMs with a fused cuBLASLt epilogue (GELU, bias gradient), used where tuning finds them faster than separate kernels.
+//! cuBLASLt's GELU derivative has an error of 1e-5 in its tail, more than bf16 rounding of small values: the GELU backward
+//! pass is not fused.
 
 use super::CudaKernels;
 use super::cublaslt::Epilogue;
@@ -8,45 +9,46 @@ use super::gemm_cache::Operands;
 use crate::{Act, ActForward, ActivationKernels, ElementwiseKernels, GemmKernels, LinearAct, LinearWgrad};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
-/// Have all of them rows of bf16, contiguous and of the shape of the first?
-fn alike(tensors: &[&Tensor]) -> bool {
+/// Whether all tensors are contiguous bf16 of one shape.
+fn contiguous_bf16(tensors: &[&Tensor]) -> bool {
     tensors.iter().all(|t| t.dtype() == DType::BF16 && t.shape() == tensors[0].shape() && t.is_contiguous())
 }
 
 impl CudaKernels {
     pub(super) fn launch_linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
-        let apart = |y: &Tensor| {
+        let unfused = |y: &Tensor| {
             self.gemm(s, &f.gemm(f.h))?;
             self.act_forward(s, &ActForward { y, ..f.activation() })
         };
         let g = f.gemm(f.y);
         let z = g.sizes()?;
-        let known = f.act == Act::GeluTanh && alike(&[f.y, f.h]) && f.x.dtype() == DType::BF16;
-        if known && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) && rows_aligned16(f.h, z.n) {
+        let supported = f.act == Act::GeluTanh && contiguous_bf16(&[f.y, f.h]) && f.x.dtype() == DType::BF16;
+        if supported && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) && rows_aligned16(f.h, z.n) {
             let epilogue = Epilogue::Gelu { bias: f.bias.is_some(), ld: z.n };
             let (bias, aux) = (f.bias.map(read), Some(write(f.h)));
             let o = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales: None, accumulate: false };
             let key = g.key(z, epilogue, Some(f.h));
-            if self.gemm_cache.gemm(s, "gemm (output, gelu)", key, &o, Some(&apart))? {
+            if self.gemm_cache.gemm(s, "gemm (output, gelu)", key, &o, Some(&unfused))? {
                 return Ok(());
             }
         }
-        apart(f.y)
+        unfused(f.y)
     }
 
     pub(super) fn launch_linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
-        let ((dw, _), (db, onto)) = (f.dw, f.db);
+        let ((dw, _), (db, accumulate_db)) = (f.dw, f.db);
         let g = f.gemm(dw);
         let z = g.sizes()?;
         let fits = db.shape() == [z.m] && db.is_contiguous();
-        let known = fits && [dw, db].iter().all(|t| t.dtype() == DType::F32) && f.dy.dtype() == DType::BF16;
-        if known && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) {
-            // The library overwrites.
-            let sums = match onto || db.alignment() < 16 {
+        let supported =
+            fits && [dw, db].iter().all(|t| t.dtype() == DType::F32) && f.dy.dtype() == DType::BF16;
+        if supported && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) {
+            // The bias-gradient epilogue overwrites its output.
+            let sums = match accumulate_db || db.alignment() < 16 {
                 true => Tensor::empty(s, &[z.m], DType::F32, Category::Workspace)?,
                 false => db.clone(),
             };
-            let apart = |dw: &Tensor| {
+            let unfused = |dw: &Tensor| {
                 self.gemm(s, &f.gemm(dw))?;
                 self.column_sum(s, f.dy, false, &sums)
             };
@@ -60,8 +62,8 @@ impl CudaKernels {
                 accumulate: g.accumulate,
             };
             let key = g.key(z, Epilogue::BiasGrad, Some(&sums));
-            if self.gemm_cache.gemm(s, "gemm (weight gradient, bias)", key, &o, Some(&apart))? {
-                return match (sums.same_memory(db), onto) {
+            if self.gemm_cache.gemm(s, "gemm (weight gradient, bias)", key, &o, Some(&unfused))? {
+                return match (sums.same_memory(db), accumulate_db) {
                     (true, _) => Ok(()),
                     (false, true) => self.add_assign(s, db, &sums),
                     (false, false) => self.copy(s, &sums, db),
@@ -69,6 +71,6 @@ impl CudaKernels {
             }
         }
         self.gemm(s, &g)?;
-        self.column_sum(s, f.dy, onto, db)
+        self.column_sum(s, f.dy, accumulate_db, db)
     }
 }

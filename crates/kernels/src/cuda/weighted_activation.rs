@@ -1,4 +1,4 @@
-//! Non-linearities whose rows have a weight.
+//! Activations with rows weighted by routing probabilities.
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
@@ -20,14 +20,14 @@ kernel_args! {
         x: u64,
         /// f32 `[rows]`.
         p: u64,
-        /// i32 `[rows]`: negative where a row belongs to no token.
+        /// i32 `[rows]`: negative for padding rows.
         live: u64,
         dy: u64,
         /// Output, or gradient of x.
         out: u64,
         /// f32 `[rows]`: gradient of p.
         dp: u64,
-        /// f32 `[1]`, raised to the amax of what is written.
+        /// f32 `[1]`: maximum of its previous value and the amax of the output.
         amax: u64,
         rows: i64,
         width: i32,
@@ -62,7 +62,7 @@ impl WeightedArgs {
         })
     }
 
-    /// 16-byte accesses, where the halves of rows are whole chunks and addresses allow them.
+    /// Uses 16-byte accesses where both halves of a row are multiples of 16 bytes and addresses are aligned.
     fn align(&mut self, dtype: DType) {
         let whole = (self.width as usize).is_multiple_of(vec_width(dtype));
         self.vectorized = u32::from(whole && aligned16(&[self.x, self.dy, self.out]));
@@ -70,7 +70,7 @@ impl WeightedArgs {
 }
 
 impl CudaKernels {
-    /// [`crate::ActivationKernels::weighted_act`], and the largest magnitude of `y` where it is asked for.
+    /// [`crate::ActivationKernels::weighted_act`], optionally with the amax of `y`.
     pub(super) fn weighted(
         &self,
         s: &Stream,
@@ -88,7 +88,7 @@ impl CudaKernels {
             (false, true) => typed!(OP, dtype, "weighted_activation", "weighted_ungated_amax")?,
         };
         let chunks = rows.saturating_mul(f.div_ceil(vec_width(dtype)));
-        // A thread counts chunks in 32 bits, on past the last.
+        // Threads index chunks with 32 bits.
         if i32::try_from(chunks).is_err() {
             return shape_error(OP, format!("{rows} rows of {f} are too many at once; use smaller batches"));
         }
@@ -103,7 +103,7 @@ impl CudaKernels {
         })
     }
 
-    /// [`crate::ActivationKernels::weighted_act_backward`], and the largest magnitude of `dx` where it is asked for.
+    /// [`crate::ActivationKernels::weighted_act_backward`], optionally with the amax of `dx`.
     pub(super) fn weighted_slope(
         &self,
         s: &Stream,

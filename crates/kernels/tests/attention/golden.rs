@@ -173,7 +173,7 @@ fn verify<T: Float>(threads: &Threads, isa: Isa, g: &Golden) {
     let got = launch::<T>(threads, isa, Layout::Bshd, &rounded);
     let what = format!("{} {isa:?} {}", g.name, T::DTYPE);
     if T::DTYPE == DType::F32 {
-        // Scores of some hundreds: the format allows 1e-4.
+        // Scores of several hundred: the format allows 1e-4.
         let large = g.amplified || ["big_logits", "sink_big"].contains(&g.name.as_str());
         let (atol, size) = if large { (2e-6, 50.0) } else { (1e-5, 1.0) };
         return compare::<T>(&what, &got, &g.want, atol, size);

@@ -1,4 +1,4 @@
-//! Values and arguments nobody should send, and what must still hold.
+//! NaN, infinities, extreme logits, empty sequences and invalid arguments.
 
 use crate::launch::{Layout, launch, lse_strides};
 use crate::oracle::{Answer, Dense, Inputs};
@@ -50,10 +50,10 @@ fn both(case: &Case, check: impl Fn(&str, Answer)) {
 }
 
 #[test]
-fn huge_logits_choose_one_key() {
+fn huge_logits_give_a_one_hot_softmax() {
     let mut r = Random(1);
     let mut case = plain(&mut r, 80, false);
-    // Query i is a huge multiple of what only key i answers to.
+    // Query i is a huge multiple of key i, and all keys are different patterns of ±1.
     let pattern = |i: usize, c: usize| if (i >> (c % 8)) & 1 == 1 { 1.0 } else { -1.0 };
     for i in 0..80 {
         for c in 0..16 {
@@ -76,7 +76,7 @@ fn huge_logits_choose_one_key() {
 }
 
 #[test]
-fn zeros_give_the_mean() {
+fn zero_scores_average_the_values() {
     let mut r = Random(2);
     let mut case = plain(&mut r, 70, true);
     case.q.data.fill(0.0);
@@ -92,7 +92,7 @@ fn zeros_give_the_mean() {
 }
 
 #[test]
-fn a_query_of_nan_spoils_only_its_own_row() {
+fn a_nan_query_changes_only_its_own_row() {
     let mut r = Random(3);
     let clean = plain(&mut r, 100, true);
     let mut case = clean.clone();
@@ -113,7 +113,7 @@ fn a_query_of_nan_spoils_only_its_own_row() {
 }
 
 #[test]
-fn a_key_of_nan_is_seen_only_by_those_who_see_it() {
+fn a_nan_key_reaches_only_queries_that_attend_to_it() {
     let mut r = Random(4);
     let clean = plain(&mut r, 100, true);
     let mut case = clean.clone();
@@ -131,7 +131,7 @@ fn a_key_of_nan_is_seen_only_by_those_who_see_it() {
 }
 
 #[test]
-fn sequences_do_not_see_each_other_even_through_nan() {
+fn nan_does_not_cross_sequence_boundaries() {
     let mut r = Random(5);
     let mut clean = plain(&mut r, 90, true);
     let span = |q_start, q_len| Span {
@@ -163,7 +163,7 @@ fn sequences_do_not_see_each_other_even_through_nan() {
 }
 
 #[test]
-fn queries_without_keys_get_nothing() {
+fn queries_without_keys_have_zero_output_and_gradient() {
     let mut r = Random(6);
     for sink in [None, Some(vec![0.7, -3.0])] {
         let mut case = plain(&mut r, 100, true);
@@ -186,7 +186,7 @@ fn queries_without_keys_get_nothing() {
 }
 
 #[test]
-fn scores_of_minus_infinity_are_as_good_as_masked() {
+fn minus_infinity_scores_equal_a_mask() {
     let mut r = Random(8);
     let mut case = plain(&mut r, 40, false);
     // q·k overflows to -inf for every key but the first two.
@@ -204,7 +204,7 @@ fn scores_of_minus_infinity_are_as_good_as_masked() {
             }
         }
         assert!(a.dv.data.iter().all(|x| x.is_finite()));
-        // Every key at -inf: nothing to see, and nothing given back.
+        // All scores -inf: output and gradients are zero.
         let mut all = case.clone();
         all.k.data.fill(-3e38);
         let a = run::<f32>(&all, isa);
@@ -214,7 +214,7 @@ fn scores_of_minus_infinity_are_as_good_as_masked() {
 }
 
 #[test]
-fn wrong_arguments_are_refused() {
+fn invalid_arguments_are_errors() {
     let threads = Threads::new(1).unwrap();
     let mut r = Random(9);
     let case = plain(&mut r, 8, true);
@@ -248,7 +248,7 @@ fn wrong_arguments_are_refused() {
     bad(try_forward(&shape, &[span], None, 15), "log-sum-exp");
     assert!(try_forward(&shape, &[], None, 0).is_ok());
 
-    // Backward refuses sequences that share keys: their gradients would overwrite each other.
+    // The backward pass rejects sequences that share keys: their gradients would overwrite each other.
     let spans = [Span { q_len: 4, ..span }, Span { q_start: 4, q_len: 4, lse_base: 8, ..span }];
     assert!(try_forward(&shape, &spans, None, 16).is_ok());
     let (mut dq, mut dk, mut dv) = (q.clone(), k.clone(), k.clone());
@@ -272,7 +272,7 @@ fn wrong_arguments_are_refused() {
 }
 
 #[test]
-fn nothing_to_do_is_fine() {
+fn empty_sequences_are_accepted() {
     let mut r = Random(10);
     for (q_len, k_len) in [(0, 0), (0, 5), (5, 0), (1, 1)] {
         let mut case = plain(&mut r, 5, true);

@@ -1,4 +1,4 @@
-//! Runs the kernels on dense tensors through any memory layout, and compares answers.
+//! Runs the kernels in any memory layout, and compares results.
 
 use crate::oracle::{Answer, Dense, Inputs};
 use ferrotron_kernels::cpu::attention::{
@@ -7,7 +7,7 @@ use ferrotron_kernels::cpu::attention::{
 use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads};
 
-/// Where q, k and v (and their gradients) live.
+/// Memory layout of q, k and v, and of their gradients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     /// Three tensors `[batch, tokens, heads, channels]`.
@@ -16,7 +16,7 @@ pub enum Layout {
     Sbhd,
     /// One `[batch, tokens, (q heads, k heads, v heads), channels]`, as a fused projection writes it.
     Fused,
-    /// q alone, k and v as `[tokens, batch, heads, 2, channels]`.
+    /// Separate q; k and v as `[tokens, batch, heads, 2, channels]`.
     KvPairs,
     /// One `[batch, tokens, heads, 3, channels]`: as many key heads as query heads.
     PerHead,
@@ -88,11 +88,11 @@ fn all(bs: usize, ts: usize, hs: usize) -> impl Iterator<Item = (usize, usize, u
     (0..bs).flat_map(move |b| (0..ts).flat_map(move |t| (0..hs).map(move |h| (b, t, h))))
 }
 
-/// What a kernel may not touch is filled with this first, and must still hold it afterwards.
+/// Filler of elements that the kernel must not write.
 pub const UNTOUCHED: f32 = -77.0;
 
-/// Forward and backward in elements of type `T`. The saved `lse` goes back in as `[batch, tokens, heads]`, whatever
-/// strides the shape asks for must match that; see `lse_strides`.
+/// Forward and backward in dtype `T`. `lse` is `[batch, tokens, heads]`, and the strides of the shape must match; see
+/// `lse_strides`.
 pub fn launch<T: Float>(threads: &Threads, isa: Isa, layout: Layout, x: &Inputs<'_>) -> Answer {
     let (p, size) = places(layout, [x.q.dims, x.k.dims, x.v.dims]);
     let mut qkv = vec![T::from_f32(0.0); size];
@@ -161,12 +161,12 @@ pub fn lse_strides(shape: &mut AttentionShape) {
     (shape.lse_head, shape.lse_token) = (1, shape.heads);
 }
 
-/// Round the inputs as `T` would, so that the oracle sees what the kernel sees.
+/// Rounds the inputs to `T`, so that the reference reads the same values as the kernel.
 pub fn rounded<T: Float>(x: &Dense) -> Dense {
     Dense { dims: x.dims, data: x.data.iter().map(|x| T::from_f32(*x as f32).to_f64()).collect() }
 }
 
-/// Every element within `atol + rtol |want|`, equal infinities included.
+/// Every element is within `atol + rtol |want|`; infinities must be equal.
 pub fn close(what: &str, got: &[f64], want: &[f64], atol: f64, rtol: f64) {
     assert_eq!(got.len(), want.len(), "{what}");
     for (i, (g, w)) in got.iter().zip(want).enumerate() {
@@ -174,7 +174,7 @@ pub fn close(what: &str, got: &[f64], want: &[f64], atol: f64, rtol: f64) {
     }
 }
 
-/// Relative L2 distance at most `limit` (of a floor where the truth is nearly zero).
+/// Relative L2 distance is at most `limit`, with a floor on the norm where the reference is nearly zero.
 pub fn near(what: &str, got: &[f64], want: &[f64], limit: f64) {
     let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
     let off = norm(&mut got.iter().zip(want).map(|(g, w)| g - w));
@@ -182,7 +182,7 @@ pub fn near(what: &str, got: &[f64], want: &[f64], limit: f64) {
     assert!(off <= limit * size, "{what}: off by {off} of {size}");
 }
 
-/// Compare with the tolerances of the golden vectors, the absolute ones of f32 times `size`.
+/// Compares with the tolerances of the golden vectors; absolute tolerances of f32 are multiplied by `size`.
 pub fn compare<T: Float>(what: &str, got: &Answer, want: &Answer, grad_atol: f64, size: f64) {
     let grads = [
         ("dq", &got.dq.data, &want.dq.data),

@@ -1,4 +1,4 @@
-//! Attention against an explicit f64 oracle, against golden vectors, and under hostile conditions.
+//! Attention on the CPU against an f64 reference, against golden vectors, and on extreme inputs.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod golden;

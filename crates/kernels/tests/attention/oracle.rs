@@ -34,7 +34,7 @@ pub struct Answer {
     pub dk: Dense,
     pub dv: Dense,
     pub dsink: Vec<f64>,
-    /// The same sum as `dsink` over the magnitudes of its terms: what its rounding errors are measured by.
+    /// Sum of the absolute values of the terms of `dsink`, to which its rounding error is relative.
     pub dsink_size: Vec<f64>,
 }
 

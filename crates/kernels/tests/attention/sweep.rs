@@ -1,4 +1,4 @@
-//! Every option, size, layout, level and element type against the oracle, over seeded random cases.
+//! Every option, size, layout, instruction-set level and dtype against the f64 reference, over seeded random problems.
 
 use crate::launch::{Layout, UNTOUCHED, compare, launch, lse_strides, rounded};
 use crate::oracle::{Answer, Dense, Inputs, attention};
@@ -30,13 +30,13 @@ impl Random {
         self.below(100) < percent
     }
 
-    /// About normal: a sum of uniforms.
+    /// Approximately normal: a sum of uniform values.
     pub fn normal(&mut self) -> f64 {
         (0..6).map(|_| self.next() as f64 / u64::MAX as f64 - 0.5).sum::<f64>() * std::f64::consts::SQRT_2
     }
 
     pub fn dense(&mut self, dims: [usize; 4]) -> Dense {
-        // f32 values, so that the oracle and an f32 kernel start from the same numbers.
+        // f32 values, so that the reference and an f32 kernel read the same inputs.
         let data = (0..dims.iter().product()).map(|_| f64::from(self.normal() as f32)).collect();
         Dense { dims, data }
     }
@@ -55,7 +55,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// A random case; long sequences only now and then, since the oracle is slow.
+    /// A random problem; long sequences are rare, since the reference is slow.
     pub fn random(r: &mut Random) -> Case {
         let kv_heads = r.pick(&[1, 2, 3]);
         let heads = kv_heads * r.pick(&[1, 1, 2, 4]);
@@ -77,7 +77,7 @@ impl Case {
         for s in 0..count {
             let (q_len, k_len) = if packed { (length(r), length(r)) } else { lengths };
             let k_len = if same { q_len } else { k_len };
-            // Gaps between packed sequences are nobody's tokens.
+            // Tokens in gaps between packed sequences belong to none.
             let gap = if packed { r.below(3) } else { 0 };
             let (batch, q_start, k_start) = if packed { (0, tq + gap, tk + gap) } else { (s, 0, 0) };
             spans.push(Span { batch, q_start, q_len, k_start, k_len, lse_base: 0 });
@@ -136,7 +136,7 @@ impl Case {
         }
     }
 
-    /// The same case with inputs as `T` holds them.
+    /// The same problem with inputs rounded to `T`.
     pub fn rounded<T: Float>(&self) -> Case {
         Case {
             q: rounded::<T>(&self.q),
@@ -147,10 +147,10 @@ impl Case {
         }
     }
 
-    /// The answer, given that outputs are stored as `T`.
+    /// Reference result, with outputs rounded to `T`.
     pub fn oracle<T: Float>(&self) -> Answer {
         let mut a = attention(|x| T::from_f32(x as f32).to_f64(), &self.inputs());
-        // Tokens in no span are left as they were.
+        // Tokens outside all spans are not written.
         for b in 0..self.q.dims[0] {
             for t in 0..self.q.dims[1] {
                 if !self.spans.iter().any(|s| s.batch == b && (s.q_start..s.q_start + s.q_len).contains(&t)) {
@@ -178,11 +178,11 @@ impl Case {
     }
 }
 
-/// Run a case on every level in `T` and compare.
+/// Runs a problem in `T` on every level and compares.
 pub fn verify<T: Float>(threads: &Threads, case: &Case) {
     let case = case.rounded::<T>();
     let want = case.oracle::<T>();
-    // A score is as exact as its own size allows, and everything follows from the scores.
+    // The error of a score is relative to its magnitude, and determines all other errors.
     let size = f64::from(case.shape.scale * (case.shape.d_qk as f32).sqrt()).max(1.0);
     for isa in Isa::all() {
         let got = launch::<T>(threads, isa, case.layout, &case.inputs());
@@ -191,7 +191,7 @@ pub fn verify<T: Float>(threads: &Threads, case: &Case) {
 }
 
 #[test]
-fn random_cases_agree_with_the_oracle() {
+fn random_problems_match_the_f64_reference() {
     let threads = Threads::new(2).unwrap();
     let mut r = Random(20_261_115);
     for _ in 0..150 {
@@ -201,9 +201,9 @@ fn random_cases_agree_with_the_oracle() {
     }
 }
 
-/// Sequences long enough that the keys of a head are split over several pieces of work.
+/// Sequences long enough that the keys of a head are split over several tasks.
 #[test]
-fn split_sequences_agree_with_the_oracle() {
+fn sequences_of_several_chunks_match_the_f64_reference() {
     let threads = Threads::new(2).unwrap();
     let mut r = Random(7);
     for (q_len, k_len, causal, window) in [
@@ -230,7 +230,7 @@ fn split_sequences_agree_with_the_oracle() {
 }
 
 #[test]
-fn the_number_of_threads_changes_no_bit() {
+fn results_do_not_depend_on_the_number_of_threads() {
     let mut r = Random(99);
     for _ in 0..12 {
         let case = Case::random(&mut r);

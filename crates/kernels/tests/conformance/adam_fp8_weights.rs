@@ -9,12 +9,12 @@ use ferrotron_tensor::{Category, DType, Tensor, bf16};
 
 const ADAM: Adam = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
 const MOMENTS: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::U8];
-/// Multiples of 16 that are rows of bytes, with wide groups on a card, without, and cut short at the end.
+/// Multiples of 16 (rows of FP8), with and without vectorized GPU accesses, and with a partial last block.
 const SIZES: [usize; 6] = [16, 48, 0, 4096, 9008, 50_000];
-/// More than one launch can name.
+/// More parameters than fit in one launch.
 const COUNT: usize = 42;
 
-/// A parameter and what is taken of it.
+/// A parameter and its FP8 outputs.
 struct Held {
     master: Tensor,
     weight: Option<Tensor>,
@@ -28,7 +28,7 @@ fn room(h: &TestDevice, dtype: DType, n: usize, by: usize) -> Tensor {
     h.s.zeros(&[n + by], dtype, Category::Workspace).unwrap().narrow(0, by, n).unwrap()
 }
 
-/// Parameter i: with a copy or without, measured or not, with bytes or without, aligned or not.
+/// Parameter i: with and without a bf16 weight, amax, FP8 data, and alignment.
 fn held(h: &TestDevice, i: usize, dtype: DType, split: bool, odd: Option<f64>) -> Held {
     let (n, by, seed) = (SIZES[i % SIZES.len()], [0, 1, 0, 16][i % 4], 100 * i as u64);
     let mut values = numbers(DType::F32, seed + 1, n);
@@ -51,7 +51,7 @@ fn held(h: &TestDevice, i: usize, dtype: DType, split: bool, odd: Option<f64>) -
         kept
     };
     let one = |x: f64| h.tensor(DType::F32, &[1], &[x]);
-    // Now and then more than there is: it stays.
+    // Sometimes larger than any weight: then amax keeps it.
     let seen = if i % 7 == 6 { 1e9 } else { 0.0 };
     let bytes = || (room(h, DType::E4M3, n, by), one([37.5, 1.0, 1e4][i % 3]), one(f64::NAN));
     Held {
@@ -93,7 +93,7 @@ fn state(h: &TestDevice, t: &Held) -> Vec<Vec<u8>> {
     all.map(|x| h.s.download(&x.as_bytes().unwrap()).unwrap()).collect()
 }
 
-/// Largest magnitude, bytes and inverse scale.
+/// Amax, FP8 codes and inverse scale.
 type Taken = (u32, Vec<u8>, u32);
 
 fn taken(h: &TestDevice, t: &Held) -> Taken {
@@ -106,7 +106,7 @@ fn taken(h: &TestDevice, t: &Held) -> Taken {
     )
 }
 
-/// The same by passes over the weight as it is now.
+/// The same outputs from separate amax and quantize kernels on the current weight.
 fn by_passes(h: &TestDevice, t: &Held, before: &Taken) -> Taken {
     let n = t.grad.numel();
     let weight = match &t.weight {
@@ -129,13 +129,13 @@ fn by_passes(h: &TestDevice, t: &Held, before: &Taken) -> Taken {
     let range = ScaleSource::Given { scale, amax: &amax };
     h.k.quantize(&h.s, &Quantize { x: &x, range, rows: Some(&rows), cols: None, sums: None }).unwrap();
     let bits = |t: &Tensor| h.s.download::<f32>(t).unwrap()[0].to_bits();
-    // Of nothing, nothing is made.
+    // An empty weight has no outputs.
     let inverse = if n == 0 { before.2 } else { bits(&rows.scale_inv) };
     (bits(&amax), h.s.download(&rows.data.as_bytes().unwrap()).unwrap(), inverse)
 }
 
 #[test]
-fn adam_takes_what_passes_would() {
+fn fused_adam_matches_separate_quantization() {
     for h in devices() {
         for (dtype, split) in MOMENTS.into_iter().flat_map(|d| [(d, false), (d, true)]) {
             for odd in [None, Some(f64::NAN), Some(f64::INFINITY)] {
@@ -161,14 +161,14 @@ fn adam_takes_what_passes_would() {
 }
 
 #[test]
-fn a_step_left_out_makes_bytes_and_nothing_else() {
+fn a_skipped_step_only_requantizes_weights() {
     for h in devices() {
         for (dtype, split) in [(DType::F32, false), (DType::F32, true), (DType::U8, false)] {
             for norm in [f64::NAN, f64::INFINITY] {
                 let what = format!("{} moments {dtype} split {split} norm {norm}", h.name);
                 let all: Vec<Held> = (0..COUNT).map(|i| held(&h, i, dtype, split, None)).collect();
                 let before: Vec<_> = all.iter().map(|t| (state(&h, t), taken(&h, t))).collect();
-                // Copies of weights that were never written are not what masters are; they stay.
+                // bf16 weights that were never written differ from their masters, and a skipped step leaves them.
                 let list: Vec<ParamUpdate> = all.iter().map(|t| update(t, true)).collect();
                 h.k.adam(&h.s, ADAM, &step_scalars(&h, norm), &list).unwrap();
                 for (i, (t, (state_before, taken_before))) in all.iter().zip(before).enumerate() {
@@ -188,7 +188,7 @@ fn a_step_left_out_makes_bytes_and_nothing_else() {
 }
 
 #[test]
-fn numbers_are_cleared_for_steps_that_are_made() {
+fn amax_is_reset_unless_the_step_is_skipped() {
     for h in devices() {
         for n in [0, 1, 5, 300] {
             for (norm, cleared) in [(1.0, true), (f64::NAN, false), (f64::INFINITY, false)] {
@@ -201,12 +201,12 @@ fn numbers_are_cleared_for_steps_that_are_made() {
     }
 }
 
-/// By definition: the master rounded to bf16, that times the scale rounded to E4M3.
+/// By definition: the master is rounded to bf16, and its product with the scale to E4M3.
 #[test]
-fn bytes_are_those_of_the_rounded_master() {
+fn fp8_weights_are_quantized_from_the_bf16_weight() {
     for h in devices() {
         let n = 32;
-        // Between two bf16 numbers, near the border of two bytes: rounded twice, not once.
+        // Between two bf16 values and near a rounding boundary of E4M3: the result shows that rounding happens twice.
         let values: Vec<f64> = (0..n).map(|i| f64::from(1.0625f32 + 2f32.powi(-20) * i as f32)).collect();
         let t = Held {
             bytes: Some((

@@ -1,4 +1,4 @@
-//! Attention through views: every layout people keep q, k and v in.
+//! Attention on strided views: every common layout of q, k and v.
 
 use super::devices::*;
 use super::oracle::{self, Dense};
@@ -18,9 +18,9 @@ enum Layout {
     Fused,
     /// One `[batch, tokens, heads, 3, d]`
     PerHead,
-    /// q apart, `[tokens, batch, g, 2, d]` for k and v
+    /// Separate q, and `[tokens, batch, g, 2, d]` for k and v
     KvPairs,
-    /// Views with room around every row.
+    /// Views with a gap after every row.
     Framed,
 }
 
@@ -60,7 +60,7 @@ impl Sizes {
     }
 }
 
-/// `[batch, tokens, heads, d]` views of q, k and v in the layout, full of nonsense; and what holds them.
+/// `[batch, tokens, heads, d]` views of q, k and v in the layout, filled with NaN.
 fn views(h: &TestDevice, dtype: DType, layout: Layout, z: &Sizes) -> [Tensor; 3] {
     let new = |shape: &[usize]| h.poisoned(dtype, shape);
     let each = |make: &dyn Fn([usize; 4]) -> Tensor| [make(z.q()), make(z.k()), make(z.v())];
@@ -106,8 +106,8 @@ fn near(what: &str, dtype: DType, ours: &[f64], wanted: &[f64]) {
     assert_eq!(ours.len(), wanted.len(), "{what}");
     let size = wanted.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1e-2);
     let most = ours.iter().zip(wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / size;
-    assert!(!ours.iter().any(|x| x.is_nan()), "{what}: nonsense came through");
-    // bf16 keeps the probabilities of the products in bf16 as well.
+    assert!(!ours.iter().any(|x| x.is_nan()), "{what}: NaN reached the output");
+    // With bf16 inputs the probabilities are rounded to bf16, too.
     assert!(most <= if dtype == DType::F32 { 5e-6 } else { 2e-2 }, "{what}: {most:.1e} apart");
 }
 
@@ -198,7 +198,7 @@ fn compare(h: &TestDevice, dtype: DType, layout: Layout, z: &Sizes, s: &Attentio
 }
 
 #[test]
-fn every_layout_gives_the_same_attention() {
+fn every_layout_matches_the_reference() {
     everywhere(|h, dtype| {
         for layout in LAYOUTS {
             let alike = matches!(layout, Layout::Fused | Layout::PerHead);
@@ -228,10 +228,10 @@ fn scaled(s: AttentionParams, d: usize) -> AttentionParams {
     AttentionParams { scale: 1.0 / (d as f32).sqrt(), ..s }
 }
 
-/// More tokens than a tile of any kernel has, heads as wide as the instances, and enough heads that a block can have
-/// one to itself.
+/// More tokens than a tile of any kernel, all head dimensions that have an instance, and enough heads for one per thread
+/// block.
 #[test]
-fn tiles_meet_at_their_edges() {
+fn lengths_around_tile_boundaries() {
     everywhere(|h, dtype| {
         for (batch, tq, tk, n, g, d, dv) in [
             (2, 200, 261, 4, 2, 64, 64),
@@ -254,7 +254,7 @@ fn tiles_meet_at_their_edges() {
     });
 }
 
-/// Soft caps with heads of every width; gradients pass their slope.
+/// Soft caps with all head dimensions, forward and backward.
 #[test]
 fn soft_caps_over_many_tiles() {
     everywhere(|h, dtype| {
@@ -362,9 +362,9 @@ fn packed(
     }
 }
 
-/// Sequences one after another, with tokens that belong to none before, between nobody and after.
+/// Packed sequences, with tokens before and after that belong to no sequence.
 #[test]
-fn packed_sequences_and_tokens_outside_them() {
+fn packed_sequences_with_gaps() {
     everywhere(|h, dtype| {
         let (oq, ok) = ([2, 9, 9, 10, 25], [0, 7, 9, 12, 27]);
         let z = Sizes { batch: 1, tq: 30, tk: 30, n: 4, g: 2, d: 8, dv: 8 };
@@ -381,7 +381,7 @@ fn packed_sequences_and_tokens_outside_them() {
     });
 }
 
-/// Sequences of several tiles, of one token and of none, with heads of every width.
+/// Sequences of several tiles, of one token and of none, with all head dimensions.
 #[test]
 fn packed_sequences_of_many_tiles() {
     everywhere(|h, dtype| {

@@ -7,7 +7,7 @@ use ferrotron_kernels::{AttentionForward, AttentionParams, MaskAlign, Sequences}
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{DType, Float, Tensor};
 
-/// The numbers of E4M3 next to these, under the largest power of two that keeps them in range; and the largest magnitude.
+/// Values rounded to E4M3 under the largest power-of-two scale that does not overflow, and their amax.
 fn rounded(x: &[f64]) -> (Vec<f64>, f64) {
     let most = x.iter().filter(|x| !x.is_nan()).fold(0.0f64, |m, x| m.max(x.abs()));
     let scale = if most > 0.0 { (448.0 / most).log2().floor().exp2() } else { 1.0 };
@@ -23,7 +23,7 @@ struct Case {
     batch: usize,
     scores: AttentionParams,
     sink: bool,
-    /// Rows of q, k and v lie this many numbers apart, and start so much late.
+    /// Row stride of q, k and v beyond the row, and the offset of the first row.
     late: usize,
 }
 
@@ -45,7 +45,7 @@ impl Case {
         Case { z: Sizes { tq, tk, n: 4, g: 2, d, dv }, batch: 2, scores: scores(d), sink: false, late: 0 }
     }
 
-    /// Numbers, and the view of them.
+    /// Random values, and the tensor view that holds them.
     fn operand(
         &self,
         h: &TestDevice,
@@ -102,7 +102,7 @@ impl Case {
                 seen += 1;
                 for (c, got) in got.iter().enumerate() {
                     let off = (got - want.out[c]).abs();
-                    // Half of one of eight steps of a power of two, and of the smallest number's.
+                    // Half an ulp of E4M3 (three mantissa bits), and half of its smallest subnormal.
                     let room = want.weight[c] / 16.0 + z.tk as f64 / 2f64.powi(18) + 2.0 * eps(DType::BF16);
                     assert!(off <= room, "{what} {b} {head} {i} {c}: {got} {}", want.out[c]);
                     (error, size) = (error + off * off, size + want.out[c] * want.out[c]);
@@ -112,14 +112,14 @@ impl Case {
             }
         }
         let error = (error / size).sqrt();
-        // A query with one key has its value, to the last digit.
+        // A query that sees one key returns its value exactly.
         let least = if z.tk > 1 { 0.002 } else { 0.0 };
         assert!(seen > 0 && (least..0.05).contains(&error), "{what}: {error}");
     }
 }
 
 #[test]
-fn what_comes_of_bytes_is_that_of_rounded_numbers() {
+fn fp8_attention_matches_attention_on_dequantized_inputs() {
     for h in devices() {
         for (d, dv) in [(16, 16), (64, 64), (64, 48), (48, 64), (96, 96), (128, 128), (128, 64)] {
             for tokens in [[1, 1], [200, 330], [129, 129], [65, 515], [300, 200]] {
@@ -138,9 +138,10 @@ fn what_comes_of_bytes_is_that_of_rounded_numbers() {
     }
 }
 
-/// Sums of many tiles do not lose what a matrix unit's accumulator would: equal values come out as they went in.
+/// Sums over many tiles are promoted to f32, beyond the precision of tensor-core accumulators: equal values come out
+/// unchanged.
 #[test]
-fn long_sums_keep_their_digits() {
+fn long_sequences_accumulate_in_f32() {
     for h in devices() {
         if !is_hopper(&h) {
             eprintln!("SKIPPED on {}: only Hopper cards attend to bytes", h.name);
@@ -159,9 +160,9 @@ fn long_sums_keep_their_digits() {
     }
 }
 
-/// What no kernel is for is left to others.
+/// Problems without an FP8 kernel are rejected.
 #[test]
-fn what_cannot_be_attended_to_so_is_left_alone() {
+fn unsupported_fp8_problems_are_errors() {
     for h in devices() {
         let left_alone = |dtype, d: usize, s: &AttentionParams, sequences: Sequences, what: &str| {
             let z = Sizes { tq: 40, tk: 40, n: 2, g: 1, d, dv: d };

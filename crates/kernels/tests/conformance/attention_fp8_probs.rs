@@ -36,13 +36,13 @@ fn scores(d: usize, softcap: Option<f32>, fp8: bool) -> AttentionParams {
     }
 }
 
-/// The nearest number of E4M3 of scale 256, and what it would be off by if `p` were a little more or less.
-fn narrow(p: f64) -> (f64, f64) {
+/// The nearest E4M3 value of scale 256, and by how much it would change if `p` were slightly larger or smaller.
+fn nearest_e4m3(p: f64) -> (f64, f64) {
     let at = |p: f64| <E4m3 as Float>::from_f32((p * 256.0) as f32).to_f64() / 256.0;
     (at(p), at(p * (1.0 + 1e-4)) - at(p * (1.0 - 1e-4)))
 }
 
-/// What comes of a query: output, what rounding may turn around in it, `Σ p·|v| / Σ p` of its channels, and lse.
+/// Result of a query: output, its uncertainty from rounding ties, `Σ p·|v| / Σ p` per channel, and lse.
 pub struct Row {
     pub out: Vec<f64>,
     slack: Vec<f64>,
@@ -50,7 +50,7 @@ pub struct Row {
     pub lse: f64,
 }
 
-/// Query `i` of a head, of weights that are rounded, or not.
+/// Query `i` of a head, with probabilities rounded or not.
 pub fn row(
     z: &Sizes,
     s: &AttentionParams,
@@ -76,7 +76,7 @@ pub fn row(
         Row { out: vec![0.0; z.dv], slack: vec![0.0; z.dv], weight: vec![0.0; z.dv], lse: most + total.ln() };
     for (j, x) in all {
         let p = (x - most).exp();
-        let (rounded, may) = if s.fp8 { narrow(p) } else { (p, 0.0) };
+        let (rounded, may) = if s.fp8 { nearest_e4m3(p) } else { (p, 0.0) };
         for (c, v) in v[(j * z.g + kv) * z.dv..][..z.dv].iter().enumerate() {
             r.out[c] += rounded * v / total;
             r.slack[c] += may * v.abs() / total;
@@ -86,7 +86,7 @@ pub fn row(
     r
 }
 
-/// A pass over numbers of its own, and what it was over.
+/// Random inputs, and the tensors that hold them.
 struct Case {
     q: Vec<f64>,
     k: Vec<f64>,
@@ -123,7 +123,7 @@ impl Case {
 const WIDTHS: [(usize, usize); 6] = [(8, 8), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 
 #[test]
-fn weights_of_one_tile_are_those_of_the_definition() {
+fn probabilities_of_one_tile_match_the_definition() {
     everywhere(|h, dtype| {
         if dtype == DType::F16 {
             return;
@@ -156,14 +156,14 @@ fn weights_of_one_tile_are_those_of_the_definition() {
                 let room = if dtype == DType::F32 { 2e-5 } else { 2e-3 };
                 assert!((lse[at.0 * z.tq + at.1] - want.lse).abs() <= room, "{what} lse");
             }
-            // Many outputs are none that whole weights would give.
+            // Many outputs differ from those with unrounded probabilities.
             assert!(changed > 0.25 * counted as f64, "{dtype} {d}: {changed} of {counted}");
         }
     });
 }
 
 #[test]
-fn weights_of_many_tiles_are_within_their_digits() {
+fn probabilities_of_many_tiles_are_within_e4m3_precision() {
     everywhere(|h, dtype| {
         if dtype == DType::F16 {
             return;
@@ -179,7 +179,7 @@ fn weights_of_many_tiles_are_within_their_digits() {
                 let want = case.row(&z, &exact, at, true);
                 for (c, ours) in out[(at.1 * z.n + at.0) * dv..][..dv].iter().enumerate() {
                     let off = (ours - want.out[c]).abs();
-                    // Half of one of eight steps of a power of two, and of the smallest number's.
+                    // Half an ulp of E4M3 (three mantissa bits), and half of its smallest subnormal.
                     let room = want.weight[c] / 16.0 + 330.0 / 2f64.powi(18) + 2.0 * eps(dtype);
                     assert!(off <= room, "{} {dtype} {d} {at:?} {c}: {ours} {}", h.name, want.out[c]);
                     (error, size) = (error + off * off, size + want.out[c] * want.out[c]);
@@ -193,9 +193,9 @@ fn weights_of_many_tiles_are_within_their_digits() {
     });
 }
 
-/// Packed sequences have the bits of each alone; backward does not know of the rounding.
+/// Packed sequences are bit-equal to each sequence alone; the backward pass does not round probabilities.
 #[test]
-fn only_forward_of_whatever_sequences_is_rounded() {
+fn only_the_forward_pass_rounds_probabilities() {
     everywhere(|h, dtype| {
         let z = Sizes { tq: 150, tk: 150, n: 2, g: 1, d: 64, dv: 64 };
         let (case, s) = (Case::new(h, dtype, &z), scores(64, None, true));
@@ -235,9 +235,9 @@ fn only_forward_of_whatever_sequences_is_rounded() {
     });
 }
 
-/// NaN is seen by the queries that see it, and by no others.
+/// NaN reaches only the queries that attend to it.
 #[test]
-fn nan_stays() {
+fn nan_is_propagated() {
     everywhere(|h, dtype| {
         if dtype == DType::F16 {
             return;

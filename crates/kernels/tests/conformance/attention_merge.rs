@@ -1,4 +1,4 @@
-//! Attention over parts of the keys, joined.
+//! Merging of attention over parts of the keys (ring attention).
 
 use super::devices::*;
 use ferrotron_kernels::{AttentionForward, AttentionParams, MaskAlign, Sequences};
@@ -9,7 +9,7 @@ fn log_add(a: f64, b: f64) -> f64 {
     if most == f64::NEG_INFINITY { most } else { most + ((a - most).exp() + (b - most).exp()).ln() }
 }
 
-/// Rows that saw something, nothing before, nothing now, nothing at all; near and far apart.
+/// Pairs of lse: both finite, one −inf, both −inf; close together and far apart.
 fn sums(rows: usize, seed: u64) -> Vec<f64> {
     let spread = numbers(DType::F32, seed, rows);
     let kind = |i: usize| (i as u64 * seed + i as u64 / 4) % 4;
@@ -22,7 +22,7 @@ fn sums(rows: usize, seed: u64) -> Vec<f64> {
 }
 
 #[test]
-fn parts_are_weighted_by_their_sums() {
+fn partial_outputs_are_weighted_by_their_lse() {
     everywhere(|h, dtype| {
         for (tokens, heads, d) in [(0, 2, 4), (1, 1, 1), (7, 3, 5), (33, 2, 64), (3, 5, 130)] {
             for shift in [0, 1] {
@@ -32,11 +32,11 @@ fn parts_are_weighted_by_their_sums() {
                 let seen = |lse: &[f64], i: usize, x: f64| if lse[i / d].is_finite() { x } else { 0.0 };
                 let raw = numbers(DType::F32, 1, n);
                 let out: Vec<f64> = raw.iter().enumerate().map(|(i, x)| seen(&a, i, *x)).collect();
-                // A part that saw nothing may hold anything.
+                // The output of a part without keys is uninitialized.
                 let raw = numbers(dtype, 2, n);
                 let part: Vec<f64> =
                     (0..n).map(|i| if b[i / d].is_finite() { raw[i] } else { f64::NAN }).collect();
-                // Contiguous, but not where a wide access may start.
+                // Contiguous, but not aligned to 16 bytes.
                 let place = |dtype, shape: &[usize], values: &[f64]| {
                     let whole: Vec<f64> =
                         vec![0.0; shift].into_iter().chain(values.iter().copied()).collect();
@@ -69,13 +69,13 @@ fn parts_are_weighted_by_their_sums() {
     });
 }
 
-/// Keys in two parts, given as sequences of which one side may be empty: joined they are attention over all keys.
+/// Keys split into two parts, given as packed sequences that may be empty: merged, they equal attention over all keys.
 #[test]
-fn parts_make_the_whole() {
+fn merged_parts_equal_attention_over_all_keys() {
     everywhere(|h, dtype| {
         let (heads, d, tokens) = (2, 8, 11);
         let all = Sequences::Packed { q: &[0, 4, 4, 11], k: &[0, 4, 4, 11] };
-        // The first sequence sees its keys 0..1 first and 1..4 then; the last its 0..7, and nothing.
+        // The first sequence attends to its keys 0..1, then 1..4; the last to 0..7, then to none.
         let first = Sequences::Packed { q: &[0, 4, 4, 11], k: &[0, 1, 4, 11] };
         let second = Sequences::Packed { q: &[0, 0, 4, 11], k: &[0, 1, 4, 4] };
         let values = |seed| h.tensor(dtype, &[tokens, heads, d], &numbers(dtype, seed, tokens * heads * d));
@@ -110,7 +110,7 @@ fn parts_make_the_whole() {
 }
 
 #[test]
-fn parts_that_do_not_fit_are_refused() {
+fn invalid_parts_are_errors() {
     everywhere(|h, dtype| {
         let make = |dtype, shape: &[usize]| h.poisoned(dtype, shape);
         let (out, lse) = (make(DType::F32, &[4, 2, 3]), make(DType::F32, &[4, 2]));

@@ -20,13 +20,13 @@ pub struct TestDevice {
     pub s: Stream,
 }
 
-/// Every home present on this machine: each instruction-set level of the CPU, and a card where there is one.
-/// `FERROTRON_TEST_DEVICE=cuda` asks for the card alone and fails without it.
+/// Every device of this machine: each instruction-set level of the CPU, and a GPU where there is one.
+/// `FERROTRON_TEST_DEVICE=cuda` asks for the GPU alone and fails without it.
 pub fn devices() -> Vec<TestDevice> {
-    let only_card = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda");
-    // A device of its own for every test: what a kernel finds wrong is told to the device it ran for.
+    let gpu_only = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda");
+    // A device per test: errors that kernels report asynchronously belong to the device they ran on.
     let threads = || Threads::new(2).unwrap();
-    let card = match gpus() {
+    let gpu = match gpus() {
         Ok(all) if !all.is_empty() => {
             let watch = Instrumentation {
                 race_check: std::env::var_os("FERROTRON_TEST_CHECK").is_some(),
@@ -36,39 +36,39 @@ pub fn devices() -> Vec<TestDevice> {
             let k = Box::new(CudaKernels::load(&device).unwrap());
             Some(TestDevice { name: "CUDA".into(), k, s: device.stream("compute").unwrap() })
         }
-        found if only_card => panic!("FERROTRON_TEST_DEVICE=cuda, but: {found:?}"),
+        found if gpu_only => panic!("FERROTRON_TEST_DEVICE=cuda, but: {found:?}"),
         _ => None,
     };
-    if only_card {
-        return card.into_iter().collect();
+    if gpu_only {
+        return gpu.into_iter().collect();
     }
     let cpu = |isa: Isa| TestDevice {
         name: format!("CPU {}", isa.name()),
         k: Box::new(CpuKernels::with(isa)),
         s: Device::cpu(threads()).stream("compute").unwrap(),
     };
-    Isa::all().into_iter().map(cpu).chain(card).collect()
+    Isa::all().into_iter().map(cpu).chain(gpu).collect()
 }
 
 /// Runs a test on every device and type.
 pub fn everywhere(test: impl Fn(&TestDevice, DType)) {
-    for home in devices() {
+    for device in devices() {
         for dtype in DTYPES {
-            test(&home, dtype);
+            test(&device, dtype);
         }
     }
 }
 
 /// [`everywhere`] with the types of MoE kernels.
-pub fn in_mixtures(test: impl Fn(&TestDevice, DType)) {
-    for home in devices() {
+pub fn for_moe_dtypes(test: impl Fn(&TestDevice, DType)) {
+    for device in devices() {
         for dtype in MOE_DTYPES {
-            test(&home, dtype);
+            test(&device, dtype);
         }
     }
 }
 
-/// A view inside a larger buffer of nonsense: reading outside it poisons results, writing outside it is seen.
+/// A view inside a larger buffer of NaN: reads outside it poison results, and writes outside it are detected.
 pub struct Framed {
     whole: Tensor,
     pub view: Tensor,
@@ -98,7 +98,7 @@ impl TestDevice {
         }
     }
 
-    /// Contents that no result may keep.
+    /// Filled with a value that every kernel must overwrite.
     pub fn poisoned(&self, dtype: DType, shape: &[usize]) -> Tensor {
         self.tensor(dtype, shape, &vec![f64::NAN; shape.iter().product()])
     }
@@ -124,7 +124,7 @@ impl TestDevice {
         Framed { whole, view }
     }
 
-    /// In a frame or, aligned and without gaps, alone.
+    /// As a view inside a larger buffer, or contiguous and aligned.
     pub fn placed(&self, framed: bool, dtype: DType, shape: &[usize], values: &[f64]) -> Framed {
         if framed {
             return self.framed(dtype, shape, values);
@@ -143,7 +143,7 @@ impl TestDevice {
         }
     }
 
-    /// What the view holds, after checking that nothing around it was touched.
+    /// Values of the view, after checking that nothing around it was written.
     pub fn inside(&self, f: &Framed) -> Vec<f64> {
         let inside = self.host(&f.view);
         let numbers = self.host(&f.whole).iter().filter(|x| !x.is_nan()).count();
@@ -152,7 +152,7 @@ impl TestDevice {
     }
 }
 
-/// Numbers in (-1, 1) as the type holds them.
+/// Random values in (-1, 1), rounded to the dtype.
 pub fn numbers(dtype: DType, seed: u64, n: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x1234_5678_9abc_def1;
     let mut draw = || {
@@ -173,7 +173,7 @@ pub fn rounded(dtype: DType, x: f64) -> f64 {
     }
 }
 
-/// Half a unit in the last place of 1.
+/// Half an ulp of 1.
 pub fn eps(dtype: DType) -> f64 {
     match dtype {
         DType::BF16 => 2f64.powi(-8),
@@ -182,7 +182,7 @@ pub fn eps(dtype: DType) -> f64 {
     }
 }
 
-/// One rounding to the type of the result, and `slack` for f32 arithmetic before it.
+/// Allows one rounding to the dtype of the result, plus `slack` for f32 arithmetic before it.
 pub fn close(what: &str, dtype: DType, ours: &[f64], wanted: &[f64], slack: f64) {
     assert_eq!(ours.len(), wanted.len(), "{what}");
     for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {
@@ -195,7 +195,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// What a card's kernel finds wrong is heard when the host waits for it.
+/// Errors that a GPU kernel finds are reported when the host synchronizes.
 pub fn refused(h: &TestDevice, what: &str, result: Result<()>) {
     match result.and_then(|()| h.s.synchronize()) {
         Ok(()) => panic!("{}: {what} was accepted", h.name),

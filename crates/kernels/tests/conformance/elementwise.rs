@@ -8,7 +8,7 @@ use ferrotron_tensor::DType;
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1000];
 
 #[test]
-fn sums_and_factors() {
+fn add_and_scale() {
     everywhere(|h, dtype| {
         for n in LENGTHS {
             let (a, b) = (numbers(dtype, 1, n), numbers(dtype, 2, n));
@@ -18,7 +18,7 @@ fn sums_and_factors() {
             h.k.add(&h.s, &at, &bt, &out).unwrap();
             let sum: Vec<f64> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
             close(&what, dtype, &h.host(&out), &sum, 1e-12);
-            // The two types of sixteen bits never meet.
+            // No kernel mixes bf16 and f16.
             for to in DTYPES.into_iter().filter(|to| *to == dtype || [*to, dtype].contains(&DType::F32)) {
                 let x = h.tensor(to, &[n], &a);
                 h.k.add_assign(&h.s, &x, &bt).unwrap();
@@ -67,7 +67,7 @@ fn copies_between_types_and_strides() {
                 let out = h.tensor(kind, shape, &vec![0.0; n]);
                 h.k.copy(&h.s, &from, &out).unwrap();
                 assert_eq!(h.host(&out), x, "{} {kind} {shape:?}", h.name);
-                // Leading axes in another order.
+                // Permuted leading axes.
                 if shape.len() > 2 {
                     let transposed = from.transpose(0, 1).unwrap();
                     let out = h.tensor(kind, transposed.shape(), &vec![0.0; n]);
@@ -80,7 +80,7 @@ fn copies_between_types_and_strides() {
 }
 
 #[test]
-fn sums_of_columns_of_a_view() {
+fn column_sums_of_strided_views() {
     everywhere(|h, dtype| {
         for (rows, n) in [(1, 1), (5, 7), (130, 40), (0, 3), (700, 2)] {
             let x = numbers(dtype, 1, rows * n);
@@ -126,7 +126,7 @@ pub fn linear_half(a: Act, u: f64) -> f64 {
 }
 
 #[test]
-fn non_linearities_and_their_slopes() {
+fn activations_and_their_gradients() {
     let acts = [
         Act::GeluTanh,
         Act::GeluErf,
@@ -173,7 +173,7 @@ fn non_linearities_and_their_slopes() {
 }
 
 #[test]
-fn caps_and_their_slopes() {
+fn softcap_and_its_gradient() {
     everywhere(|h, dtype| {
         for n in LENGTHS {
             let x: Vec<f64> = numbers(dtype, 1, n).iter().map(|x| rounded(dtype, x * 20.0)).collect();
@@ -191,13 +191,13 @@ fn caps_and_their_slopes() {
     });
 }
 
-/// Whether an element stays depends on the key, the number of its row and its column: on every device, in every type,
-/// for rows in any order. The backward pass is the same map.
+/// Whether an element is dropped depends only on the key, its row number and its column: on every device, in every dtype,
+/// for rows in any order. The backward pass applies the same mask.
 #[test]
-fn dropout_depends_on_its_key_and_place_only() {
+fn dropout_depends_only_on_key_and_position() {
     let key = RngKey { seed: 9, step: 3, layer: 2, site: 1 };
     let stream = RandomStream::dropout(key);
-    // Widths that begin rows inside a block of words and that do not, and more rows than one block of threads takes.
+    // Rows that begin inside a Philox block and at its start, and more rows than one thread block handles.
     for (rows, n) in [(40usize, 33usize), (1, 1), (7, 6), (300, 64), (33, 100), (0, 8)] {
         let numbered: Vec<i32> = (0..rows).map(|r| (r as i32 * 7919 + 13) % 100_003 * 21_000).collect();
         for h in devices() {
@@ -223,11 +223,11 @@ fn dropout_depends_on_its_key_and_place_only() {
     }
 }
 
-/// Normal values are the definition's to the last bit, from any number on, in rows that begin anywhere.
+/// Normal values match the definition bit for bit, from any index on and with any row stride.
 #[test]
-fn normal_values_are_the_same_bits_everywhere() {
+fn normal_values_are_bit_equal_on_all_devices() {
     let stream = RandomStream::named(5, "w");
-    // Rows, width, stride: starts inside a block of words and at its beginning, more than a block of threads has.
+    // Rows, width, stride: rows that begin inside a Philox block and at its start, and more than one thread block handles.
     let shapes = [
         (1, 0, 0),
         (0, 5, 5),
@@ -247,7 +247,7 @@ fn normal_values_are_the_same_bits_everywhere() {
         for (rows, n, stride) in shapes {
             for (first, lead) in firsts.into_iter().zip([0, 1, 4, 3, 2, 0, 1, 3, 4]) {
                 let runs = NormalFill { stream, first, stride, std: 0.02 };
-                // A view that may begin between 16-byte lines, with something to lose on either side.
+                // A view that may be unaligned to 16 bytes, with data on both sides that must survive.
                 let whole = h.poisoned(DType::F32, &[lead + rows * n + 5]);
                 let out = whole.narrow(0, lead, rows * n).unwrap().view(&[rows, n]).unwrap();
                 h.k.normal(&h.s, runs, &out).unwrap();

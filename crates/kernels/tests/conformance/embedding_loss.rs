@@ -5,7 +5,7 @@ use ferrotron_kernels::{CrossEntropy, EmbeddingBackward, EmbeddingForward, IGNOR
 use ferrotron_tensor::DType;
 
 #[test]
-fn look_ups_and_their_gradients() {
+fn embedding_and_its_gradient() {
     everywhere(|h, dtype| {
         for (vocab, width, ids) in [
             (5, 3, vec![4, 0, 4, 4, 1]),
@@ -71,7 +71,7 @@ fn look_ups_and_their_gradients() {
     });
 }
 
-/// Losses of rows of `width` logits, the first `vocab` of which count, and their weighted gradients.
+/// Losses of rows of `width` logits, of which the first `vocab` are valid, and their weighted gradients.
 pub fn expected(
     z: &[f64],
     vocab: usize,
@@ -102,7 +102,7 @@ pub fn expected(
 }
 
 #[test]
-fn losses_and_their_gradients() {
+fn cross_entropy_and_its_gradient() {
     let smoothings = [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.15)];
     everywhere(|h, dtype| {
         for smoothing in smoothings {
@@ -142,7 +142,7 @@ fn losses_and_their_gradients() {
                     let left = h.inside(&zt);
                     if gradient {
                         close(&format!("{what} gradient"), dtype, &left, &grad, 1e-6);
-                        // No label, no gradient; padding, no gradient: exactly.
+                        // Ignored rows and padding columns have a gradient of exactly 0.
                         for (i, g) in left.iter().enumerate() {
                             assert!(
                                 (labels[i / width] != IGNORE && i % width < vocab) || *g == 0.0,

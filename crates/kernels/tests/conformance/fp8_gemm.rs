@@ -57,30 +57,30 @@ fn fp8_gemm_matches_f64_on_dequantized_operands() {
     ];
     use ScalingMode::{Block1x128 as Rows, Block128x128 as Tiles, PerTensor as Tensor};
     everywhere(|h, k| {
-        let mut turn = 0;
+        let mut number = 0;
         for [m, n, depth] in SHAPES {
             for (sa, sb) in [(Tensor, Tensor), (Rows, Tiles), (Tiles, Rows), (Rows, Rows)] {
                 for (fa, fb) in
                     [(DType::E4M3, DType::E4M3), (DType::E4M3, DType::E5M2), (DType::E5M2, DType::E4M3)]
                 {
-                    turn += 1;
-                    let (a, av) = operand((h, k), turn, [m, depth], fa, sa, turn % 2 == 0);
-                    let (b, bv) = operand((h, k), turn + 1000, [n, depth], fb, sb, turn % 2 == 0);
-                    let dtype = if turn % 3 == 0 { DType::BF16 } else { DType::F32 };
-                    let (accumulate, biased) = (turn % 3 == 1, turn % 2 == 1);
+                    number += 1;
+                    let (a, av) = operand((h, k), number, [m, depth], fa, sa, number % 2 == 0);
+                    let (b, bv) = operand((h, k), number + 1000, [n, depth], fb, sb, number % 2 == 0);
+                    let dtype = if number % 3 == 0 { DType::BF16 } else { DType::F32 };
+                    let (accumulate, biased) = (number % 3 == 1, number % 2 == 1);
                     let before: Vec<f32> =
-                        numbers(DType::F32, turn, m * n).iter().map(|x| *x as f32).collect();
+                        numbers(DType::F32, number, m * n).iter().map(|x| *x as f32).collect();
                     let start = if accumulate { before.clone() } else { vec![f32::NAN; m * n] };
-                    let c = place(h, dtype, &Matrix { r: m, c: n, x: start }, turn % 4 == 0);
+                    let c = place(h, dtype, &Matrix { r: m, c: n, x: start }, number % 4 == 0);
                     let bias: Vec<bf16> =
-                        numbers(DType::BF16, turn, n).iter().map(|x| bf16::from_f64(*x)).collect();
+                        numbers(DType::BF16, number, n).iter().map(|x| bf16::from_f64(*x)).collect();
                     let bt = h.s.upload(&bias, &[n], Category::Workspace).unwrap();
                     let g = Fp8Gemm {
                         a: &a,
                         b: &b,
                         bias: biased.then_some(&bt),
                         accumulate,
-                        fast: turn % 5 == 0,
+                        fast: number % 5 == 0,
                         name: "gemm (output, fp8)",
                         c: &c,
                     };
@@ -92,7 +92,7 @@ fn fp8_gemm_matches_f64_on_dequantized_operands() {
                             let row = av[i * depth..][..depth].iter();
                             row.zip(&bv[j * depth..][..depth]).map(|(a, b)| a * b).collect::<Vec<_>>()
                         };
-                        // The norm a row of such numbers with random signs has: sums may cancel to nothing.
+                        // Expected norm of a row with random signs: single sums may cancel.
                         let norm =
                             (0..n).map(|j| terms(j).iter().map(|t| t * t).sum::<f64>()).sum::<f64>().sqrt();
                         let room = if h.name == "CUDA" { 2e-3 } else { 1e-5 } * norm;

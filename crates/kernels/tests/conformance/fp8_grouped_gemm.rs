@@ -8,9 +8,9 @@ use ferrotron_kernels::{
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Quantizes numbers `[r, c]` whose size varies from row to row; gives the bytes and what they stand for. With `stacked`
-/// matrices in it, each has a scale of its own.
-fn factor(
+/// Quantizes values `[r, c]` whose magnitude varies from row to row; returns the FP8 tensor and its dequantized values.
+/// Each of `stacked` matrices has its own scale.
+fn operand(
     h: &TestDevice,
     x: &[f64],
     [r, c]: [usize; 2],
@@ -60,7 +60,7 @@ fn factor(
     (b, values)
 }
 
-/// Numbers of rows of different sizes.
+/// Random values whose magnitude varies from row to row.
 fn sized(seed: u64, rows: usize, width: usize) -> Vec<f64> {
     let size = |(i, x): (usize, &f64)| x * 2f64.powi((i / width.max(1) % 5) as i32 - 2);
     numbers(DType::F32, seed, rows * width).iter().enumerate().map(size).collect()
@@ -69,15 +69,15 @@ fn sized(seed: u64, rows: usize, width: usize) -> Vec<f64> {
 const FORMATS: [(DType, DType); 3] =
     [(DType::E4M3, DType::E4M3), (DType::E5M2, DType::E4M3), (DType::E4M3, DType::E5M2)];
 
-/// Sums in a card's narrow registers keep 14 bits or so.
+/// FP8 tensor-core accumulators keep about 14 bits.
 fn room(h: &TestDevice) -> f64 {
     if h.name == "CUDA" { 2e-3 } else { 1e-5 }
 }
 
 #[test]
-fn every_segment_of_bytes_meets_its_own_matrix() {
+fn fp8_segments_use_the_weight_of_their_expert() {
     for h in devices() {
-        let mut turn = 0;
+        let mut number = 0;
         for l in layouts() {
             for [k, n] in [[16, 8], [40, 33], [128, 128], [300, 136], [520, 384]] {
                 if l.counts.len() > 8 && k * n > 6000 {
@@ -87,17 +87,17 @@ fn every_segment_of_bytes_meets_its_own_matrix() {
                     (ScalingMode::PerTensor, ScalingMode::PerTensor),
                     (ScalingMode::Block1x128, ScalingMode::Block128x128),
                 ] {
-                    turn += 1;
-                    let (fx, fw) = FORMATS[turn % 3];
+                    number += 1;
+                    let (fx, fw) = FORMATS[number % 3];
                     let e = l.counts.len();
-                    let (x, xv) = factor(&h, &sized(turn as u64, l.rows, k), [l.rows, k], fx, sx, 1);
-                    let (w, wv) = factor(&h, &sized(turn as u64 + 99, e * n, k), [e * n, k], fw, sw, e);
+                    let (x, xv) = operand(&h, &sized(number as u64, l.rows, k), [l.rows, k], fx, sx, 1);
+                    let (w, wv) = operand(&h, &sized(number as u64 + 99, e * n, k), [e * n, k], fw, sw, e);
                     let (at, y) = (
                         l.on(&h),
-                        h.placed(turn % 4 == 0, DType::BF16, &[l.rows, n], &vec![f64::NAN; l.rows * n]),
+                        h.placed(number % 4 == 0, DType::BF16, &[l.rows, n], &vec![f64::NAN; l.rows * n]),
                     );
                     let segments = Segments { offsets: &at[0], counts: &at[1] };
-                    let (fast, name) = (turn % 2 == 0, "grouped (output, fp8)");
+                    let (fast, name) = (number % 2 == 0, "grouped (output, fp8)");
                     let g = Fp8GroupedGemm { x: &x, w: &w, segments, y: &y.view, fast, name };
                     h.k.fp8_grouped_gemm(&h.s, &g).unwrap();
                     let (ours, what) = (
@@ -108,7 +108,7 @@ fn every_segment_of_bytes_meets_its_own_matrix() {
                         let Some(e) = owner else {
                             assert!(
                                 ours[r * n..][..n].iter().all(|x| *x == 0.0),
-                                "{what}: row {r} is nobody's"
+                                "{what}: row {r} is padding"
                             );
                             continue;
                         };
@@ -140,17 +140,17 @@ fn layouts() -> Vec<Layout> {
 }
 
 #[test]
-fn every_segment_of_bytes_has_a_gradient_of_its_own() {
+fn fp8_wgrad_of_every_segment() {
     for h in devices() {
-        let mut turn = 0;
+        let mut number = 0;
         for counts in [vec![1], vec![129, 0, 127, 128, 15], vec![300, 2500, 0, 64]] {
             let l = Layout::new(&counts, 128, 128);
             for [k, n] in [[8, 8], [33, 40], [136, 128], [200, 264]] {
                 for scaling in [ScalingMode::PerTensor, ScalingMode::Block1x128] {
                     for accumulate in [false, true] {
-                        turn += 1;
-                        let (fy, fx) = FORMATS[turn % 3];
-                        // Columns that are nobody's are zero.
+                        number += 1;
+                        let (fy, fx) = FORMATS[number % 3];
+                        // Padding columns are zero.
                         let owners = l.owners();
                         let make = |seed: usize, rows: usize| {
                             let x = sized(seed as u64, rows, l.rows);
@@ -158,14 +158,14 @@ fn every_segment_of_bytes_has_a_gradient_of_its_own() {
                                 |(i, x): (usize, &f64)| if owners[i % l.rows].is_some() { *x } else { 0.0 };
                             x.iter().enumerate().map(own).collect::<Vec<_>>()
                         };
-                        let (dy, dyv) = factor(&h, &make(turn, n), [n, l.rows], fy, scaling, 1);
-                        let (x, xv) = factor(&h, &make(turn + 99, k), [k, l.rows], fx, scaling, 1);
+                        let (dy, dyv) = operand(&h, &make(number, n), [n, l.rows], fy, scaling, 1);
+                        let (x, xv) = operand(&h, &make(number + 99, k), [k, l.rows], fx, scaling, 1);
                         let old = numbers(DType::F32, 7, counts.len() * n * k);
                         let before = if accumulate { old.clone() } else { vec![f64::NAN; old.len()] };
-                        let dw = h.placed(turn % 4 == 0, DType::F32, &[counts.len(), n, k], &before);
+                        let dw = h.placed(number % 4 == 0, DType::F32, &[counts.len(), n, k], &before);
                         let at = l.on(&h);
                         let segments = Segments { offsets: &at[0], counts: &at[1] };
-                        let fast = turn % 2 == 0;
+                        let fast = number % 2 == 0;
                         let g =
                             Fp8GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw.view, accumulate), fast };
                         h.k.fp8_grouped_wgrad(&h.s, &g).unwrap();
@@ -193,7 +193,7 @@ fn every_segment_of_bytes_has_a_gradient_of_its_own() {
 }
 
 #[test]
-fn bytes_that_do_not_fit_are_refused() {
+fn invalid_fp8_operands_are_errors() {
     for h in devices() {
         let l = Layout::new(&[3, 2], 1, 0);
         let at = l.on(&h);
@@ -206,7 +206,7 @@ fn bytes_that_do_not_fit_are_refused() {
         let good = Fp8GroupedGemm { x: &x, w: &w, segments, y: &y, fast: true, name: "fp8_grouped_gemm" };
         let one = make([12, 32], DType::E4M3, ScalingMode::PerTensor);
         let tiles = make([12, 32], DType::E4M3, ScalingMode::Block128x128);
-        let narrow = make([12, 16], DType::E4M3, ScalingMode::PerTensor);
+        let short_rows = make([12, 16], DType::E4M3, ScalingMode::PerTensor);
         let wide = h.poisoned(DType::F32, &[5, 6]);
         let both = make([5, 32], DType::E5M2, ScalingMode::PerTensor);
         let other = Fp8Tensor {
@@ -216,7 +216,7 @@ fn bytes_that_do_not_fit_are_refused() {
         for (what, bad) in [
             ("one scale for all matrices", Fp8GroupedGemm { w: &one, ..good }),
             ("tiles with one scale", Fp8GroupedGemm { w: &tiles, ..good }),
-            ("inner sizes", Fp8GroupedGemm { w: &narrow, ..good }),
+            ("inner sizes", Fp8GroupedGemm { w: &short_rows, ..good }),
             ("type of y", Fp8GroupedGemm { y: &wide, ..good }),
             ("both in e5m2", Fp8GroupedGemm { x: &both, w: &other, ..good }),
         ] {

@@ -12,9 +12,9 @@ fn one(h: &TestDevice, x: f32) -> Tensor {
     h.s.upload(&[x], &[1], Category::Workspace).unwrap()
 }
 
-/// Bytes the other way round are the same bytes, with the same scale, and zeros behind them.
+/// A transposed FP8 tensor holds the same codes and scale, and its padding is zero.
 #[test]
-fn turned_bytes_are_the_same_bytes() {
+fn transposed_tensors_hold_the_same_fp8_values() {
     const SIZES: [usize; 8] = [1, 15, 16, 17, 64, 65, 129, 200];
     everywhere(|h, k| {
         for (r, c) in SIZES.iter().flat_map(|r| SIZES.map(|c| (*r, c))).chain([(0, 5), (5, 0)]) {
@@ -23,7 +23,7 @@ fn turned_bytes_are_the_same_bytes() {
                 let from = poisoned(h, [r, c], format, ScalingMode::PerTensor);
                 let to = poisoned(h, [c, r], format, ScalingMode::PerTensor);
                 let width = c.next_multiple_of(16);
-                // All codes, those of NaN included; what lies behind a row must not reach the result.
+                // All codes, NaN included; padding of the input must not reach the output.
                 let codes: Vec<u8> = (0..r * width).map(|i| (i * 37 + i / 256 + 1) as u8).collect();
                 upload(h, &from, &codes);
                 h.s.upload_into(&from.scale_inv, &[0.37f32]).unwrap();
@@ -51,9 +51,9 @@ fn upload(h: &TestDevice, b: &Fp8Tensor, codes: &[u8]) {
     h.s.upload_into(&b.data.as_bytes().unwrap().view(&[codes.len()]).unwrap(), codes).unwrap();
 }
 
-/// Statistics count what became of each number.
+/// Statistics count values that saturate or underflow when quantized.
 #[test]
-fn statistics_count_what_became_of_numbers() {
+fn statistics_count_underflow_and_saturation() {
     everywhere(|h, k| {
         for ([r, c], scaling, transposed) in [
             ([5, 7], ScalingMode::PerTensor, false),
@@ -68,7 +68,7 @@ fn statistics_count_what_became_of_numbers() {
                     format!("{} {format} {dtype} {scaling:?} [{r}, {c}] transposed {transposed}", h.name);
                 let table = Table::new(format);
                 let mut x = hostile("ordinary", dtype, 9, r * c);
-                // Far below and far above the others; no number at all.
+                // Values far below and far above the others, and infinities.
                 x.iter_mut().step_by(5).for_each(|x| *x = rounded(dtype, *x * 2f32.powi(-20)));
                 x.iter_mut().skip(1).step_by(11).for_each(|x| *x = rounded(dtype, *x * 30000.0));
                 x.iter_mut().skip(2).step_by(29).for_each(|x| *x = f32::INFINITY);

@@ -1,10 +1,10 @@
-//! Fused kernels are what their parts are, one after the other.
+//! Fused kernels match their unfused parts.
 
 use super::devices::*;
 use ferrotron_kernels::{Act, ActBackward, LinearAct, LinearActBackward, LinearWgrad};
 use ferrotron_tensor::DType;
 
-/// The last is large enough for a card to choose between ways.
+/// The last is large enough for the GPU to tune fused against unfused.
 const SIZES: [(usize, usize, usize); 5] = [(1, 1, 1), (5, 7, 3), (0, 8, 8), (64, 96, 40), (2048, 1024, 1024)];
 const ACTS: [Act; 3] = [Act::GeluTanh, Act::GeluErf, Act::Silu];
 
@@ -18,12 +18,12 @@ fn act(a: Act, x: f64) -> f64 {
     }
 }
 
-/// By a difference in f64, far closer than bf16 or f32 can tell.
+/// Derivative by finite differences in f64, far more precise than bf16 or f32.
 fn slope(a: Act, x: f64) -> f64 {
     (act(a, x + 1e-5) - act(a, x - 1e-5)) / 2e-5
 }
 
-/// Places of a result to look at: all, or some of many.
+/// Elements to compare: all of a small result, a sample of a large one.
 fn places(n: usize) -> Vec<usize> {
     if n <= 10_000 { (0..n).collect() } else { (0..n).step_by(n / 3001).collect() }
 }
@@ -32,14 +32,14 @@ fn at(all: &[f64], places: &[usize]) -> Vec<f64> {
     places.iter().map(|i| all[*i]).collect()
 }
 
-/// Only a card makes more of the large size than of the others.
+/// Only the GPU runs the large size: it tunes there.
 fn sizes(h: &TestDevice) -> impl Iterator<Item = (usize, usize, usize)> + use<> {
-    let card = h.name == "CUDA";
-    SIZES.into_iter().filter(move |(m, ..)| card || *m < 1000)
+    let gpu = h.name == "CUDA";
+    SIZES.into_iter().filter(move |(m, ..)| gpu || *m < 1000)
 }
 
 #[test]
-fn a_product_and_its_non_linearity() {
+fn gemm_with_activation_epilogue() {
     everywhere(|h, dtype| {
         for (rows, n, k) in sizes(h) {
             for (a, with_bias) in ACTS.into_iter().flat_map(|a| [(a, false), (a, true)]) {
@@ -65,7 +65,7 @@ fn a_product_and_its_non_linearity() {
                 let slack = (k + 2) as f64 * scale * 2f64.powi(-23);
                 let ours = at(&h.host(&ht), &places);
                 close(&what, dtype, &ours, &pre, slack);
-                // The non-linearity sees its input before or after it is rounded.
+                // The activation may read its input before or after rounding.
                 let wanted: Vec<f64> = pre.iter().map(|x| act(a, *x)).collect();
                 let after: Vec<f64> = ours.iter().map(|x| act(a, *x)).collect();
                 let got = at(&h.host(&y), &places);
@@ -81,7 +81,7 @@ fn a_product_and_its_non_linearity() {
 }
 
 #[test]
-fn back_through_a_product_and_a_non_linearity() {
+fn dgrad_gemm_with_activation_backward() {
     everywhere(|h, dtype| {
         for (rows, n, k) in sizes(h) {
             for a in ACTS {
@@ -111,9 +111,9 @@ fn back_through_a_product_and_a_non_linearity() {
     });
 }
 
-/// The bits of the plain kernel, and the sums of what it stores: of columns over rows of every part, whatever they are.
+/// Bit-equal to the plain kernel; the partial column sums add up to those of the stored values.
 #[test]
-fn back_through_a_non_linearity_with_column_sums() {
+fn activation_backward_with_column_sums() {
     everywhere(|h, dtype| {
         let sizes =
             [(0, 5), (1, 1), (3, 7), (9, 264), (65, 256), (130, 300), (700, 96), (1000, 513), (33000, 16)];
@@ -169,7 +169,7 @@ fn back_through_a_non_linearity_with_column_sums() {
 }
 
 #[test]
-fn gradients_of_a_weight_and_its_bias() {
+fn wgrad_gemm_with_bias_gradient() {
     everywhere(|h, dtype| {
         for (rows, n, k) in sizes(h) {
             for (onto_w, onto_b) in [(false, false), (true, false), (false, true), (true, true)] {

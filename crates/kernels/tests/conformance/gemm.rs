@@ -1,4 +1,4 @@
-//! Products of views.
+//! GEMMs of strided views.
 
 use super::devices::*;
 use ferrotron_kernels::Gemm;
@@ -19,13 +19,13 @@ const SIZES: [(usize, usize, usize); 11] = [
 ];
 
 #[test]
-fn products_of_views_are_products() {
+fn gemm_of_strided_views() {
     everywhere(|h, dtype| {
         for (m, n, k) in SIZES {
             for bits in 0..32 {
                 let flag = |i: i32| bits >> i & 1 == 1;
                 let (trans_a, trans_b, with_bias, accumulate) = (flag(0), flag(1), flag(2), flag(3));
-                // In views with gaps around them, and aligned as libraries like it.
+                // As views inside larger buffers, and contiguous with the alignment that cuBLASLt prefers.
                 let framed = flag(4);
                 let (a, b) = (numbers(dtype, 1, m * k), numbers(dtype, 2, k * n));
                 let (bias, old) = (numbers(dtype, 3, n), numbers(dtype, 4, m * n));

@@ -1,4 +1,4 @@
-//! Weighted biases of segments of rows.
+//! Grouped bias: one bias per expert, weighted by routing probabilities.
 
 use super::devices::*;
 use super::permutation::{draws, ints, plan, shifted};
@@ -6,8 +6,8 @@ use ferrotron_kernels::{GroupedBias, Segments};
 use ferrotron_tensor::{DType, Tensor};
 
 #[test]
-fn biases_are_added_and_get_their_gradients() {
-    in_mixtures(|h, dtype| {
+fn grouped_bias_and_its_gradients() {
+    for_moe_dtypes(|h, dtype| {
         for (choices, experts, align) in [
             (0, 1, 1),
             (1, 4, 16),
@@ -20,7 +20,7 @@ fn biases_are_added_and_get_their_gradients() {
         ] {
             for n in [1, 8, 19, 300] {
                 for (shift, skewed) in [(0, false), (1, false), (0, true)] {
-                    // One expert has all, or the last few have none.
+                    // One expert has all tokens, or the last few have none.
                     let top = if skewed { 1 } else { experts.max(2) - 1 };
                     let index = draws(1, choices, 0, top as i32);
                     let rows = choices + experts * (align - 1) + 3;
@@ -46,7 +46,7 @@ fn biases_are_added_and_get_their_gradients() {
                     let want: Vec<f64> = (0..rows * n).map(|i| y[i] + term(i)).collect();
                     close(&what, dtype, &h.host(&yt), &want, 1.3e-7);
 
-                    // Rows of nobody hold anything.
+                    // Padding rows are uninitialized.
                     let mut dy = numbers(dtype, 5, rows * n);
                     for r in (0..rows).filter(|r| owners[*r].is_none()) {
                         dy[r * n..][..n].fill(f64::NAN);
@@ -90,8 +90,8 @@ fn biases_are_added_and_get_their_gradients() {
 }
 
 #[test]
-fn biases_that_do_not_fit_are_refused() {
-    in_mixtures(|h, dtype| {
+fn invalid_biases_are_errors() {
+    for_moe_dtypes(|h, dtype| {
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
         let (f, i) = (DType::F32, DType::I32);

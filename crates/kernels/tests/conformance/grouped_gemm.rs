@@ -1,10 +1,10 @@
-//! Products of segments of rows with matrices of their own.
+//! Grouped GEMMs: every segment of rows is multiplied by the weight of its expert.
 
 use super::devices::*;
 use ferrotron_kernels::{GroupedGemm, GroupedWgrad, Segments};
 use ferrotron_tensor::{DType, Tensor};
 
-/// Rows of segments, each starting at a multiple of `align`, and `behind` rows that are nobody's.
+/// Rows of segments, each starting at a multiple of `align`, and `behind` padding rows after the last.
 pub struct Layout {
     pub counts: Vec<usize>,
     pub offsets: Vec<usize>,
@@ -36,7 +36,7 @@ impl Layout {
         all
     }
 
-    /// Numbers `[rows, width]`, NaN where a row is nobody's.
+    /// Random values `[rows, width]`, NaN in padding rows.
     fn numbers(&self, dtype: DType, seed: u64, width: usize) -> Vec<f64> {
         let mut x = numbers(dtype, seed, self.rows * width);
         for (r, owner) in self.owners().iter().enumerate() {
@@ -48,7 +48,7 @@ impl Layout {
     }
 }
 
-/// Segments of all the lengths that tiles end badly on, few and many.
+/// Few and many segments, with lengths around tile boundaries.
 fn layouts() -> Vec<Layout> {
     let cycle = |n: usize, of: &[usize]| (0..n).map(|i| of[i % of.len()]).collect::<Vec<_>>();
     vec![
@@ -67,8 +67,8 @@ fn layouts() -> Vec<Layout> {
 const WIDTHS: [[usize; 2]; 8] =
     [[8, 24], [24, 8], [64, 96], [96, 200], [200, 64], [264, 96], [64, 264], [200, 264]];
 
-/// `y` of a product, zeros where a row is nobody's; x `[rows, k]`, w `[E, n, k]`.
-fn product(l: &Layout, [k, n]: [usize; 2], x: &[f64], w: &[f64], bias: Option<&[f64]>) -> Vec<f64> {
+/// `y = x·wᵀ` per segment, zeros in padding rows; x `[rows, k]`, w `[E, n, k]`.
+fn expected(l: &Layout, [k, n]: [usize; 2], x: &[f64], w: &[f64], bias: Option<&[f64]>) -> Vec<f64> {
     let mut y = vec![0.0; l.rows * n];
     for (r, owner) in l.owners().iter().enumerate() {
         let Some(e) = owner else { continue };
@@ -80,28 +80,28 @@ fn product(l: &Layout, [k, n]: [usize; 2], x: &[f64], w: &[f64], bias: Option<&[
     y
 }
 
-/// `w [E, n, k]` the other way round.
+/// The transpose of each matrix of `w [E, n, k]`.
 fn transposed(w: &[f64], e: usize, n: usize, k: usize) -> Vec<f64> {
     (0..e * n * k).map(|i| w[i / (n * k) * n * k + i % n * k + i / n % k]).collect()
 }
 
 #[test]
-fn every_segment_meets_its_own_matrix() {
-    in_mixtures(|h, dtype| {
-        for (turn, l) in layouts().iter().enumerate() {
+fn segments_use_the_weight_of_their_expert() {
+    for_moe_dtypes(|h, dtype| {
+        for (which, l) in layouts().iter().enumerate() {
             let (segments, experts) = (l.on(h), l.counts.len());
             let segments = Segments { offsets: &segments[0], counts: &segments[1] };
             for (at, [k, n]) in WIDTHS.into_iter().enumerate() {
                 if experts > 8 && k * n > 8000 {
                     continue;
                 }
-                let framed = (turn + at) % 2 == 1;
+                let framed = (which + at) % 2 == 1;
                 let x = l.numbers(dtype, 1, k);
                 let (w, bias) = (numbers(dtype, 2, experts * n * k), numbers(dtype, 3, experts * n));
                 let bias_t = h.tensor(dtype, &[experts, n], &bias);
                 let xt = h.placed(framed, dtype, &[l.rows, k], &x);
-                let without = product(l, [k, n], &x, &w, None);
-                let with = product(l, [k, n], &x, &w, Some(&bias));
+                let without = expected(l, [k, n], &x, &w, None);
+                let with = expected(l, [k, n], &x, &w, Some(&bias));
                 for (as_stored, biased) in [(false, false), (true, true), (false, true), (true, false)] {
                     let shape = if as_stored { [experts, k, n] } else { [experts, n, k] };
                     let stored = if as_stored { transposed(&w, experts, n, k) } else { w.clone() };
@@ -112,7 +112,7 @@ fn every_segment_meets_its_own_matrix() {
                     let g = GroupedGemm { x, w, as_stored, segments, bias: bias_t, y: &y.view };
                     h.k.grouped_gemm(&h.s, &g).unwrap();
                     let what = format!(
-                        "{} {dtype} layout {turn} k {k} n {n} stored {as_stored} bias {biased} framed {framed}",
+                        "{} {dtype} layout {which} k {k} n {n} stored {as_stored} bias {biased} framed {framed}",
                         h.name
                     );
                     let wanted = if biased { &with } else { &without };
@@ -168,14 +168,14 @@ fn check_gradient(
 }
 
 #[test]
-fn every_segment_has_a_gradient_of_its_own() {
-    in_mixtures(|h, dtype| {
-        for (turn, l) in layouts().iter().enumerate() {
+fn wgrad_of_every_segment() {
+    for_moe_dtypes(|h, dtype| {
+        for (which, l) in layouts().iter().enumerate() {
             for (at, widths) in WIDTHS.into_iter().enumerate() {
                 if l.counts.len() > 8 && widths[0] * widths[1] > 8000 {
                     continue;
                 }
-                let framed = (turn + at) % 2 == 1;
+                let framed = (which + at) % 2 == 1;
                 for accumulate in [false, true] {
                     check_gradient(h, dtype, l, widths, framed, accumulate);
                 }
@@ -184,10 +184,10 @@ fn every_segment_has_a_gradient_of_its_own() {
     });
 }
 
-/// One segment has most of the rows, more than are summed in one go.
+/// One segment has most of the rows: its wgrad is summed in several partial sums.
 #[test]
 fn a_long_segment_is_summed_in_order() {
-    in_mixtures(|h, dtype| {
+    for_moe_dtypes(|h, dtype| {
         let l = Layout::new(&[70, 6400, 0, 2049, 300], 1, 9);
         for (accumulate, widths) in [(false, [264, 136]), (true, [72, 264])] {
             check_gradient(h, dtype, &l, widths, false, accumulate);
@@ -195,10 +195,10 @@ fn a_long_segment_is_summed_in_order() {
     });
 }
 
-/// Sums of nothing.
+/// k = 0.
 #[test]
-fn without_a_sum_there_is_only_the_bias() {
-    in_mixtures(|h, dtype| {
+fn k_of_zero_leaves_only_the_bias() {
+    for_moe_dtypes(|h, dtype| {
         let l = Layout::new(&[3, 0, 2], 4, 1);
         let segments = l.on(h);
         let segments = Segments { offsets: &segments[0], counts: &segments[1] };
@@ -208,17 +208,17 @@ fn without_a_sum_there_is_only_the_bias() {
         let y = h.poisoned(dtype, &[l.rows, n]);
         let g = GroupedGemm { x: &x, w: &w, as_stored: false, segments, bias: Some(&bias_t), y: &y };
         h.k.grouped_gemm(&h.s, &g).unwrap();
-        let wanted = product(&l, [0, n], &[], &[], Some(&bias));
+        let wanted = expected(&l, [0, n], &[], &[], Some(&bias));
         close(&h.name, dtype, &h.host(&y), &wanted, 0.0);
-        // No columns at all: nothing to do, and nothing wrong.
+        // n = 0 is accepted.
         let (w, y) = (h.tensor(dtype, &[3, 0, 0], &[]), h.tensor(dtype, &[l.rows, 0], &[]));
         h.k.grouped_gemm(&h.s, &GroupedGemm { w: &w, y: &y, bias: None, ..g }).unwrap();
     });
 }
 
 #[test]
-fn segments_that_do_not_fit_are_refused() {
-    in_mixtures(|h, dtype| {
+fn invalid_segments_are_errors() {
+    for_moe_dtypes(|h, dtype| {
         let make = |shape: &[usize]| h.poisoned(dtype, shape);
         let l = Layout::new(&[2, 3], 1, 0);
         let [offsets, counts] = l.on(h);
@@ -230,7 +230,7 @@ fn segments_that_do_not_fit_are_refused() {
         let (other, bias) = (make(&[2, 4, 6]), make(&[2, 4]));
         let odd = h.tensor(if dtype == DType::F32 { DType::BF16 } else { DType::F32 }, &[5, 6], &[0.0; 30]);
         for (what, bad) in [
-            ("weights the other way round", GroupedGemm { w: &other, ..good }),
+            ("transposed weights", GroupedGemm { w: &other, ..good }),
             ("as stored, but they are not", GroupedGemm { as_stored: true, ..good }),
             ("bias", GroupedGemm { bias: Some(&bias), ..good }),
             ("rows", GroupedGemm { y: &make(&[4, 6]), ..good }),
@@ -246,10 +246,10 @@ fn segments_that_do_not_fit_are_refused() {
         let (dy, dw) = (make(&[5, 6]), h.poisoned(DType::F32, &[2, 6, 4]));
         let good = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
         let transposed = h.poisoned(DType::F32, &[2, 4, 6]);
-        let narrow = h.poisoned(DType::BF16, &[2, 6, 4]);
+        let bf16_dw = h.poisoned(DType::BF16, &[2, 6, 4]);
         for (what, bad) in [
             ("transposed gradient", GroupedWgrad { dw: (&transposed, false), ..good }),
-            ("type of the gradient", GroupedWgrad { dw: (&narrow, false), ..good }),
+            ("type of the gradient", GroupedWgrad { dw: (&bf16_dw, false), ..good }),
             ("rows", GroupedWgrad { dy: &make(&[4, 6]), ..good }),
         ] {
             assert!(h.k.grouped_wgrad(&h.s, &bad).is_err(), "{} {dtype}: {what}", h.name);

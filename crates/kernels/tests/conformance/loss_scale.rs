@@ -1,4 +1,4 @@
-//! Loss scales on the device: the golden-tested scaler step by step, and gradients unscaled where they are clipped.
+//! Loss scaling on the device: the scaler step by step, and gradients unscaled by the clip factor.
 
 use super::devices::*;
 use ferrotron_kernels::grad_scaler::{DynamicScaler, ScalerConfig};
@@ -9,7 +9,7 @@ fn state(h: &TestDevice, s: &DynamicScaler) -> Tensor {
     h.s.upload(&scaler::of(s), &[scaler::COUNT], Category::Workspace).unwrap()
 }
 
-/// Scalars with a norm and a clip factor.
+/// Step scalars with a gradient norm and a clip factor.
 fn after(h: &TestDevice, norm: f64, clip: f64) -> Tensor {
     let mut s: Vec<f64> = (0..scalars::COUNT).map(|i| 0.5 + i as f64).collect();
     (s[scalars::GRAD_NORM], s[scalars::CLIP]) = (norm, clip);
@@ -17,7 +17,7 @@ fn after(h: &TestDevice, norm: f64, clip: f64) -> Tensor {
 }
 
 #[test]
-fn scales_move_as_the_scaler_says() {
+fn loss_scale_grows_and_backs_off() {
     let configs = [
         ScalerConfig { initial: 16.0, growth_interval: 3, ..ScalerConfig::default() },
         ScalerConfig { initial: 3.0, min: 0.5, growth: 1.5, backoff: 0.3, growth_interval: 1, hysteresis: 1 },
@@ -28,7 +28,7 @@ fn scales_move_as_the_scaler_says() {
         for config in configs {
             let mut ours = DynamicScaler::new(config);
             let t = state(&h, &ours);
-            // Good and bad steps in every order, more bad ones than hysteresis lasts.
+            // Finite and overflowing steps in every order, with more overflows in a row than the hysteresis.
             for (i, bad) in "..x.xx...xxxxx.....x..x.x.xx....xxxxxxxx.......".chars().enumerate() {
                 let norm = match (bad == 'x', i % 2) {
                     (false, _) => 1.5,
@@ -54,10 +54,9 @@ fn scales_move_as_the_scaler_says() {
     }
 }
 
-/// Gradients of a scaled loss make the step that those of the loss itself make, to the bit where the scale is a power of
-/// two.
+/// Gradients of a scaled loss give the same step as those of the loss itself, bit for bit where the scale is a power of two.
 #[test]
-fn a_scaled_loss_makes_the_same_step() {
+fn loss_scaling_does_not_change_the_step() {
     const ADAM: Adam = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
     let config = ScalerConfig { initial: 1024.0, ..ScalerConfig::default() };
     for h in devices() {

@@ -1,5 +1,5 @@
 //! One conformance suite for the kernel traits, run on every device: each instruction-set level of this
-//! machine, in f32 and bf16, against naive f64. Another device joins by joining the list in `homes.rs`.
+//! machine, in f32 and bf16, against naive f64. `devices.rs` lists the devices.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod adam_fp8_weights;

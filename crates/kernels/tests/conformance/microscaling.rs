@@ -22,7 +22,7 @@ fn run(
     host(h, &out)
 }
 
-/// The elements of the block `(i, j)` is in.
+/// Elements of the block that holds `(i, j)`.
 fn block(m: &Matrix, n: usize, along: BlockAxis, square: bool, i: usize, j: usize) -> Vec<f32> {
     let whole = |at: usize, size: usize| at / n * n..(at / n * n + n).min(size);
     let rows = if square || along == BlockAxis::Cols { whole(i, m.r) } else { i..i + 1 };
@@ -33,21 +33,21 @@ fn block(m: &Matrix, n: usize, along: BlockAxis, square: bool, i: usize, j: usiz
 #[test]
 fn mxfp8_by_definition() {
     everywhere(|h, k| {
-        let mut turn = 0;
+        let mut number = 0;
         for [r, c] in SHAPES {
             for kind in KINDS {
                 for (along, square) in
                     [(BlockAxis::Rows, false), (BlockAxis::Cols, false), (BlockAxis::Rows, true)]
                 {
-                    turn += 1;
-                    let dtype = [DType::F32, DType::BF16, DType::F16][turn % 3];
-                    let table = Table::new(if turn % 2 == 0 { DType::E4M3 } else { DType::E5M2 });
-                    let m = Matrix { r, c, x: hostile(kind, dtype, turn as u64, r * c) };
+                    number += 1;
+                    let dtype = [DType::F32, DType::BF16, DType::F16][number % 3];
+                    let table = Table::new(if number % 2 == 0 { DType::E4M3 } else { DType::E5M2 });
+                    let m = Matrix { r, c, x: hostile(kind, dtype, number as u64, r * c) };
                     let how = EmulatedFormat::Mxfp8 { format: table.format, along, square };
                     let want = |at: usize| {
                         let (i, j) = (at / c, at % c);
                         let most = amax(block(&m, 32, along, square, i, j).iter());
-                        // The smallest power of two, of those there are, that is no less.
+                        // The smallest E8M0 value that is at least this large.
                         let needed = f64::from(most * (1.0 / table.largest() as f32));
                         let e = (-127..127).find(|e| 2f64.powi(*e) >= needed).unwrap_or(127);
                         let moved = (f64::from(m.x[at]) * 2f64.powi(-e)) as f32;
@@ -64,7 +64,7 @@ fn mxfp8_by_definition() {
 
 const FOUR: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
-/// To the nearest of the eight magnitudes, the even code of two; NaN to the largest.
+/// Rounds to the nearest of the eight E2M1 magnitudes, ties to the even code; NaN becomes the largest.
 fn nearest4(x: f32) -> f32 {
     if x.is_nan() {
         return 6.0;
@@ -74,7 +74,7 @@ fn nearest4(x: f32) -> f32 {
     FOUR[best].copysign(x)
 }
 
-/// As the sum (in f32) with a random part of the step, cut off.
+/// Stochastic rounding: adds a random part of the step in f32 and truncates.
 fn random4(x: f32, byte: u32) -> f32 {
     if x.is_nan() {
         return 6.0;
@@ -90,11 +90,11 @@ fn random4(x: f32, byte: u32) -> f32 {
     };
     let size = x.abs().min(6.0);
     let t = size + byte as f32 / 256.0 * step(size);
-    // The magnitudes are the multiples of the step around them.
+    // Magnitudes near the sum are multiples of the step there.
     FOUR.iter().rev().find(|v| **v <= t).unwrap().copysign(x)
 }
 
-/// The matrix in NVFP4, as f32.
+/// The matrix quantized to NVFP4 and dequantized to f32.
 fn nvfp4(m: &Matrix, along: BlockAxis, square: bool, stochastic: Option<RandomStream>) -> Vec<f32> {
     let e4 = Table::new(DType::E4M3);
     let most = amax(m.x.iter());
@@ -117,17 +117,17 @@ fn nvfp4(m: &Matrix, along: BlockAxis, square: bool, stochastic: Option<RandomSt
 #[test]
 fn nvfp4_by_definition() {
     everywhere(|h, k| {
-        let mut turn = 0;
+        let mut number = 0;
         for [r, c] in SHAPES {
             for kind in KINDS {
                 for (along, square) in
                     [(BlockAxis::Rows, false), (BlockAxis::Cols, false), (BlockAxis::Cols, true)]
                 {
-                    turn += 1;
-                    let dtype = [DType::F32, DType::BF16, DType::F16][turn % 3];
-                    let m = Matrix { r, c, x: hostile(kind, dtype, turn as u64, r * c) };
-                    let stream = RandomStream { key: [turn as u32, 5], lane: [6, 7] };
-                    let stochastic = (turn % 4 == 0).then_some(stream);
+                    number += 1;
+                    let dtype = [DType::F32, DType::BF16, DType::F16][number % 3];
+                    let m = Matrix { r, c, x: hostile(kind, dtype, number as u64, r * c) };
+                    let stream = RandomStream { key: [number as u32, 5], lane: [6, 7] };
+                    let stochastic = (number % 4 == 0).then_some(stream);
                     let how = EmulatedFormat::Nvfp4 { along, square, hadamard: false, stochastic };
                     let want: Vec<f32> =
                         nvfp4(&m, along, square, stochastic).iter().map(|x| rounded(dtype, *x)).collect();
@@ -139,7 +139,7 @@ fn nvfp4_by_definition() {
     });
 }
 
-/// `out[i] = Σ over the 16 numbers at block(i)`: rotated by the matrix written out, `rotated` or back.
+/// Hadamard transform, or its inverse, by a 16x16 matrix: `out[i] = Σ` over the 16 values of `block(i)`.
 fn by_matrix(m: &Matrix, along: BlockAxis, back: bool) -> Vec<f64> {
     let signs = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1];
     let element = |at: usize| {
@@ -169,7 +169,7 @@ fn nvfp4_turned_rounds_what_the_hadamard_matrix_makes() {
             (BlockAxis::Cols, [1, 1]),
             (BlockAxis::Cols, [0, 4]),
         ] {
-            // Whole numbers, so that turning them is exact in f32.
+            // Integers, so that the Hadamard transform is exact in f32.
             let x: Vec<f32> =
                 hostile("plain", DType::F32, 3, r * c).iter().map(|x| (x * 9.0).round()).collect();
             let (wide_r, wide_c) = match along {
@@ -202,12 +202,12 @@ fn nvfp4_turned_rounds_what_the_hadamard_matrix_makes() {
     });
 }
 
-/// Random rounding is right in the mean.
+/// Stochastic rounding is unbiased.
 #[test]
 fn nvfp4_random_rounding_has_no_bias() {
     everywhere(|h, k| {
         let n = 64 * 1024;
-        // Beside a 6 in every block, so that the numbers are steps of the format themselves.
+        // Every block also holds a 6, the largest E2M1 value, so that values keep their distance from its steps.
         for value in [0.1f32, 0.7, 1.8, 2.3, 3.5, 4.4, 5.9] {
             let x: Vec<f32> = (0..n).map(|i| if i % 16 == 0 { 6.0 } else { -value }).collect();
             let m = Matrix { r: n / 64, c: 64, x };
@@ -218,7 +218,7 @@ fn nvfp4_random_rounding_has_no_bias() {
             let kept: Vec<f64> =
                 y.iter().enumerate().filter(|(i, _)| i % 16 != 0).map(|(_, y)| f64::from(*y)).collect();
             let mean = kept.iter().sum::<f64>() / kept.len() as f64;
-            // Four deviations of the mean of a step of two, and half of the 256th part of it that is cut off.
+            // Four standard errors of the mean for a step of 2, plus half of the 1/256 step that truncation drops.
             assert!(
                 (mean + f64::from(value)).abs() < 4.0 / (kept.len() as f64).sqrt() + 2.0 / 512.0,
                 "{value} {mean}"
@@ -257,7 +257,7 @@ impl QuantKernels for Bare {
     }
 }
 
-/// Every way there is, with a stream of random numbers.
+/// Every emulated format; those with stochastic rounding use one random stream.
 fn ways(stream: RandomStream) -> Vec<EmulatedFormat> {
     let mut all = Vec::new();
     for (along, square) in [(BlockAxis::Rows, false), (BlockAxis::Cols, false), (BlockAxis::Cols, true)] {
@@ -271,17 +271,17 @@ fn ways(stream: RandomStream) -> Vec<EmulatedFormat> {
     all
 }
 
-/// Where a home has no emulation, the host's is it; where it has one, it is the same to the bit.
+/// Devices without an emulation kernel run it on the host; those with one give the same bits.
 #[test]
-fn every_home_emulates_as_the_host_does() {
+fn every_device_emulates_like_the_host() {
     everywhere(|h, k| {
-        let mut turn = 0;
+        let mut number = 0;
         for [r, c] in [[1, 1], [15, 127], [129, 33], [64, 96], [37, 50], [16, 17], [2, 300]] {
             for kind in KINDS {
-                for how in ways(RandomStream { key: [turn as u32, 2], lane: [3, 4] }) {
-                    turn += 1;
-                    let dtype = [DType::F32, DType::BF16, DType::F16][turn % 3];
-                    let m = Matrix { r, c, x: hostile(kind, dtype, turn as u64, r * c) };
+                for how in ways(RandomStream { key: [number as u32, 2], lane: [3, 4] }) {
+                    number += 1;
+                    let dtype = [DType::F32, DType::BF16, DType::F16][number % 3];
+                    let m = Matrix { r, c, x: hostile(kind, dtype, number as u64, r * c) };
                     let what = format!("{} {kind} {dtype} [{r}, {c}] {how:?}", h.name);
                     same(&what, &run(h, k, how, dtype, &m), &run(h, &Bare, how, dtype, &m));
                 }

@@ -1,10 +1,10 @@
-//! Keys of latent attention.
+//! Keys of multi-head latent attention (MLA).
 
 use super::devices::*;
 use ferrotron_tensor::{DType, Tensor};
 
-/// Tokens, heads, channels of a head's own, channels that all share: those of DeepSeek-V3, odd ones, single ones, more
-/// than a block of threads sums at once.
+/// Tokens, heads, channels per head, channels shared by all heads: DeepSeek-V3's sizes, odd sizes, single channels, and
+/// more than a thread block sums at once.
 const SIZES: [[usize; 4]; 8] = [
     [0, 2, 4, 4],
     [1, 1, 1, 1],
@@ -17,7 +17,7 @@ const SIZES: [[usize; 4]; 8] = [
 ];
 
 #[test]
-fn keys_are_put_together_and_taken_apart() {
+fn mla_keys_concatenate_and_split() {
     everywhere(|h, dtype| {
         for ([t, n, a, b], framed) in SIZES.into_iter().flat_map(|z| [(z, false), (z, true)]) {
             let what = format!("{} {dtype} {t}x{n}x({a}+{b}) framed {framed}", h.name);
@@ -45,9 +45,9 @@ fn keys_are_put_together_and_taken_apart() {
     });
 }
 
-/// Sums over heads are the same bits however often they are taken.
+/// Sums over heads are bit-equal from run to run.
 #[test]
-fn sums_over_heads_repeat() {
+fn sums_over_heads_are_deterministic() {
     everywhere(|h, dtype| {
         let [t, n, a, b] = [9, 37, 16, 24];
         let k = h.tensor(dtype, &[t, n, a + b], &numbers(dtype, 5, t * n * (a + b)));
@@ -61,7 +61,7 @@ fn sums_over_heads_repeat() {
 }
 
 #[test]
-fn parts_of_keys_that_do_not_fit_are_refused() {
+fn invalid_key_parts_are_errors() {
     everywhere(|h, dtype| {
         let make = |shape: &[usize]| h.poisoned(dtype, shape);
         let (own, shared, k) = (make(&[4, 2, 3]), make(&[4, 5]), make(&[4, 2, 8]));

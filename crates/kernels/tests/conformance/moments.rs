@@ -1,5 +1,5 @@
-//! Storage formats of moments and masters: against f64, with the same bits on every device, and unchanged where gradients
-//! are no numbers.
+//! Storage formats of moments and masters: against f64, bit-equal on every device, and unchanged by a step whose gradient
+//! norm is not finite.
 
 use super::devices::*;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
@@ -7,7 +7,7 @@ use ferrotron_kernels::{Adam, Moment, MomentOrder, ParamUpdate, Sgd, counter, sc
 use ferrotron_tensor::{Category, DType, Device, Tensor, Threads, bf16};
 
 const MOMENTS: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::U8];
-/// With wide groups on a card, without, and with blocks cut short at the end.
+/// Sizes with and without vectorized GPU accesses, and with a partial last block.
 const SIZES: [usize; 6] = [1, 33, 0, 64, 4096, 9001];
 const ADAM: Adam = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
 
@@ -26,7 +26,7 @@ fn moment(m: &Kept) -> Moment<'_> {
     Moment { values: &m.0, scales: m.1.as_ref() }
 }
 
-/// `n` elements that begin `by` elements into their memory: not aligned for wide accesses where that is odd.
+/// `n` elements that begin `by` elements into their buffer: not aligned for vectorized accesses where `by` is odd.
 fn room(h: &TestDevice, dtype: DType, n: usize, by: usize) -> Tensor {
     h.s.zeros(&[n + by], dtype, Category::Workspace).unwrap().narrow(0, by, n).unwrap()
 }
@@ -62,7 +62,7 @@ fn held(h: &TestDevice, i: usize, dtype: DType, split: bool) -> Held {
         true => h.k.split_master(&h.s, &whole, &weight, &master).unwrap(),
         false => h.k.copy(&h.s, &whole, &master).unwrap(),
     }
-    // As in training, a square is of the size of its mean.
+    // As in training, squared gradients are of the magnitude of the second moment.
     let second: Vec<f64> = spread(seed + 3, n).into_iter().map(square).collect();
     Held {
         master,
@@ -95,7 +95,7 @@ fn masters(h: &TestDevice, t: &Held) -> Vec<f64> {
     h.host(&out)
 }
 
-/// Every byte of it.
+/// All stored bytes of a parameter and its state.
 fn bytes(h: &TestDevice, t: &Held) -> Vec<Vec<u8>> {
     let moments = [&t.first, &t.second].into_iter().flat_map(|m| [Some(&m.0), m.1.as_ref()]);
     let all = [Some(&t.master), Some(&t.weight)].into_iter().chain(moments).flatten();
@@ -110,9 +110,9 @@ fn step_scalars(h: &TestDevice, norm: f64) -> Tensor {
     h.tensor(DType::F32, &[scalars::COUNT], &s)
 }
 
-/// The distance of neighbours near `x` in a block whose largest is `top`.
+/// Distance of neighbouring values near `x` in a block whose amax is `top`.
 fn unit(dtype: DType, order: MomentOrder, x: f64, top: f64) -> f64 {
-    // Mantissa bits, binades of normal values, and the mantissa of the largest: above it the scale is the next.
+    // Mantissa bits, number of normal exponents, and the largest mantissa: above it the block has the next scale.
     let (mantissa, binades, largest) = match (dtype, order) {
         (DType::F16, _) => (10, 30, 2.0 - 2f64.powi(-10)),
         (_, MomentOrder::First) => (3, 15, 1.75),
@@ -127,7 +127,7 @@ fn unit(dtype: DType, order: MomentOrder, x: f64, top: f64) -> f64 {
 fn near(what: &str, dtype: DType, order: MomentOrder, ours: &[f64], wanted: &[f64]) {
     if matches!(dtype, DType::F32 | DType::BF16) {
         for (o, w) in ours.iter().zip(wanted) {
-            // The rounding to the type, and up to four in f32 before it; a sum of two signs may be small beside them.
+            // One rounding to the storage type and up to four in f32 before it; a sum with cancellation may be smaller than these.
             let room = (1.01 * eps(dtype) + 4.0 * eps(DType::F32)) * w.abs() + 1e-7;
             assert!((o - w).abs() <= room, "{what}: {o} instead of {w}, allowed {room:e}");
         }
@@ -144,7 +144,7 @@ fn near(what: &str, dtype: DType, order: MomentOrder, ours: &[f64], wanted: &[f6
 }
 
 #[test]
-fn adam_on_every_kind_of_state() {
+fn adam_with_every_state_dtype() {
     let [b1, b2, eps] = [ADAM.beta1, ADAM.beta2, ADAM.eps].map(f64::from);
     for h in devices() {
         for (dtype, split) in MOMENTS.into_iter().flat_map(|d| [(d, false), (d, true)]) {
@@ -187,10 +187,10 @@ fn adam_on_every_kind_of_state() {
     }
 }
 
-/// Arithmetic is rounded operation by operation and dice are integers, so homes agree to the bit, whatever shares a
-/// launch and however memory is aligned.
+/// Every operation is rounded and random bits are integers, so all devices give the same bits, whatever else is in the
+/// launch and however buffers are aligned.
 #[test]
-fn every_home_makes_the_same_bits() {
+fn packed_moments_are_bit_equal_on_all_devices() {
     let cpu = TestDevice {
         name: "CPU".into(),
         k: Box::new(CpuKernels::with(Isa::detect())),
@@ -229,7 +229,7 @@ fn every_home_makes_the_same_bits() {
 }
 
 #[test]
-fn a_step_without_finite_gradients_changes_nothing() {
+fn a_step_with_a_non_finite_norm_changes_nothing() {
     let sgd = Sgd { momentum: 0.9, dampening: 0.0, nesterov: false };
     for h in devices() {
         for (dtype, split) in MOMENTS.into_iter().flat_map(|d| [(d, false), (d, true)]) {
@@ -250,9 +250,9 @@ fn a_step_without_finite_gradients_changes_nothing() {
     }
 }
 
-/// What a checkpoint holds are values; packing them again gives these values, though scales may differ.
+/// A checkpoint holds unpacked values; packing them again reproduces these values, though block scales may differ.
 #[test]
-fn values_survive_being_packed_again() {
+fn packing_unpacked_moments_is_lossless() {
     for h in devices() {
         for dtype in MOMENTS {
             for order in [MomentOrder::First, MomentOrder::Second] {

@@ -52,9 +52,9 @@ fn naive(norm: Norm, x: &[f64], gamma: &[f64], beta: &[f64], dy: &[f64], residua
 }
 
 #[test]
-fn norms_of_views_are_norms() {
+fn norms_of_strided_views() {
     everywhere(|h, dtype| {
-        // Short rows, and rows that need teams of threads of every size, up to those no registers hold.
+        // Short rows, rows for every number of cooperating threads, and rows that do not fit in registers.
         let short = [&[1usize, 4][..], &[7, 33], &[40, 128], &[5, 3, 16], &[0, 8]];
         let wide =
             [&[9usize, 400][..], &[7, 1032], &[5, 2048], &[3, 9000], &[2, 12008], &[2, 17001], &[2, 33000]];
@@ -162,9 +162,9 @@ fn most(x: &[f64]) -> f64 {
     x.iter().copied().fold(0.0, f64::max)
 }
 
-/// The fused kernel is its unfused parts, bit for bit.
+/// The fused kernel is bit-equal to its unfused parts.
 #[test]
-fn a_fused_sum_and_norm_is_its_composition() {
+fn fused_add_norm_matches_add_then_norm() {
     everywhere(|h, dtype| {
         for norm in NORMS {
             for (rows, n) in [(1, 1), (9, 40), (3, 257), (0, 4), (3, 2048), (2, 16400), (1, 33001)] {

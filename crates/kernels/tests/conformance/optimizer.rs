@@ -24,7 +24,7 @@ struct Tensors {
     second: Tensor,
 }
 
-/// More than a launch can name, of many sizes.
+/// More parameters than fit in one launch, of many sizes.
 fn many(moments: DType) -> Vec<Values> {
     (0..31)
         .map(|i| {
@@ -115,7 +115,7 @@ fn adam_over_a_long_list() {
                         h.host(&t.master).iter().map(|x| rounded(DType::BF16, *x)).collect();
                     assert_eq!(h.host(&t.weight), rounded, "{what}: the copy is the rounded master");
                 }
-                // One by one, and without copies, the masters get the same bits.
+                // One parameter at a time and without a bf16 weight, masters get the same bits.
                 let again: Vec<_> = values.iter().map(|v| upload(&h, v, moments)).collect();
                 for u in updates(&values, &again, false, true).chunks(1) {
                     h.k.adam(&h.s, adam, &st, u).unwrap();
@@ -141,7 +141,7 @@ fn sgd_over_a_long_list() {
                     let values = many(moments);
                     let tensors: Vec<_> = values.iter().map(|v| upload(&h, v, moments)).collect();
                     if done == 0.0 {
-                        // Before the first step momentum may hold anything.
+                        // Before the first step the momentum buffer is uninitialized.
                         tensors.iter().for_each(|t| {
                             let nonsense = h.poisoned(moments, t.first.shape());
                             h.k.copy(&h.s, &nonsense, &t.first).unwrap();
@@ -192,7 +192,7 @@ fn norms_and_clip_factors_of_long_lists() {
                 for i in (0..scalars::COUNT).filter(|i| ![scalars::GRAD_NORM, scalars::CLIP].contains(i)) {
                     assert_eq!(after[i], before[i], "{what}");
                 }
-                // In two steps, between which ranks add up: the same bits.
+                // In two kernels, with the all-reduce over ranks between them: the same bits.
                 let square = h.s.zeros(&[1], DType::F64, Category::Workspace).unwrap();
                 h.k.grad_square_sum(&h.s, &tensors.iter().collect::<Vec<_>>(), &square).unwrap();
                 let sum = h.s.download::<f64>(&square).unwrap()[0];

@@ -1,17 +1,17 @@
-//! Choices sorted by expert, and rows that follow them.
+//! MoE permutation: selections sorted by expert, and rows moved by the map.
 
 use super::devices::*;
 use ferrotron_kernels::RowMap;
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor};
 
-/// Contiguous, but with `shift` not where a wide access may start.
+/// Contiguous; not aligned to 16 bytes with `shift`.
 pub fn shifted(h: &TestDevice, shift: usize, dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
     let whole: Vec<f64> = vec![0.0; shift].into_iter().chain(values.iter().copied()).collect();
     h.tensor(dtype, &[whole.len()], &whole).narrow(0, shift, values.len()).unwrap().view(shape).unwrap()
 }
 
-/// Whole numbers from `low` to below `high`.
+/// Random integers in `low..high`.
 pub fn draws(seed: u64, n: usize, low: i32, high: i32) -> Vec<i32> {
     let span = f64::from(high - low);
     numbers(DType::F32, seed, n).iter().map(|x| low + ((x + 1.0) / 2.0 * span).floor() as i32).collect()
@@ -21,7 +21,7 @@ pub fn ints(h: &TestDevice, shape: &[usize], values: &[i32]) -> Tensor {
     h.s.upload(values, shape, Category::Workspace).unwrap()
 }
 
-/// A map of contents that no sort may keep.
+/// A row map filled with values that the sort must overwrite.
 fn fresh(h: &TestDevice, shape: &[usize], experts: usize, rows: usize) -> RowMap {
     let junk = |shape: &[usize]| ints(h, shape, &vec![-77; shape.iter().product()]);
     RowMap {
@@ -32,7 +32,7 @@ fn fresh(h: &TestDevice, shape: &[usize], experts: usize, rows: usize) -> RowMap
     }
 }
 
-/// By definition: expert by expert, choice by choice.
+/// By definition: expert by expert, selection by selection.
 #[derive(Debug, PartialEq)]
 pub struct Plan {
     pub offsets: Vec<i32>,
@@ -70,12 +70,12 @@ fn found(h: &TestDevice, map: &RowMap) -> Plan {
     }
 }
 
-/// Choices of several kinds: any; none for some; in a few experts of many only; all of one expert.
+/// Selections: random; with empty slots; few of many experts; one expert only.
 fn choices(kind: usize, seed: u64, n: usize, first: i32, experts: usize) -> Vec<i32> {
     let e = experts as i32;
     match kind {
         0 => draws(seed, n, first, first + e),
-        // Experts of others, and -1.
+        // Experts of other ranks, and -1.
         1 => draws(seed, n, -1, first + e + 2),
         2 => draws(seed, n, first, first + e).iter().map(|i| if i % 3 == 0 { first } else { *i }).collect(),
         _ => vec![first + e - 1; n],
@@ -83,7 +83,7 @@ fn choices(kind: usize, seed: u64, n: usize, first: i32, experts: usize) -> Vec<
 }
 
 #[test]
-fn choices_are_sorted_by_expert() {
+fn selections_are_sorted_by_expert() {
     for h in devices() {
         let check = |tokens: usize, k: usize, experts: usize, align: usize, first: i32, kind: usize| {
             let index = choices(kind, 1 + tokens as u64, tokens * k, first, experts);
@@ -111,9 +111,9 @@ fn choices_are_sorted_by_expert() {
 }
 
 #[test]
-fn sources_need_no_row_more_than_can_come() {
+fn the_row_map_holds_the_largest_number_of_rows() {
     for h in devices() {
-        // Two choices can fill two experts of 130 only.
+        // Two selections reach at most two of 130 experts.
         let index = [3, 99];
         let map = fresh(&h, &[1, 2], 130, 32);
         h.k.sort_by_expert(&h.s, &ints(&h, &[1, 2], &index), 0, 16, &map).unwrap();
@@ -121,7 +121,7 @@ fn sources_need_no_row_more_than_can_come() {
     }
 }
 
-/// A case of rows that move.
+/// A permutation of rows.
 struct Case {
     tokens: usize,
     k: usize,
@@ -151,8 +151,8 @@ fn cases(h: &TestDevice, test: impl Fn(&Case, usize)) {
 }
 
 #[test]
-fn rows_follow_their_choices() {
-    in_mixtures(|h, dtype| {
+fn permute_copies_tokens_to_the_rows_of_their_experts() {
+    for_moe_dtypes(|h, dtype| {
         cases(h, |c, shift| {
             let what = format!("{} {dtype} {}x{}x{} shifted {shift}", h.name, c.tokens, c.k, c.width);
             let x = numbers(dtype, 1, c.tokens * c.width);
@@ -185,14 +185,14 @@ fn rows_follow_their_choices() {
 }
 
 #[test]
-fn rows_are_summed_by_token() {
-    in_mixtures(|h, dtype| {
+fn unpermute_sums_the_rows_of_each_token() {
+    for_moe_dtypes(|h, dtype| {
         cases(h, |c, shift| {
-            // Rows of nobody hold anything.
-            let nobody = |i: usize| c.plan.source[i / c.width] < 0;
+            // Padding rows are uninitialized.
+            let is_padding = |i: usize| c.plan.source[i / c.width] < 0;
             let raw = numbers(dtype, 1, c.n * c.width);
             let x: Vec<f64> =
-                raw.iter().enumerate().map(|(i, x)| if nobody(i) { f64::NAN } else { *x }).collect();
+                raw.iter().enumerate().map(|(i, x)| if is_padding(i) { f64::NAN } else { *x }).collect();
             let xt = shifted(h, shift, dtype, &[c.n, c.width], &x);
             let w = numbers(DType::F32, 2, c.tokens * c.k);
             let wt = shifted(h, shift, DType::F32, &[c.tokens, c.k], &w);
@@ -210,7 +210,7 @@ fn rows_are_summed_by_token() {
                     let want: Vec<f64> = (0..c.tokens * c.width)
                         .map(|i| (0..c.k).map(|j| term(i / c.width * c.k + j, i % c.width)).sum())
                         .collect();
-                    // Partial sum j is below j, and each step rounds it and its product.
+                    // Partial sum j is below j, and each step rounds the sum and the product.
                     let slack = 2f64.powi(-25) * (c.k * (c.k + 3)) as f64;
                     close(&what, other, &h.host(&out), &want, slack);
                 }
@@ -230,9 +230,9 @@ fn rows_are_summed_by_token() {
     });
 }
 
-/// Gathering is the gradient of summing: against differences of the loss `Σ dy·moe_unpermute(x, w)` by definition.
+/// Gradients of `moe_unpermute` against finite differences of the loss `Σ dy·moe_unpermute(x, w)`.
 #[test]
-fn gradients_of_sums_by_differences() {
+fn unpermute_gradients_match_finite_differences() {
     for h in devices() {
         let (tokens, k, width) = (15, 3, 5);
         let index = choices(1, 8, tokens * k, 1, 4);
@@ -263,7 +263,7 @@ fn gradients_of_sums_by_differences() {
         let dw = h.poisoned(DType::F32, &[tokens, k]);
         h.k.moe_unpermute_dprobs(&h.s, &xt, &map.rows, &dyt, &dw).unwrap();
         close(&h.name, DType::F32, &h.host(&dw), &slope(&w, &|w| loss(&x, w)), 1e-6);
-        // And back: the gradient of a gather is the sum.
+        // The gradient of a gather is the sum.
         let ones = vec![1.0; tokens * k];
         let dx = h.poisoned(DType::F32, &[n, width]);
         h.k.gather_rows(&h.s, &dyt, &map.source, k, &dx).unwrap();
@@ -292,7 +292,7 @@ fn bytes<E: Element>(h: &TestDevice, make: fn(u8) -> E) {
 }
 
 #[test]
-fn bytes_move_as_they_are() {
+fn fp8_rows_are_moved_unchanged() {
     for h in devices() {
         bytes(&h, E4m3);
         bytes(&h, E5m2);
@@ -301,7 +301,7 @@ fn bytes_move_as_they_are() {
 
 /// The transposed permutation equals the permutation, transposed; trailing columns may be left out.
 #[test]
-fn turned_rows_are_those_that_follow_their_choices() {
+fn transposed_permute_matches_permute() {
     for h in devices() {
         for (tokens, k, experts, align, width) in [
             (0usize, 2, 3, 128, 16usize),
@@ -354,7 +354,7 @@ fn turned_rows_are_those_that_follow_their_choices() {
 }
 
 #[test]
-fn values_follow_their_choices() {
+fn gathered_values_follow_the_row_map() {
     for h in devices() {
         for (n, m) in [(0, 0), (0, 5), (1, 1), (70, 1000), (1000, 3)] {
             let source = draws(1, m, -1, n as i32);
@@ -372,10 +372,10 @@ fn values_follow_their_choices() {
     }
 }
 
-/// What points nowhere is nobody's, and reads nothing.
+/// Indices out of range count as padding and read nothing.
 #[test]
-fn indices_outside_count_as_none() {
-    in_mixtures(|h, dtype| {
+fn indices_out_of_range_count_as_none() {
+    for_moe_dtypes(|h, dtype| {
         let x = h.tensor(dtype, &[3, 2], &numbers(dtype, 1, 6));
         let wild = h.ids(&[i32::MIN, -2, 6, i32::MAX]);
         let out = h.poisoned(dtype, &[4, 2]);
@@ -389,9 +389,9 @@ fn indices_outside_count_as_none() {
         let out = h.poisoned(dtype, &[2, 2]);
         h.k.moe_unpermute(&h.s, &x, &rows, None, &out).unwrap();
         assert_eq!(h.host(&out), [0.0; 4], "{}", h.name);
-        let products = h.poisoned(DType::F32, &[2, 2]);
-        h.k.moe_unpermute_dprobs(&h.s, &x, &rows, &h.poisoned(dtype, &[2, 2]), &products).unwrap();
-        assert_eq!(h.host(&products), [0.0; 4], "{}", h.name);
+        let dprobs = h.poisoned(DType::F32, &[2, 2]);
+        h.k.moe_unpermute_dprobs(&h.s, &x, &rows, &h.poisoned(dtype, &[2, 2]), &dprobs).unwrap();
+        assert_eq!(h.host(&dprobs), [0.0; 4], "{}", h.name);
         let values = h.poisoned(DType::F32, &[4]);
         h.k.gather_values(&h.s, &h.poisoned(DType::F32, &[6]), &wild, &values).unwrap();
         assert_eq!(h.host(&values), [0.0; 4], "{}", h.name);

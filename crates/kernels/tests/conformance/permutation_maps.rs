@@ -1,4 +1,4 @@
-//! Maps of rows: chunks in another order, dense maps filled up; and maps that do not fit.
+//! Chunk maps, padded routing maps, and invalid maps.
 
 use super::devices::*;
 use super::permutation::{draws, ints};
@@ -6,14 +6,14 @@ use ferrotron_kernels::RowMap;
 use ferrotron_tensor::{Category, DType, Tensor};
 
 #[test]
-fn chunks_change_places() {
+fn chunk_map_reorders_chunks() {
     for h in devices() {
         for (n, most, behind) in
             [(0, 1, 3), (1, 4, 0), (4, 5, 0), (13, 1, 2), (64, 40, 7), (1030, 3, 5), (2500, 9, 0)]
         {
             let sizes = draws(1, n, 0, most + 1);
             let total: i32 = sizes.iter().sum();
-            // A shuffle.
+            // A random permutation.
             let mut order: Vec<i32> = (0..n as i32).collect();
             for (i, j) in draws(2, n, 0, n as i32).into_iter().enumerate() {
                 order.swap(i, j as usize);
@@ -34,14 +34,14 @@ fn chunks_change_places() {
 }
 
 #[test]
-fn dense_maps_are_filled_up() {
+fn routing_maps_are_padded_to_the_alignment() {
     for h in devices() {
         for tokens in [0usize, 1, 15, 129, 1000] {
             for experts in [1usize, 4, 7, 130] {
                 for align in [1usize, 8, 16, 128] {
                     let mut map: Vec<u8> =
                         draws(3, tokens * experts, 0, 5).iter().map(|d| u8::from(*d == 0)).collect();
-                    // One expert has every token, one nobody, one all but the last.
+                    // One expert has every token, one none, one all but the last.
                     for (i, on) in map.iter_mut().enumerate() {
                         match i % experts {
                             1 => *on = 1,
@@ -68,7 +68,7 @@ fn dense_maps_are_filled_up() {
 }
 
 #[test]
-fn two_sorts_of_the_same_choices_are_alike() {
+fn sorting_twice_gives_the_same_map() {
     for h in devices() {
         let index = ints(&h, &[3000, 4], &draws(9, 12000, -1, 64));
         let sorted = || {
@@ -87,7 +87,7 @@ fn two_sorts_of_the_same_choices_are_alike() {
 }
 
 #[test]
-fn maps_that_do_not_fit_are_refused() {
+fn invalid_maps_are_errors() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let i = |shape: &[usize]| ints(&h, shape, &vec![0; shape.iter().product()]);
@@ -151,25 +151,25 @@ fn maps_that_do_not_fit_are_refused() {
                 k.moe_unpermute(s, &r(&[9, 3]), &i(&[5, 2]), Some(&w(&[5, 3])), &r(&[5, 3])),
             );
             refused(
-                "types of products",
+                "dtype of dprobs",
                 k.moe_unpermute_dprobs(s, &r(&[9, 3]), &i(&[5, 2]), &r(&[5, 3]), &f(DType::BF16, &[5, 2])),
             );
             refused(
-                "products",
+                "shape of dprobs",
                 k.moe_unpermute_dprobs(s, &r(&[9, 3]), &i(&[5, 2]), &r(&[5, 3]), &w(&[5, 3])),
             );
         }
-        let narrow: Tensor = f(DType::BF16, &[5, 3]);
+        let bf16_out: Tensor = f(DType::BF16, &[5, 3]);
         refused(
-            "16-bit sums of wide rows",
-            k.moe_unpermute(s, &f(DType::F32, &[9, 3]), &i(&[5, 2]), None, &narrow),
+            "bf16 sums of f32 rows",
+            k.moe_unpermute(s, &f(DType::F32, &[9, 3]), &i(&[5, 2]), None, &bf16_out),
         );
-        refused("halves", k.gather_rows(s, &f(DType::F16, &[5, 3]), &i(&[9]), 2, &f(DType::F16, &[9, 3])));
+        refused("f16 rows", k.gather_rows(s, &f(DType::F16, &[5, 3]), &i(&[9]), 2, &f(DType::F16, &[9, 3])));
         refused("values", k.gather_values(s, &f(DType::F32, &[5]), &i(&[9]), &f(DType::F32, &[8])));
         refused("types of values", k.gather_values(s, &f(DType::F32, &[5]), &i(&[9]), &i(&[9])));
         refused("16-bit values", k.gather_values(s, &f(DType::BF16, &[5]), &i(&[9]), &f(DType::BF16, &[9])));
         refused("chunks", k.chunk_map(s, &i(&[3]), &i(&[4]), &i(&[9]), &i(&[9])));
-        refused("the way back", k.chunk_map(s, &i(&[3]), &i(&[3]), &i(&[9]), &i(&[8])));
+        refused("the inverse map", k.chunk_map(s, &i(&[3]), &i(&[3]), &i(&[9]), &i(&[8])));
         refused("a map of integers", k.pad_routing_map(s, 16, &i(&[5, 2])));
         let u = s.zeros(&[5, 2], DType::U8, Category::Workspace).unwrap();
         refused("multiples of 0", k.pad_routing_map(s, 0, &u));

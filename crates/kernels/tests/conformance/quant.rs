@@ -46,23 +46,23 @@ fn sums(what: &str, m: &Matrix, ours: &[f32], before: f32) {
         let column = || (0..m.r).map(|i| f64::from(m.x[i * m.c + j]));
         let (want, size) = (column().sum::<f64>() + f64::from(before), column().map(f64::abs).sum::<f64>());
         let near = (f64::from(*ours) - want).abs() <= 1e-6 * (size + f64::from(before).abs());
-        // Where numbers are huge, a partial sum may be beyond f32.
+        // With huge values a partial sum may overflow f32.
         let beyond = !want.is_finite() || size > f64::from(f32::MAX);
         assert!(near || (beyond && !ours.is_finite()), "{what} sum {j}: {ours} instead of {want}");
     }
 }
 
 #[test]
-fn bytes_are_the_nearest_of_the_scaled_numbers() {
+fn quantization_rounds_to_the_nearest_fp8_value() {
     everywhere(|h, k| {
-        let mut turn = 0usize;
+        let mut number = 0usize;
         for [r, c] in SHAPES {
             for kind in KINDS {
                 for (way, framed) in (0..7).map(|way| (way, way % 2 == 0)) {
-                    // Every type meets every format and every way.
-                    turn += 1;
-                    let (dtype, format) = (INPUTS[turn % 3], FORMATS[turn / 3 % 2]);
-                    let m = Matrix { r, c, x: hostile(kind, dtype, turn as u64, r * c) };
+                    // Covers every combination of dtype, format and scaling.
+                    number += 1;
+                    let (dtype, format) = (INPUTS[number % 3], FORMATS[number / 3 % 2]);
+                    let m = Matrix { r, c, x: hostile(kind, dtype, number as u64, r * c) };
                     let what = format!("{} {kind} {dtype} [{r}, {c}] to {format}, way {way}", h.name);
                     case((h, k), &what, &m, [dtype, format], way, framed);
                 }
@@ -92,13 +92,13 @@ fn case(
     .copied()
     .unwrap_or(ScalingMode::PerTensor);
     let most = amax(m.x.iter());
-    let measured = one(h, 0.0);
-    k.amax(&h.s, &x, &measured).unwrap();
-    same(&format!("{what} amax"), &host(h, &measured), &[most]);
+    let found_amax = one(h, 0.0);
+    k.amax(&h.s, &x, &found_amax).unwrap();
+    same(&format!("{what} amax"), &host(h, &found_amax), &[most]);
     let given = one(h, 0.37);
     let range = match (scaling, way) {
-        (ScalingMode::PerTensor, 6) => ScaleSource::Given { scale: &given, amax: &measured },
-        (ScalingMode::PerTensor, _) => ScaleSource::Amax { amax: &measured, pow2 },
+        (ScalingMode::PerTensor, 6) => ScaleSource::Given { scale: &given, amax: &found_amax },
+        (ScalingMode::PerTensor, _) => ScaleSource::Amax { amax: &found_amax, pow2 },
         _ => ScaleSource::Blocks { pow2 },
     };
     let beyond = if scaling == ScalingMode::PerTensor { f32::MAX } else { biggest(dtype) };
@@ -113,7 +113,7 @@ fn case(
     let (codes, inverse) = m.transposed().codes(&table, scaling, scale_of);
     check(h, &format!("{what} cols"), &table, &cols, &codes, &inverse);
     sums(what, m, &host(h, &total), if add { 2.0 } else { 0.0 });
-    // One use alone is that use of both.
+    // One orientation alone equals that orientation of both.
     let again = poisoned(h, [m.c, m.r], format, scaling);
     k.quantize(&h.s, &Quantize { rows: None, cols: Some(&again), sums: None, ..q }).unwrap();
     assert_eq!(raw(h, &again), raw(h, &cols), "{what} alone");
@@ -126,7 +126,7 @@ fn case(
     back(h, k, what, &table, &rows);
 }
 
-/// Dequantized numbers are value·scale, rounded once.
+/// Dequantized values are value·scale, rounded once.
 fn back(h: &TestDevice, k: &dyn Kernels, what: &str, table: &Table, b: &Fp8Tensor) {
     let (r, c, width) = (b.rows(), b.cols, b.cols.next_multiple_of(16));
     let (codes, scales) = (raw(h, b), host(h, &b.scale_inv));
@@ -149,9 +149,9 @@ fn back(h: &TestDevice, k: &dyn Kernels, what: &str, table: &Table, b: &Fp8Tenso
     }
 }
 
-/// The largest magnitude seen before stays where nothing larger comes.
+/// amax keeps its previous value unless a larger one occurs.
 #[test]
-fn magnitudes_accumulate() {
+fn amax_accumulates() {
     everywhere(|h, k| {
         for (before, values, after) in [
             (5.0, vec![1.0, -2.0], 5.0),
@@ -177,7 +177,7 @@ fn magnitudes_accumulate() {
 }
 
 #[test]
-fn delayed_scales_follow_their_history() {
+fn delayed_scales_follow_the_amax_history() {
     everywhere(|h, k| {
         for (len, n, most_recent, margin) in
             [(1, 3, true, 0), (1, 2, false, 0), (4, 5, false, 1), (7, 70, true, -1)]
@@ -231,7 +231,7 @@ fn delayed_scales_follow_their_history() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn invalid_arguments_are_errors() {
     everywhere(|h, k| {
         let m = |r: usize, c: usize| Matrix { r, c, x: vec![1.0; r * c] };
         let x = place(h, DType::BF16, &m(4, 32), false);
@@ -261,29 +261,29 @@ fn what_does_not_fit_is_refused() {
         assert!(k.quantize(&h.s, &with).is_err(), "sums of too few columns");
         let c32 = place(h, DType::F32, &m(4, 8), false);
         let c16 = place(h, DType::BF16, &m(4, 8), false);
-        let product = |a: &Fp8Tensor, b: &Fp8Tensor, c: &Tensor, accumulate| {
+        let gemm = |a: &Fp8Tensor, b: &Fp8Tensor, c: &Tensor, accumulate| {
             k.fp8_gemm(&h.s, &Fp8Gemm { a, b, bias: None, accumulate, fast: false, name: "fp8_gemm", c })
         };
         let b = make(8, 32, e4, ScalingMode::PerTensor);
-        assert!(product(&fitting, &b, &c32, false).is_ok());
-        assert!(product(&fitting, &b, &c16, true).is_err(), "adding to rounded numbers");
-        assert!(product(&b, &fitting, &c32, false).is_err(), "result transposed");
+        assert!(gemm(&fitting, &b, &c32, false).is_ok());
+        assert!(gemm(&fitting, &b, &c16, true).is_err(), "accumulating into bf16");
+        assert!(gemm(&b, &fitting, &c32, false).is_err(), "result transposed");
         assert!(
-            product(&fitting, &make(8, 48, e4, ScalingMode::PerTensor), &c32, false).is_err(),
+            gemm(&fitting, &make(8, 48, e4, ScalingMode::PerTensor), &c32, false).is_err(),
             "inner sizes"
         );
         let five = |r| make(r, 32, DType::E5M2, ScalingMode::PerTensor);
-        assert!(product(&five(4), &five(8), &c32, false).is_err(), "both e5m2");
+        assert!(gemm(&five(4), &five(8), &c32, false).is_err(), "both e5m2");
         let tiles = |r| make(r, 32, e4, ScalingMode::Block128x128);
-        assert!(product(&tiles(4), &tiles(8), &c32, false).is_err(), "both in tiles");
-        assert!(product(&fitting, &tiles(8), &c32, false).is_err(), "one scale and many");
+        assert!(gemm(&tiles(4), &tiles(8), &c32, false).is_err(), "both in 128x128 blocks");
+        assert!(gemm(&fitting, &tiles(8), &c32, false).is_err(), "one scale and many");
         assert!(k.dequantize(&h.s, &fitting, &c32).is_err(), "another shape");
     });
 }
 
-/// The same bits on any number of threads.
+/// Results are bit-equal for any number of threads.
 #[test]
-fn threads_make_no_difference() {
+fn quantization_does_not_depend_on_the_number_of_threads() {
     let shape @ [r, c] = [300, 520];
     let m = Matrix { r, c, x: hostile("spread", DType::BF16, 1, r * c) };
     let run = |threads: usize, scaling: ScalingMode| {
@@ -299,7 +299,7 @@ fn threads_make_no_difference() {
         k.quantize(&h.s, &q).unwrap();
         let other = poisoned(&h, shape, DType::E4M3, ScalingMode::Block1x128);
         k.quantize(&h.s, &Quantize { rows: Some(&other), cols: None, sums: None, ..q }).unwrap();
-        let product = place(&h, DType::F32, &Matrix { r, c: r, x: vec![0.0; r * r] }, false);
+        let c = place(&h, DType::F32, &Matrix { r, c: r, x: vec![0.0; r * r] }, false);
         let g = Fp8Gemm {
             a: &other,
             b: &rows,
@@ -307,10 +307,10 @@ fn threads_make_no_difference() {
             accumulate: false,
             fast: false,
             name: "fp8_gemm",
-            c: &product,
+            c: &c,
         };
         k.fp8_gemm(&h.s, &g).unwrap();
-        let numbers = [&rows.scale_inv, &cols.scale_inv, &sums, &product].map(|t| host(&h, t));
+        let numbers = [&rows.scale_inv, &cols.scale_inv, &sums, &c].map(|t| host(&h, t));
         (raw(&h, &rows), raw(&h, &cols), numbers)
     };
     for scaling in [ScalingMode::Block1x128, ScalingMode::Block128x128] {

@@ -11,7 +11,7 @@ pub fn everywhere(test: impl Fn(&TestDevice, &dyn Kernels)) {
     }
 }
 
-/// The non-negative finite values of a format, in the order of their codes.
+/// Non-negative finite values of a format, in the order of their codes.
 pub fn values(format: DType) -> Vec<f64> {
     let (mantissa, bias, codes) = if format == DType::E4M3 { (3, 7, 0x7f) } else { (2, 15, 0x7c) };
     let value = |code: i32| {
@@ -39,7 +39,7 @@ impl Table {
         self.values[self.values.len() - 1]
     }
 
-    /// The code of the nearest value, the even one of two; `None` for NaN, of which any code will do.
+    /// Code of the nearest value, ties to even; `None` for NaN, where any NaN code is accepted.
     pub fn code(&self, x: f32) -> Option<u8> {
         if x.is_nan() {
             return None;
@@ -66,12 +66,12 @@ impl Table {
     }
 }
 
-/// The scale of numbers whose largest magnitude is `amax`.
+/// Scale for an amax.
 pub fn scale(table: &Table, amax: f32, pow2: bool, beyond: f32) -> f32 {
     if amax == 0.0 || !amax.is_finite() {
         return 1.0;
     }
-    // f64 has more than twice the digits: rounded again to f32 it is the correctly rounded quotient.
+    // f64 has more than twice the mantissa of f32, so rounding the quotient again to f32 is correct rounding.
     let mut s = (table.largest() / f64::from(amax)) as f32;
     if s.is_infinite() {
         s = beyond;
@@ -89,7 +89,7 @@ pub fn scale(table: &Table, amax: f32, pow2: bool, beyond: f32) -> f32 {
     s
 }
 
-/// The largest number of an input type.
+/// Largest finite value of an input dtype.
 pub fn biggest(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 65504.0,
@@ -115,8 +115,8 @@ impl Matrix {
         Matrix { r: self.c, c: self.r, x }
     }
 
-    /// The codes, padded, and the inverse scales, padded, of this matrix contracted along its columns: `scale_of`
-    /// gives the scale of the block that holds an element.
+    /// Padded codes and padded inverse scales of this matrix as a rowwise operand; `scale_of` maps the amax of a block to its
+    /// scale.
     pub fn codes(
         &self,
         table: &Table,
@@ -158,7 +158,7 @@ impl Matrix {
     }
 }
 
-/// What a matrix is filled with.
+/// Fills a matrix with ordinary or adversarial values.
 pub const KINDS: [&str; 9] =
     ["plain", "zeros", "tiny", "huge", "infinite", "some NaN", "all NaN", "outlier", "spread"];
 
@@ -192,7 +192,7 @@ pub fn rounded(dtype: DType, x: f32) -> f32 {
     }
 }
 
-/// A matrix on the home: alone, or as a view into a larger one full of NaN.
+/// A matrix on the device: contiguous, or as a view into a larger buffer of NaN.
 pub fn place(h: &TestDevice, dtype: DType, m: &Matrix, framed: bool) -> Tensor {
     let (top, left, width, height) = if framed { (1, 3, m.c + 5, m.r + 2) } else { (0, 0, m.c, m.r) };
     let mut all = vec![f32::NAN; width * height];
@@ -212,7 +212,7 @@ pub fn place(h: &TestDevice, dtype: DType, m: &Matrix, framed: bool) -> Tensor {
     whole.narrow(0, top, m.r).unwrap().narrow(1, left, m.c).unwrap()
 }
 
-/// Memory for bytes, full of what no result may keep.
+/// FP8 tensor filled with a value that the kernel must overwrite.
 pub fn poisoned(h: &TestDevice, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
     let b = Fp8Tensor::empty(&h.s, shape, format, scaling, Category::Workspace).unwrap();
     h.s.upload_into(&b.data.as_bytes().unwrap(), &vec![0x55u8; b.data.numel()]).unwrap();
@@ -233,7 +233,7 @@ pub fn host(h: &TestDevice, t: &Tensor) -> Vec<f32> {
     }
 }
 
-/// Equal bits, NaN for NaN.
+/// Equal bits, except that any NaN matches NaN.
 pub fn same(what: &str, ours: &[f32], wanted: &[f32]) {
     assert_eq!(ours.len(), wanted.len(), "{what}");
     for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {

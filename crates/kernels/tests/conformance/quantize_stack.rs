@@ -1,4 +1,4 @@
-//! Stacks of matrices made bytes of at once: each is what it is alone.
+//! Stacks of matrices quantized in one launch: each matches the matrix quantized alone.
 
 use super::devices::{TestDevice, devices};
 use super::permutation::shifted;
@@ -8,7 +8,7 @@ use ferrotron_tensor::{Category, DType, Tensor};
 
 const FORMATS: [DType; 2] = [DType::E4M3, DType::E5M2];
 
-/// Memory for the bytes of `count` matrices `[r, c]`, full of what no result may keep.
+/// FP8 tensor of `count` matrices `[r, c]`, filled with a value that the kernel must overwrite.
 fn memory(
     h: &TestDevice,
     count: usize,
@@ -27,7 +27,7 @@ fn each(h: &TestDevice, values: &[f32]) -> Tensor {
     h.s.upload(values, &[values.len()], Category::Workspace).unwrap()
 }
 
-/// Is `b` what `codes` of the matrices say, one after another?
+/// Checks `b` against the `codes` of each matrix.
 fn check(h: &TestDevice, what: &str, table: &Table, b: &Fp8Tensor, codes: &[(Vec<Option<u8>>, Vec<f32>)]) {
     let (ours, wanted) = (raw(h, b), codes.iter().flat_map(|(c, _)| c));
     assert_eq!(ours.len(), wanted.clone().count(), "{what}");
@@ -40,9 +40,9 @@ fn check(h: &TestDevice, what: &str, table: &Table, b: &Fp8Tensor, codes: &[(Vec
 }
 
 #[test]
-fn matrices_of_a_stack_are_what_they_are_alone() {
+fn stacked_matrices_match_single_ones() {
     for h in devices() {
-        let mut turn = 0usize;
+        let mut number = 0usize;
         for ([count, n, k], tiles) in [
             ([3, 1, 1], false),
             ([4, 15, 127], false),
@@ -56,32 +56,32 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
         ] {
             for kind in KINDS {
                 for way in 0..5 {
-                    turn += 1;
-                    let (dtype, format) = ([DType::F32, DType::BF16][turn % 2], FORMATS[turn / 2 % 2]);
+                    number += 1;
+                    let (dtype, format) = ([DType::F32, DType::BF16][number % 2], FORMATS[number / 2 % 2]);
                     let (pow2, scaling) =
                         (way % 2 == 1, [ScalingMode::PerTensor, ScalingMode::Block128x128][way / 3]);
                     if scaling == ScalingMode::Block128x128 && !tiles {
                         continue;
                     }
                     let what = format!("{} {kind} {dtype} {count}x[{n}, {k}] to {format}, way {way}", h.name);
-                    let x = hostile(kind, dtype, turn as u64, count * n * k);
-                    // Matrices of different sizes of numbers.
+                    let x = hostile(kind, dtype, number as u64, count * n * k);
+                    // Matrices of different magnitudes.
                     let x: Vec<f32> = x
                         .iter()
                         .enumerate()
                         .map(|(i, x)| rounded(dtype, x * 2f32.powi((i / (n * k) % 3) as i32 - 1)))
                         .collect();
                     let wide: Vec<f64> = x.iter().map(|x| f64::from(*x)).collect();
-                    let xt = shifted(&h, turn % 2, dtype, &[count, n, k], &wide);
+                    let xt = shifted(&h, number % 2, dtype, &[count, n, k], &wide);
                     let one = |e: usize| Matrix { r: n, c: k, x: x[e * n * k..][..n * k].to_vec() };
                     let most: Vec<f32> = (0..count).map(|e| amax(one(e).x.iter())).collect();
-                    let measured = each(&h, &vec![0f32; count]);
-                    h.k.amax_stack(&h.s, &xt, &measured).unwrap();
-                    same(&format!("{what} amax"), &host(&h, &measured), &most);
+                    let found_amax = each(&h, &vec![0f32; count]);
+                    h.k.amax_stack(&h.s, &xt, &found_amax).unwrap();
+                    same(&format!("{what} amax"), &host(&h, &found_amax), &most);
                     let (given, seen) = (each(&h, &[0.37]), each(&h, &[1e-3]));
                     let range = match (scaling, way) {
                         (ScalingMode::PerTensor, 2) => ScaleSource::Given { scale: &given, amax: &seen },
-                        (ScalingMode::PerTensor, _) => ScaleSource::Amax { amax: &measured, pow2 },
+                        (ScalingMode::PerTensor, _) => ScaleSource::Amax { amax: &found_amax, pow2 },
                         _ => ScaleSource::Blocks { pow2 },
                     };
                     let table = Table::new(format);
@@ -101,7 +101,7 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                         let largest = most.iter().fold(1e-3f32, |m, x| m.max(*x));
                         same(&format!("{what} seen"), &host(&h, &seen), &[largest]);
                     }
-                    // Measured on the way, from what was there before.
+                    // amax computed by the same kernel, starting from its previous value.
                     if let ScaleSource::Amax { .. } = range {
                         let (rows, cols) = (
                             memory(&h, count, [n, k], format, scaling),
@@ -112,10 +112,10 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                         let q = QuantizeStack { x: &xt, range, rows: Some(&rows), cols: Some(&cols) };
                         h.k.amax_quantize_stack(&h.s, &q).unwrap();
                         same(&format!("{what} found"), &host(&h, &found), &most);
-                        check(&h, &format!("{what} measured rows"), &table, &rows, &all(false));
-                        check(&h, &format!("{what} measured cols"), &table, &cols, &all(true));
+                        check(&h, &format!("{what} fused amax, rowwise"), &table, &rows, &all(false));
+                        check(&h, &format!("{what} fused amax, columnwise"), &table, &cols, &all(true));
                     }
-                    // The same bytes either way round.
+                    // Transposing the rowwise tensor gives the columnwise one.
                     let transposed = memory(&h, count, [k, n], format, scaling);
                     h.k.transpose_stack(&h.s, count, &rows, &transposed).unwrap();
                     assert_eq!(raw(&h, &transposed), raw(&h, &cols), "{what} transposed");
@@ -141,7 +141,7 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
 }
 
 #[test]
-fn stacks_that_do_not_fit_are_refused() {
+fn invalid_stacks_are_errors() {
     for h in devices() {
         let x = h.poisoned(DType::BF16, &[2, 128, 64]);
         let amax = each(&h, &[1.0, 1.0]);

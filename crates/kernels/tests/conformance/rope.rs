@@ -1,11 +1,11 @@
-//! Rotations of heads inside a larger buffer.
+//! RoPE on heads inside a larger buffer.
 
 use super::devices::*;
 use ferrotron_kernels::{Rope, RopeStyle};
 use ferrotron_tensor::DType;
 
 #[test]
-fn rotations_and_their_inverse() {
+fn rope_and_its_inverse() {
     let positions = [4, 0, 4, 1, 6];
     everywhere(|h, dtype| {
         for style in [RopeStyle::Half, RopeStyle::Interleaved, RopeStyle::PairsToHalves] {

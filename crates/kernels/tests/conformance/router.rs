@@ -1,4 +1,4 @@
-//! Choices of experts and their probabilities.
+//! Top-k selection of experts and their probabilities.
 
 use super::devices::*;
 use super::router_oracle::*;
@@ -8,7 +8,7 @@ use ferrotron_kernels::{
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Experts and choices, and groups that fit them.
+/// Number of experts, top-k, and a valid group limit.
 const SIZES: [(usize, usize, Option<GroupLimit>); 13] = [
     (1, 1, None),
     (4, 4, None),
@@ -17,7 +17,7 @@ const SIZES: [(usize, usize, Option<GroupLimit>); 13] = [
     (8, 2, Some(GroupLimit { count: 4, keep: 2, best: 1 })),
     (64, 6, Some(GroupLimit { count: 8, keep: 3, best: 2 })),
     (130, 8, None),
-    // As many experts of a group as its rank is taken from, or more, or fewer.
+    // Groups with as many experts as rank the group, with more, and with fewer.
     (8, 1, Some(GroupLimit { count: 4, keep: 2, best: 2 })),
     (8, 3, Some(GroupLimit { count: 4, keep: 2, best: 2 })),
     (60, 7, Some(GroupLimit { count: 6, keep: 5, best: 10 })),
@@ -34,10 +34,10 @@ fn chosen(row: &[f64]) -> Vec<Option<usize>> {
     row.iter().map(|e| (*e >= 0.0).then_some(*e as usize)).collect()
 }
 
-/// What f32 arithmetic may be off by.
+/// Tolerance for f32 arithmetic.
 const SLACK: f64 = 3e-6;
 
-/// Probabilities and gradients of what `index` holds, of every row.
+/// Checks probabilities and gradients of the selections in `index`.
 fn check_probs(
     h: &TestDevice,
     what: &str,
@@ -68,21 +68,21 @@ fn check_probs(
 }
 
 #[test]
-fn the_best_are_chosen() {
-    in_mixtures(|h, dtype| {
+fn top_k_selection_and_probabilities() {
+    for_moe_dtypes(|h, dtype| {
         for (experts, k, groups) in SIZES {
             for (&n, seed) in tokens(experts).iter().zip(1..) {
                 let x = logits(dtype, seed + experts as u64, n, experts, false);
                 let lt = shifted(h, n % 2, dtype, &[n, experts], &x);
                 for (which, score) in SCORES.into_iter().enumerate() {
-                    // Biases of which some are equal, of the size of scores.
+                    // Biases of the magnitude of scores, some of them equal.
                     let size = if score == ScoreFunction::Softmax { experts as f64 } else { 2.0 };
                     let raw = numbers(DType::F32, 9, experts);
                     let b: Vec<f64> =
                         raw.iter().map(|x| rounded(DType::F32, (x * 8.0).round() / 8.0 / size)).collect();
                     let bt = h.tensor(DType::F32, &[experts], &b);
                     for kind in 0..4 {
-                        // Every combination with the small, one of them with the large.
+                        // All combinations at small sizes, one of them at large sizes.
                         if n > 200 && kind != which {
                             continue;
                         }
@@ -91,7 +91,7 @@ fn the_best_are_chosen() {
                             continue;
                         }
                         let scale = if grouped { 2.5 } else { 1.0 };
-                        // Both, whatever k is.
+                        // Both values of `normalize` for every k.
                         let normalize = (n + which + kind) % 3 != 0;
                         let groups = if grouped { groups } else { None };
                         let how = RouterParams { score, normalize, groups, scale };
@@ -129,11 +129,11 @@ fn the_best_are_chosen() {
 }
 
 #[test]
-fn a_choice_may_be_given_and_have_gaps() {
-    in_mixtures(|h, dtype| {
+fn given_selections_may_have_empty_slots() {
+    for_moe_dtypes(|h, dtype| {
         for (experts, k, n) in [(4, 2, 15), (7, 1, 3), (64, 6, 129), (256, 8, 70), (1000, 32, 5)] {
             let x = logits(dtype, 5, n, experts, true);
-            // Some rows have no choice at all.
+            // Some rows have no selection.
             let some = |t: usize, j: usize| t % 5 != 4 && (t + j) % 3 != 1;
             let pick =
                 |t: usize, j: usize| if some(t, j) { ((t * 7 + j * 3) % experts) as f64 } else { -1.0 };
@@ -155,9 +155,9 @@ fn a_choice_may_be_given_and_have_gaps() {
     });
 }
 
-/// The formula of gradients against differences of probabilities.
+/// The documented gradient formula against finite differences of the probabilities.
 #[test]
-fn gradients_are_differences() {
+fn gradients_match_finite_differences() {
     for score in SCORES {
         for (experts, k, normalize) in
             [(1, 1, false), (5, 1, false), (5, 1, true), (7, 3, true), (7, 3, false), (64, 6, true)]
@@ -172,7 +172,7 @@ fn gradients_are_differences() {
 }
 
 #[test]
-fn best_of_differences() {
+fn top_k_subtracts_first() {
     for h in devices() {
         for (experts, k, n) in [(1, 1, 3), (4, 4, 15), (7, 2, 129), (130, 8, 1000), (1024, 32, 17)] {
             let x = logits(DType::F32, 6, n, experts, false);
@@ -184,7 +184,7 @@ fn best_of_differences() {
                 let it = h.poisoned(DType::I32, &[n, k]);
                 h.k.top_k(&h.s, &xt, less, &it).unwrap();
                 for (x, ours) in x.chunks(experts).zip(h.host(&it).chunks(k)) {
-                    // The difference as f32 has it: ties are what rounding makes of them.
+                    // Rounded to f32 like the kernel: rounding can create ties.
                     let part = |e: usize| if less.is_some() { minus[e] as f32 } else { 0.0 };
                     let left: Vec<f64> = (0..experts).map(|e| f64::from(x[e] as f32 - part(e))).collect();
                     let wanted: Vec<f64> = ranked(&left)[..k].iter().map(|e| *e as f64).collect();
@@ -196,7 +196,7 @@ fn best_of_differences() {
 }
 
 #[test]
-fn both_zeros_are_equal() {
+fn positive_and_negative_zero_tie() {
     for h in devices() {
         let x = h.tensor(DType::F32, &[2, 4], &[-0.0, 0.0, -1.0, 0.0, 0.0, -0.0, 0.0, -0.0]);
         let index = h.poisoned(DType::I32, &[2, 3]);
@@ -205,7 +205,7 @@ fn both_zeros_are_equal() {
     }
 }
 
-/// Numbers that were worked out elsewhere.
+/// Inputs and outputs computed by the reference implementation of the specification.
 #[test]
 fn vectors_of_the_specification() {
     let x = [2.0, -1.0, 0.5, 1.0, -0.5, 0.0, 1.5, -2.0];
@@ -287,7 +287,7 @@ fn vectors_of_the_specification() {
 }
 
 #[test]
-fn random_logits_are_those_of_their_row_anywhere() {
+fn random_logits_depend_only_on_their_row() {
     let key = RngKey { seed: 7, step: 11, layer: 3, site: 1 };
     let stream = RandomStream::routing(key);
     assert_ne!(stream, RandomStream::dropout(key));
@@ -308,7 +308,7 @@ fn random_logits_are_those_of_their_row_anywhere() {
 
 #[test]
 fn the_gate_in_f64_is_rounded_once() {
-    in_mixtures(|h, dtype| {
+    for_moe_dtypes(|h, dtype| {
         for (n, experts, width) in
             [(0, 4, 8), (1, 1, 1), (5, 7, 130), (129, 8, 33), (70, 64, 257), (33, 130, 64)]
         {
@@ -352,7 +352,7 @@ fn the_gate_in_f64_is_rounded_once() {
 }
 
 #[test]
-fn choices_that_do_not_fit_are_refused() {
+fn invalid_arguments_are_errors() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
@@ -362,7 +362,7 @@ fn choices_that_do_not_fit_are_refused() {
         let groups =
             |count, keep, best| RouterParams { groups: Some(GroupLimit { count, keep, best }), ..plain };
         let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
-        let narrow = z(DType::BF16, &[4, 8]);
+        let bf16_logits = z(DType::BF16, &[4, 8]);
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
         let transposed = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
         let wide = ExpertChoice::TopK { bias: Some(&p) };
@@ -491,14 +491,18 @@ fn choices_that_do_not_fit_are_refused() {
             "type of the gradient",
             k.route_backward(
                 s,
-                &RouteBackward { params: plain, logits: &x, index: &i, dprobs: &p, dlogits: &narrow },
+                &RouteBackward { params: plain, logits: &x, index: &i, dprobs: &p, dlogits: &bf16_logits },
             ),
         );
-        refused(&h, "bf16 scores", k.top_k(s, &narrow, None, &i));
+        refused(&h, "bf16 scores", k.top_k(s, &bf16_logits, None, &i));
         refused(&h, "what is subtracted", k.top_k(s, &x, Some(&p), &i));
-        refused(&h, "a gate of two types", k.gate_f64(s, &x, &narrow, &z(DType::F32, &[4, 4])));
+        refused(&h, "a gate of two dtypes", k.gate_f64(s, &x, &bf16_logits, &z(DType::F32, &[4, 4])));
         refused(&h, "its width", k.gate_f64(s, &x, &z(DType::F32, &[4, 7]), &z(DType::F32, &[4, 4])));
         refused(&h, "numbers of rows", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2]), &x));
-        refused(&h, "16-bit normal values", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &narrow));
+        refused(
+            &h,
+            "16-bit normal values",
+            k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &bf16_logits),
+        );
     }
 }

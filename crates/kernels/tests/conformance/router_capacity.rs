@@ -1,4 +1,4 @@
-//! Choices counted and dropped, biases, quantiles, Sinkhorn.
+//! Tokens per expert, capacity, expert bias, quantile balancing, Sinkhorn.
 
 use super::devices::*;
 use super::router_oracle::{logits, ranked, shifted};
@@ -9,10 +9,10 @@ fn i64s(h: &TestDevice, values: &[i64]) -> Tensor {
     h.s.upload(values, &[values.len()], Category::Workspace).unwrap()
 }
 
-/// A choice of each token, now and then none; no expert twice.
+/// Selections of each token, some slots empty, no expert twice.
 fn choices(n: usize, k: usize, experts: usize) -> Vec<f64> {
     let some = |i: usize| (i * 31) % 11 != 3;
-    // Uneven: half of the tokens want the same experts.
+    // Unbalanced: half of the tokens select the same experts.
     let pick = |t: usize, j: usize| if t % 2 == 1 { j } else { (t * 13 / 7 + j) % experts };
     (0..n * k).map(|i| if some(i) { pick(i / k, i % k) as f64 } else { -1.0 }).collect()
 }
@@ -29,7 +29,7 @@ const SIZES: [(usize, usize, usize); 8] = [
 ];
 
 #[test]
-fn choices_are_counted() {
+fn tokens_per_expert_are_counted() {
     for h in devices() {
         for (n, k, experts) in SIZES {
             let index = choices(n, k, experts);
@@ -47,11 +47,11 @@ fn choices_are_counted() {
 }
 
 #[test]
-fn what_is_beyond_the_capacity_is_dropped() {
+fn selections_over_capacity_are_dropped() {
     for h in devices() {
         for (n, k, experts) in SIZES {
             let index = choices(n, k, experts);
-            // Coarse, so that many are equal; one NaN.
+            // Coarse values with many ties, and one NaN.
             let mut probs: Vec<f64> =
                 numbers(DType::F32, 3, n * k).iter().map(|p| (p * 20.0).round() / 32.0 + 1.0).collect();
             probs.iter_mut().zip(&index).filter(|(_, e)| **e < 0.0).for_each(|(p, _)| *p = 0.0);
@@ -92,13 +92,13 @@ fn what_is_beyond_the_capacity_is_dropped() {
 }
 
 #[test]
-fn capacities() {
+fn expert_capacity() {
     assert_eq!([capacity(10, 2, 8, 1.0), capacity(10, 2, 8, 1.25)], [3, 4]);
     assert_eq!([capacity(10, 2, 8, 100.0), capacity(0, 2, 8, 1.0), capacity(10, 2, 8, -1.0)], [10, 0, 0]);
 }
 
 #[test]
-fn biases_move_towards_balance() {
+fn expert_bias_moves_towards_balance() {
     for h in devices() {
         for experts in [1, 4, 7, 130, 1024] {
             let mut counts: Vec<i64> = (0..experts).map(|e| ((e * 17) % 23) as i64).collect();
@@ -119,8 +119,8 @@ fn biases_move_towards_balance() {
 }
 
 #[test]
-fn quantiles_are_values_of_columns() {
-    in_mixtures(|h, dtype| {
+fn quantiles_match_sorted_columns() {
+    for_moe_dtypes(|h, dtype| {
         for (n, k, experts) in
             [(0, 1, 4), (4, 1, 4), (15, 2, 3), (64, 3, 8), (128, 8, 64), (1000, 2, 8), (65, 8, 130)]
         {
@@ -133,7 +133,7 @@ fn quantiles_are_values_of_columns() {
                     h.tensor(DType::F32, &[experts], &vec![0.5; experts]),
                 );
                 h.k.quantiles(&h.s, k, &lt, &bt, &et).unwrap();
-                // Differences as f32 has them.
+                // Differences rounded to f32.
                 let less = |a: f64, b: f64| f64::from(a as f32 - b as f32);
                 let alpha = |row: &[f64]| {
                     let left: Vec<f64> = row.iter().zip(&beta).map(|(x, b)| less(*x, *b)).collect();
@@ -156,7 +156,7 @@ fn quantiles_are_values_of_columns() {
     });
 }
 
-/// Rounds until nothing moves, by their definition.
+/// Iterates to convergence, by definition.
 fn balanced(x: &[f64], n: usize, experts: usize) -> Vec<f64> {
     let cost: Vec<f64> = x.iter().map(|x| x.exp()).collect();
     let (mut d0, mut d1) = (vec![1.0; n], vec![1.0; experts]);
@@ -180,7 +180,7 @@ fn balanced(x: &[f64], n: usize, experts: usize) -> Vec<f64> {
 
 #[test]
 fn sinkhorn_balances() {
-    in_mixtures(|h, dtype| {
+    for_moe_dtypes(|h, dtype| {
         for (n, experts) in [(1, 1), (3, 4), (15, 7), (129, 8), (1000, 64), (70, 130), (33, 1024)] {
             let x: Vec<f64> =
                 numbers(DType::F32, 2, n * experts).iter().map(|x| rounded(dtype, 3.0 * x)).collect();
@@ -192,7 +192,7 @@ fn sinkhorn_balances() {
                 assert!((o - w).abs() <= 3e-6 * w, "{what}: {o} {w}");
             }
         }
-        // None at all, and one that has no end.
+        // No tokens, and an input that does not converge.
         let none = h.poisoned(dtype, &[0, 4]);
         h.k.sinkhorn(&h.s, &none, &h.poisoned(DType::F32, &[0, 4])).unwrap();
         let (nan, out) = (h.poisoned(dtype, &[3, 4]), h.tensor(DType::F32, &[3, 4], &[0.0; 12]));
@@ -202,7 +202,7 @@ fn sinkhorn_balances() {
 }
 
 #[test]
-fn capacities_that_do_not_fit_are_refused() {
+fn invalid_arguments_are_errors() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);

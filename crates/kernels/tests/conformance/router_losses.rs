@@ -1,11 +1,11 @@
-//! What balances a router: losses, their gradients, counts and biases.
+//! Load balancing of the router: auxiliary loss, z-loss, and their gradients.
 
 use super::devices::*;
 use super::router_oracle::*;
 use ferrotron_kernels::{AuxLoss, AuxLossWeights, ScoreFunction, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// Segments of rows: all in one, in turn, in runs with gaps, in one of two; and how many there are.
+/// Segment of each token (one segment, alternating, runs with padding, one of two) and the number of segments.
 fn segments(kind: usize, n: usize) -> (Vec<i32>, usize) {
     let count = [1, 3, 5, 2][kind];
     let of = |t: usize| match kind {
@@ -49,7 +49,7 @@ fn balance_gradient(score: ScoreFunction, x: &[f64], w: &[f64]) -> Vec<f64> {
 }
 
 #[test]
-fn gradients_of_balance_are_differences() {
+fn aux_loss_gradients_match_finite_differences() {
     for score in SCORES {
         let (x, w) = (numbers(DType::F32, 1, 9), numbers(DType::F32, 2, 9));
         let wanted = differences(&x, |x| dot(&normalised(score, x), &w));
@@ -61,8 +61,8 @@ fn gradients_of_balance_are_differences() {
 }
 
 #[test]
-fn balance_is_of_segments() {
-    in_mixtures(|h, dtype| {
+fn aux_loss_statistics_per_segment() {
+    for_moe_dtypes(|h, dtype| {
         for (experts, k) in SIZES {
             for (i, &n) in tokens(experts).iter().enumerate() {
                 for kind in 0..4 {
@@ -91,7 +91,7 @@ fn balance_is_of_segments() {
                         }
                     }
                     assert_eq!(counts, times, "{what}");
-                    // Sums of up to a thousand scores, each a few units off.
+                    // Sums of up to a thousand scores, each with an error of a few ulp.
                     for (o, w) in sums.iter().zip(&wanted) {
                         assert!((o - w).abs() <= 2e-6 * w.abs() + 1e-8, "{what}: {o} {w}");
                     }
@@ -112,10 +112,10 @@ fn balance_is_of_segments() {
     });
 }
 
-/// A row of NaN makes sums NaN; one NaN makes those of its score, or of all.
+/// A row of NaN makes all sums NaN; a single NaN logit makes its own sum NaN, or all of them for a softmax.
 #[test]
-fn balance_of_nan_is_nan() {
-    in_mixtures(|h, dtype| {
+fn aux_loss_of_nan_is_nan() {
+    for_moe_dtypes(|h, dtype| {
         for score in SCORES {
             let x = [0.0, 1.0, f64::NAN, 2.0, 0.0, 1.0, 2.0, 3.0];
             let (lt, st) = (h.tensor(dtype, &[2, 4], &x), h.ids(&[0, 1]));
@@ -133,7 +133,7 @@ fn balance_of_nan_is_nan() {
 }
 
 #[test]
-fn weights_of_balance() {
+fn aux_loss_and_its_weights() {
     for h in devices() {
         for (count, experts, k) in [(0, 4, 2), (1, 1, 1), (1, 7, 3), (5, 64, 8), (300, 16, 2), (3, 1024, 32)]
         {
@@ -173,8 +173,8 @@ fn weights_of_balance() {
 }
 
 #[test]
-fn z_loss_is_of_rows_that_count() {
-    in_mixtures(|h, dtype| {
+fn z_loss_skips_padding() {
+    for_moe_dtypes(|h, dtype| {
         for (experts, _) in SIZES {
             for &n in tokens(experts) {
                 for kind in 0..4 {
@@ -218,9 +218,9 @@ fn z_loss_is_of_rows_that_count() {
     });
 }
 
-/// No row counts: nothing is divided by nothing.
+/// Only padding tokens: no division by zero.
 #[test]
-fn z_loss_of_no_rows() {
+fn z_loss_without_tokens() {
     for h in devices() {
         let (lt, st) = (h.tensor(DType::F32, &[2, 3], &[1.0; 6]), h.ids(&[-1, -1]));
         let sums = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
@@ -236,7 +236,7 @@ fn z_loss_of_no_rows() {
     }
 }
 
-/// Tokens and results that were worked out elsewhere.
+/// Inputs and outputs computed by the reference implementation of the specification.
 #[test]
 fn vectors_of_the_specification() {
     for h in devices() {
@@ -273,13 +273,13 @@ fn vectors_of_the_specification() {
 }
 
 #[test]
-fn losses_that_do_not_fit_are_refused() {
+fn invalid_arguments_are_errors() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let (x, st, far) = (z(DType::F32, &[3, 4]), h.ids(&[0, 1, -1]), h.ids(&[0, 2, 0]));
         let (sums, counts, one) = (z(DType::F32, &[2, 4]), i64s(&h, &[2, 4], &[0; 8]), z(DType::F32, &[1]));
-        let (weights, narrow) = (z(DType::F32, &[2, 4]), z(DType::BF16, &[3, 4]));
+        let (weights, bf16_dlogits) = (z(DType::F32, &[2, 4]), z(DType::BF16, &[3, 4]));
         let b = AuxLoss { logits: &x, score: ScoreFunction::Sigmoid, k: 2, segments: &st };
         let zs = s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
         let short = h.ids(&[0, 1]);
@@ -298,7 +298,7 @@ fn losses_that_do_not_fit_are_refused() {
         refused(&h, "no choices", k.aux_loss_stats(s, &AuxLoss { k: 0, ..b }, &sums, &counts));
         refused(&h, "counts", k.aux_loss_stats(s, &b, &sums, &i64s(&h, &[2, 3], &[0; 6])));
         refused(&h, "small counts", k.aux_loss_stats(s, &b, &sums, &z(DType::I32, &[2, 4])));
-        refused(&h, "type of the gradient", k.aux_loss_backward(s, &b, &weights, &narrow));
+        refused(&h, "type of the gradient", k.aux_loss_backward(s, &b, &weights, &bf16_dlogits));
         refused(
             &h,
             "experts of weights",
@@ -343,7 +343,13 @@ fn losses_that_do_not_fit_are_refused() {
             "gradient of z",
             k.z_loss_backward(
                 s,
-                &ZLossBackward { coefficient: 1.0, sums: &zs, logits: &x, segments: &st, dlogits: &narrow },
+                &ZLossBackward {
+                    coefficient: 1.0,
+                    sums: &zs,
+                    logits: &x,
+                    segments: &st,
+                    dlogits: &bf16_dlogits,
+                },
             ),
         );
     }

@@ -40,7 +40,7 @@ pub fn logsumexp(x: &[f64]) -> f64 {
     most + x.iter().map(|x| (x - most).exp()).sum::<f64>().ln()
 }
 
-/// Scores over all experts, as balancing losses have them.
+/// Normalized scores over all experts, as used by the auxiliary loss.
 pub fn normalised(score: ScoreFunction, x: &[f64]) -> Vec<f64> {
     if is_softmax(score) {
         return softmax(x);
@@ -50,7 +50,7 @@ pub fn normalised(score: ScoreFunction, x: &[f64]) -> Vec<f64> {
     y.iter().map(|y| y / sum).collect()
 }
 
-/// Numbers of values, the largest first, the smaller number first among equals, NaN last.
+/// Indices in descending order of value, smaller index first among equals, NaN last.
 pub fn ranked(values: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|a, b| match (values[*a], values[*b]) {
@@ -60,8 +60,8 @@ pub fn ranked(values: &[f64]) -> Vec<usize> {
     order
 }
 
-/// Would rounding change the first `k` of this order: do two of them, or the last and one behind, differ by so little?
-fn hangs(values: &[f64], order: &[usize], k: usize) -> bool {
+/// Whether rounding could change the top k: two neighbours in this order are within 1e-6 of each other.
+fn rounding_decides(values: &[f64], order: &[usize], k: usize) -> bool {
     let near = |a: usize, b: usize| {
         let (a, b) = (values[a], values[b]);
         a != b && (a - b).abs() < 1e-6 * a.abs().max(b.abs())
@@ -69,7 +69,7 @@ fn hangs(values: &[f64], order: &[usize], k: usize) -> bool {
     order[..k].windows(2).any(|w| near(w[0], w[1])) || order[k..].iter().any(|e| near(order[k - 1], *e))
 }
 
-/// The choice of a row; nothing where it hangs on a rounding.
+/// The selection of a row; none where it depends on rounding.
 pub fn choice(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> Option<Vec<usize>> {
     let scores = match how.score {
         ScoreFunction::Softmax => softmax(x),
@@ -77,7 +77,7 @@ pub fn choice(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> O
     };
     let plus = |(e, s): (usize, &f64)| s + bias.map_or(0.0, |b| b[e]);
     let selection: Vec<f64> = scores.iter().enumerate().map(plus).collect();
-    // Every score grows with its logit.
+    // Every score function is monotonic in its logit.
     let by = if bias.is_some() { &selection } else { x };
     let mut order = ranked(by);
     if let Some(GroupLimit { count, keep, best: ranked_by }) = how.groups {
@@ -86,19 +86,19 @@ pub fn choice(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> O
         let sum = |g: usize| of_group(g).take(ranked_by).map(|e| selection[*e]).sum();
         let sums: Vec<f64> = (0..count).map(sum).collect();
         let best = ranked(&sums);
-        if hangs(&sums, &best, keep) {
+        if rounding_decides(&sums, &best, keep) {
             return None;
         }
         order.retain(|e| best[..keep].contains(&group(*e)));
     }
-    if bias.is_some() && hangs(&selection, &order, k) {
+    if bias.is_some() && rounding_decides(&selection, &order, k) {
         return None;
     }
     order.truncate(k);
     Some(order)
 }
 
-/// Probabilities of a choice; `None` where a slot has none.
+/// Probabilities of a selection; a slot of `None` is empty.
 pub fn probs_of(how: RouterParams, x: &[f64], index: &[Option<usize>]) -> Vec<f64> {
     let of = |y: &dyn Fn(usize) -> f64| -> Vec<f64> { index.iter().map(|e| e.map_or(0.0, y)).collect() };
     let p = match how.score {
@@ -120,7 +120,7 @@ pub fn probs_of(how: RouterParams, x: &[f64], index: &[Option<usize>]) -> Vec<f6
     p.iter().map(|p| p * f64::from(how.scale)).collect()
 }
 
-/// The gradient of `f` by differences.
+/// Gradient of `f` by finite differences.
 pub fn differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     let step = 1e-5;
     let at = |e: usize, by: f64| {
@@ -132,7 +132,7 @@ pub fn differences(x: &[f64], f: impl Fn(&[f64]) -> f64) -> Vec<f64> {
     (0..x.len()).map(|e| if x[e] == f64::NEG_INFINITY { 0.0 } else { slope(e) }).collect()
 }
 
-/// NaN where NaN is wanted, infinities alike, other values as [`close`] has them.
+/// NaN must match NaN and infinities must be equal; other values as in [`close`].
 pub fn same(what: &str, dtype: DType, ours: &[f64], wanted: &[f64], slack: f64) {
     assert_eq!(ours.len(), wanted.len(), "{what}");
     for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {
@@ -144,14 +144,14 @@ pub fn same(what: &str, dtype: DType, ours: &[f64], wanted: &[f64], slack: f64) 
     }
 }
 
-/// Contiguous, `shift` elements behind where a wide access may start.
+/// Contiguous, but `shift` elements beyond 16-byte alignment.
 pub fn shifted(h: &TestDevice, shift: usize, dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
     let whole: Vec<f64> = vec![0.0; shift].into_iter().chain(values.iter().copied()).collect();
     h.tensor(dtype, &[whole.len()], &whole).narrow(0, shift, values.len()).unwrap().view(shape).unwrap()
 }
 
-/// Logits `[T, E]` in (-4, 4). Among them rows of equal values, of coarse values (many of them equal), with -inf, with one
-/// NaN, and of NaN alone; with `tame` none of the last two.
+/// Logits `[T, E]` in (-4, 4), with rows of equal values, of coarse values (many ties), with -inf, with one NaN, and of NaN
+/// only; `tame` leaves out the last two.
 pub fn logits(dtype: DType, seed: u64, tokens: usize, experts: usize, tame: bool) -> Vec<f64> {
     let raw = numbers(DType::F32, seed, tokens * experts);
     let value = |(i, x): (usize, &f64)| {
@@ -169,7 +169,7 @@ pub fn logits(dtype: DType, seed: u64, tokens: usize, experts: usize, tame: bool
     raw.iter().enumerate().map(value).map(|x| rounded(dtype, x)).collect()
 }
 
-/// Differences are how gradients are defined; the formula in the kernels' documentation must be the same.
+/// The gradient formula in the kernels' documentation must match finite differences.
 pub fn gradient(how: RouterParams, x: &[f64], index: &[Option<usize>], dprobs: &[f64]) -> Vec<f64> {
     let g: Vec<f64> = dprobs.iter().map(|d| d * f64::from(how.scale)).collect();
     let plain = RouterParams { scale: 1.0, ..how };

@@ -9,7 +9,7 @@ use ferrotron_kernels::{
 };
 use ferrotron_tensor::{DType, Tensor, bf16};
 
-/// What must not matter, as every type holds it.
+/// Filler that must not influence results, exact in every dtype.
 const PADDING: f64 = 8192.0;
 
 /// The columns from `first` to `first + local` of rows of `width`; padding beyond.
@@ -23,7 +23,7 @@ fn ranges(widths: &[usize]) -> Vec<(usize, usize)> {
     starts.zip(widths.iter().copied()).collect()
 }
 
-/// A loss of `z [rows, vocab]`, of whole rows or of shards.
+/// Cross-entropy of `z [rows, vocab]`, over the full vocabulary or over shards.
 struct Problem<'a> {
     dtype: DType,
     framed: bool,
@@ -35,7 +35,7 @@ struct Problem<'a> {
 }
 
 impl Problem<'_> {
-    /// The loss and what is left in place of the logits, of the kernel that has all columns.
+    /// Loss, and the gradient written over the logits, of the kernel on the full vocabulary.
     fn whole(&self, h: &TestDevice, gradient: bool) -> (Vec<f64>, Vec<f64>) {
         let n = self.labels.len();
         let (z, loss) = (h.tensor(self.dtype, &[n, self.vocab], self.z), h.poisoned(DType::F32, &[n]));
@@ -52,7 +52,7 @@ impl Problem<'_> {
         (h.host(&loss), h.host(&z))
     }
 
-    /// The logits of each rank, their ranges, and the statistics of all ranks.
+    /// Logits of each rank, their column ranges, and the statistics of all ranks.
     fn stats(&self, h: &TestDevice, widths: &[usize]) -> (Vec<Framed>, Vec<(usize, usize)>, Tensor) {
         let (n, labels) = (self.labels.len(), h.ids(self.labels));
         let all = h.poisoned(DType::F32, &[widths.len(), n, 4]);
@@ -61,7 +61,7 @@ impl Problem<'_> {
             let part = columns(self.z, self.vocab, first, local);
             let z = h.placed(self.framed, self.dtype, &[n, local], &part);
             let x = VocabParallelLogits { logits: &z.view, first, vocab: self.vocab, labels: &labels };
-            // A rank's part of nothing would lie past the end of nothing.
+            // An empty shard has no valid offset.
             let stats = if n == 0 { h.poisoned(DType::F32, &[0, 4]) } else { all.select(0, rank).unwrap() };
             h.k.cross_entropy_stats(&h.s, &x, &stats).unwrap();
             assert_eq!(left(h, &z), bits(&part), "the logits changed");
@@ -115,7 +115,7 @@ fn left(h: &TestDevice, z: &Framed) -> Vec<u64> {
     bits(&h.inside(z))
 }
 
-/// Rows, vocabulary, and columns of each rank: uneven, empty, with padding, all padding.
+/// Rows, vocabulary, and columns per rank: uneven, empty, with padding, all padding.
 const SHARDS: [(usize, usize, &[usize]); 10] = [
     (1, 2, &[1, 1]),
     (9, 33, &[33]),
@@ -130,7 +130,7 @@ const SHARDS: [(usize, usize, &[usize]); 10] = [
 ];
 
 #[test]
-fn losses_of_shards_are_those_of_the_whole() {
+fn vocab_parallel_loss_matches_the_full_vocabulary() {
     everywhere(|h, dtype| {
         for smoothing in [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.15)] {
             for ((rows, vocab, widths), framed) in SHARDS.into_iter().flat_map(|s| [(s, true), (s, false)]) {
@@ -159,7 +159,7 @@ fn losses_of_shards_are_those_of_the_whole() {
 }
 
 #[test]
-fn statistics_of_shards() {
+fn row_statistics_of_vocabulary_shards() {
     everywhere(|h, dtype| {
         for (rows, vocab, widths) in SHARDS {
             let labels: Vec<i32> =
@@ -205,10 +205,10 @@ fn statistics_of_shards() {
 }
 
 #[test]
-fn infinite_logits_in_shards() {
+fn infinite_logits_in_vocabulary_shards() {
     const INF: f64 = f64::INFINITY;
     let rows = [
-        // One rank has nothing but −∞.
+        // All logits of one rank are −∞.
         ([-INF, -INF, 1.0, 2.0, 0.0], 2),
         ([-INF, -INF, 1.0, 2.0, 0.0], 0),
         ([0.0, f64::NAN, 1.0, 2.0, 0.0], 3),
@@ -245,10 +245,10 @@ fn infinite_logits_in_shards() {
 }
 
 #[test]
-fn look_ups_in_shards() {
+fn embedding_of_vocabulary_shards() {
     everywhere(|h, dtype| {
         let some: Vec<i32> = (0..90).map(|i| (i * 37) % 70).collect();
-        // One id of each shard far more often than others.
+        // One id of each shard is far more frequent than others.
         let often: Vec<i32> = (0..400).map(|i| [1, 699, i * 37 % 700, 350][i as usize % 4]).collect();
         for (vocab, width, ids, shards) in [
             (5, 3, &[4, 0, 4, 4, 1][..], &[2, 3][..]),
@@ -319,8 +319,8 @@ fn look_ups_in_shards() {
     });
 }
 
-/// Every golden loss with its vocabulary over one to four ranks and seven: as even as can be, and in equal shares
-/// of a padded vocabulary.
+/// Every golden loss with its vocabulary split over one to four ranks and seven: as evenly as possible, and in equal
+/// shards of a padded vocabulary.
 #[test]
 fn golden_loss_over_ranks() {
     let devices = devices();
@@ -341,7 +341,7 @@ fn golden_loss_over_ranks() {
                 }
             });
         }
-        // The splits that the peer itself has checked are among them.
+        // Includes the splits that the reference implementation has checked.
         for check in list(&json, "vocab_parallel_checks") {
             assert!([2, 4].contains(&count(check, "tp")), "{check}");
             assert!(list(&json, "cases").iter().any(|c| c["name"] == check["case"]), "{check}");

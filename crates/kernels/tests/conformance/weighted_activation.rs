@@ -1,4 +1,4 @@
-//! Non-linearities whose rows have weights.
+//! Activations with rows weighted by routing probabilities.
 
 use super::devices::*;
 use super::elementwise::{linear_half, value};
@@ -19,7 +19,7 @@ fn forms() -> impl Iterator<Item = (Act, bool)> {
     ACTS.into_iter().map(|a| (a, true)).chain(plain.map(|a| (a, false)))
 }
 
-/// One element without its weight, of the first half and, gated, the second.
+/// One element before weighting, from the first half of a row and, if gated, the second.
 fn element(act: Act, gated: bool, g: f64, u: f64) -> f64 {
     value(act, g) * if gated { linear_half(act, u) } else { 1.0 }
 }
@@ -29,8 +29,8 @@ fn slope(f: &dyn Fn(f64) -> f64, x: f64) -> f64 {
 }
 
 #[test]
-fn weights_multiply_rows_and_get_their_gradients() {
-    in_mixtures(|h, dtype| {
+fn weighted_activation_and_its_gradients() {
+    for_moe_dtypes(|h, dtype| {
         for ((act, gated), (rows, f)) in
             forms().flat_map(|a| [(0, 8), (1, 1), (7, 19), (5, 64), (33, 300), (3, 1030)].map(|z| (a, z)))
         {
@@ -41,10 +41,10 @@ fn weights_multiply_rows_and_get_their_gradients() {
                     numbers(dtype, 1, rows * wide).iter().map(|x| rounded(dtype, x * 3.0)).collect();
                 let mut p = numbers(DType::F32, 2, rows);
                 let mut dy = numbers(dtype, 3, rows * f);
-                // Every third row is nobody's: without weight, and holding anything.
-                let nobody = |r: usize| r % 3 == 1;
-                let live: Vec<i32> = (0..rows).map(|r| if nobody(r) { -1 } else { r as i32 }).collect();
-                for r in (0..rows).filter(|r| nobody(*r)) {
+                // Every third row is padding: probability 0 and uninitialized.
+                let is_padding = |r: usize| r % 3 == 1;
+                let live: Vec<i32> = (0..rows).map(|r| if is_padding(r) { -1 } else { r as i32 }).collect();
+                for r in (0..rows).filter(|r| is_padding(*r)) {
                     p[r] = 0.0;
                     x[r * wide..][..wide].fill(if r % 2 == 0 { f64::NAN } else { f64::INFINITY });
                     dy[r * f..][..f].fill(f64::NAN);
@@ -74,7 +74,7 @@ fn weights_multiply_rows_and_get_their_gradients() {
 
                 let (mut wy, mut wdx, mut wdp) =
                     (vec![0.0; rows * f], vec![0.0; rows * wide], vec![0.0; rows]);
-                for r in (0..rows).filter(|r| !nobody(*r)) {
+                for r in (0..rows).filter(|r| !is_padding(*r)) {
                     for c in 0..f {
                         let (g, u) = (x[r * wide + c], if gated { x[r * wide + f + c] } else { 0.0 });
                         let (plain, d) = (element(act, gated, g, u), dy[r * f + c]);
@@ -100,10 +100,10 @@ fn weights_multiply_rows_and_get_their_gradients() {
     });
 }
 
-/// A weight of zero is not a missing row: it gets a gradient; infinities of other rows stay theirs.
+/// A row of probability 0 that is not padding gets a gradient; infinities stay in their rows.
 #[test]
-fn rows_without_weight_have_a_gradient() {
-    in_mixtures(|h, dtype| {
+fn probability_gradient_exists_where_the_probability_is_zero() {
+    for_moe_dtypes(|h, dtype| {
         let x = h.tensor(dtype, &[2, 4], &[0.5, 1.0, 2.0, -1.0, f64::INFINITY, 1.0, 1.0, f64::NAN]);
         let (p, live) = (h.tensor(DType::F32, &[2], &[0.0, 1.0]), ints(h, &[2], &[0, 1]));
         let y = h.poisoned(dtype, &[2, 2]);
@@ -135,8 +135,8 @@ fn rows_without_weight_have_a_gradient() {
 }
 
 #[test]
-fn weights_that_do_not_fit_are_refused() {
-    in_mixtures(|h, dtype| {
+fn invalid_arguments_are_errors() {
+    for_moe_dtypes(|h, dtype| {
         let z =
             |dtype, shape: &[usize]| -> Tensor { h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]) };
         let (x, p, y) = (z(dtype, &[4, 6]), z(DType::F32, &[4]), z(dtype, &[4, 3]));

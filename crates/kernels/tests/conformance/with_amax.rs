@@ -1,29 +1,29 @@
-//! Results with their largest magnitude: the results of the kernels they are named after, and the largest of them.
+//! Kernels that also compute the amax of their output: the output is that of the plain kernel, and amax is its maximum.
 
-use crate::devices::{TestDevice, everywhere, in_mixtures, numbers};
+use crate::devices::{TestDevice, everywhere, for_moe_dtypes, numbers};
 use ferrotron_kernels::{
     Act, ActBackward, ActForward, Norm, NormForward, ResidualAdd, WeightedAct, WeightedActBackward,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
-/// One number, to be raised.
+/// The amax tensor, with its value before the kernel.
 fn amax(h: &TestDevice, from: f32) -> Tensor {
     h.s.upload(&[from], &[1], Category::Workspace).unwrap()
 }
 
-/// `largest` was the same before: it is raised to what `result` has, or stays.
+/// Checks that amax is the maximum of its value before and of `result`.
 fn check(h: &TestDevice, what: &str, result: &Tensor, plain: &Tensor, from: f32, largest: &Tensor) {
     let (ours, wanted) = (h.host(result), h.host(plain));
     assert!(
         ours.iter().zip(&wanted).all(|(a, b)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())),
         "{what}: another result"
     );
-    // f64::max passes NaN over.
+    // f64::max ignores NaN.
     let wanted = wanted.iter().fold(f64::from(from), |m, x| m.max(x.abs()));
     assert_eq!(h.host(largest), [wanted], "{what}");
 }
 
-/// Numbers with nothing special, with NaN, with infinity; and what the magnitude is before.
+/// Finite values, values with NaN and with infinity; and the amax before.
 const KINDS: [(usize, f32); 4] = [(0, 0.0), (0, 1e9), (1, 0.0), (2, 0.0)];
 
 fn spoiled(mut v: Vec<f64>, kind: usize) -> Vec<f64> {
@@ -35,7 +35,7 @@ fn spoiled(mut v: Vec<f64>, kind: usize) -> Vec<f64> {
 }
 
 #[test]
-fn activations_are_measured_as_they_are_stored() {
+fn amax_of_activations_is_of_stored_values() {
     everywhere(|h, dtype| {
         for (rows, f) in [(0, 8), (1, 1), (3, 5), (7, 64), (33, 1000), (64, 2048)] {
             for gated in [false, true] {
@@ -71,8 +71,8 @@ fn activations_are_measured_as_they_are_stored() {
 }
 
 #[test]
-fn weighted_activations_are_measured_as_they_are_stored() {
-    in_mixtures(|h, dtype| {
+fn amax_of_weighted_activations_is_of_stored_values() {
+    for_moe_dtypes(|h, dtype| {
         for (rows, f) in [(0, 8), (1, 1), (3, 5), (7, 64), (33, 1000), (64, 768)] {
             for gated in [false, true] {
                 let wide = if gated { 2 * f } else { f };
@@ -139,7 +139,7 @@ fn weighted_activations_are_measured_as_they_are_stored() {
 }
 
 #[test]
-fn norms_are_measured_as_they_are_stored() {
+fn amax_of_norms_is_of_stored_values() {
     everywhere(|h, dtype| {
         for (rows, width) in
             [(1, 8), (3, 5), (37, 64), (200, 768), (70, 2048), (33, 4096), (9, 8192), (3, 20_000)]

@@ -21,9 +21,9 @@ fn value(act: Act, x: f64) -> f64 {
     }
 }
 
-/// Central difference in f64, with the kink of the clamp decided by side.
+/// Central difference in f64, one-sided at the kink of the clamp.
 fn slope(act: Act, x: f64) -> f64 {
-    // Flat beyond; differences of huge values would lose the step.
+    // Constant beyond; differences of huge values would cancel the step.
     let x = x.clamp(-50.0, 50.0);
     if let Act::ClampedSilu { limit, .. } = act {
         if x > f64::from(limit) {

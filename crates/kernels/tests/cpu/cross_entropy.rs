@@ -29,7 +29,7 @@ fn oracle(x: &[f64], label: usize, smoothing: LabelSmoothing) -> (f64, Vec<f64>)
 fn check<T: Float>(rows: usize, vocab: usize, stride: usize, scale: f32, smoothing: LabelSmoothing) {
     let mut random = Random((rows * vocab) as u64);
     let mut logits: Vec<T> = random.vec(rows * stride, scale);
-    // Padding columns hold what must not matter.
+    // Padding columns hold values that must not influence the result.
     let poison = T::from_f32(f32::NAN);
     (0..rows).for_each(|r| logits[r * stride + vocab..(r + 1) * stride].fill(poison));
     let ids: Vec<i32> =
@@ -58,7 +58,7 @@ fn check<T: Float>(rows: usize, vocab: usize, stride: usize, scale: f32, smoothi
             }
             let x = wide(&logits[r * stride..r * stride + vocab]);
             let (wanted, slopes) = oracle(&x, ids[r] as usize, smoothing);
-            // The mean of x enters a smoothed loss with its own rounding.
+            // The mean of x in a smoothed loss adds its own rounding error.
             close("loss", &[loss[r]], &[wanted], 1e-6, 1e-6 * f64::from(scale.max(1.0)));
             let slopes: Vec<f64> = slopes.iter().map(|s| s * f64::from(weights[r])).collect();
             let size = f64::from(weights[r].abs());

@@ -38,7 +38,7 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
         close("gradient", &dtable, &grad, 1e-6, 2e-6 * (1.0 + tokens as f64).sqrt());
     }
 
-    // Split over three ranks: outputs add up, gradients lie side by side.
+    // Vocabulary split over three ranks: outputs add up to, and gradients concatenate to, those of one rank.
     let parts: Vec<Shard> = (0..3)
         .map(|p| (vocab * p / 3, vocab * (p + 1) / 3))
         .map(|(start, end)| Shard { start, len: end - start, total: vocab })

@@ -31,7 +31,7 @@ fn golden_loss() {
         let (json, t) = (area.json("loss.json"), area.tensors("loss.safetensors"));
         let known = ["producer", "cases", "vocab_parallel_checks", "megatron_smoothing_tp_defect"];
         only_keys("loss.json", &json, &known);
-        // The peer's own differences between layouts, for the record: nothing to compute.
+        // Differences between layouts of the reference implementation, stored for information.
         for check in list(&json, "vocab_parallel_checks") {
             only_keys("vocab_parallel_checks", check, &["case", "tp", "max_loss_diff", "max_dlogits_diff"]);
         }

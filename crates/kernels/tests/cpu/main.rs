@@ -1,5 +1,4 @@
-//! Row-wise CPU kernels against f64 oracles, on every instruction-set level and thread count, and against
-//! golden vectors.
+//! CPU kernels on slices against f64 references, on every instruction-set level and thread count, and against golden vectors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod activation;

@@ -14,7 +14,7 @@ fn magnitudes<F: Format>() -> Vec<f64> {
 }
 
 #[test]
-fn codes_are_the_formats_they_are_said_to_be() {
+fn codes_match_the_declared_formats() {
     for (c, x) in magnitudes::<FirstMoment8>().into_iter().enumerate() {
         assert_eq!(x, E4m3(c as u8).to_f64());
         assert_eq!(unpack::<FirstMoment8>(c as u8 | 0x80, 127), -x as f32);
@@ -28,7 +28,7 @@ fn codes_are_the_formats_they_are_said_to_be() {
         let wanted = if e == 0 { m / 8.0 * 2f64.powi(-14) } else { (1.0 + m / 8.0) * 2f64.powi(e - 15) };
         assert_eq!(x, wanted, "code {c}");
     }
-    // A scale is a power of two, 127 above its exponent; memory of zeros holds zeros.
+    // Scales are powers of two with an exponent bias of 127; zeroed memory decodes to zeros.
     assert_eq!(unpack::<FirstMoment8>(0x38, 130), 8.0);
     assert_eq!(unpack::<SecondMoment8>(0, 0), 0.0);
 }
@@ -47,7 +47,7 @@ fn check<F: Format>() {
         }
         let scale = Scale::of::<F>(top);
         let one = f64::from(scale.inverse());
-        // The least scale under which the largest is in range.
+        // The smallest scale under which the amax is in range.
         assert!(f64::from(top) * one <= all[all.len() - 1], "{top}");
         assert!(f64::from(top) * one * 2.0 > all[all.len() - 1], "{top}");
         for x in [top, top * 0.37, top * 1e-3, top * 1e-6, 0.0] {
@@ -62,7 +62,7 @@ fn check<F: Format>() {
             }
             let tie = (y - low) == (high - y);
             assert!(near == nearest || (tie && near == high), "{x} in {top}: {near} instead of {nearest}");
-            // Any random_bits give one of the neighbours, a neighbour itself stays.
+            // Any random bits give one of the two neighbours; representable values stay unchanged.
             let got = value(pack::<F>(x, scale.inverse(), random.bits() as u32));
             let kept = F::ABOVE_ZERO && low == 0.0 && x > 0.0;
             assert!(
@@ -72,7 +72,7 @@ fn check<F: Format>() {
         }
     }
     for top in [0.0, 1e-45, f32::MIN_POSITIVE] {
-        // Too small to matter, but nothing breaks.
+        // Values below the smallest code are handled, too.
         let scale = Scale::of::<F>(top);
         let back = unpack::<F>(pack::<F>(top, scale.inverse(), u32::MAX), scale.byte());
         assert!(back.is_finite() && back < 1e-30, "{top}: {back}");
@@ -86,16 +86,16 @@ fn check<F: Format>() {
 }
 
 #[test]
-fn rounding_is_to_a_neighbour() {
+fn stochastic_rounding_picks_a_neighbour() {
     check::<FirstMoment8>();
     check::<SecondMoment8>();
     check::<FirstMoment16>();
     check::<SecondMoment16>();
 }
 
-/// The mean over many elements is right, and an average that moves by little moves.
+/// The mean over many elements is unbiased, and a moving average follows updates smaller than a step.
 #[test]
-fn the_dice_are_fair() {
+fn stochastic_rounding_is_unbiased() {
     let mut random = Random(9);
     let n = 200_000;
     for x in [1.0f32, 1.01, 1.05, 1.12, 0.013, 0.000_4] {
@@ -113,7 +113,7 @@ fn the_dice_are_fair() {
             second += f64::from(unpack::<SecondMoment8>(code, scale.byte()));
         }
         for mean in [first, second].map(|sum| sum / f64::from(n)) {
-            // Neighbours are an eighth apart: six standard deviations of the mean of n.
+            // Neighbours are 1/8 apart: six standard errors of the mean of n.
             let room = 6.0 * 0.125 * f64::from(x) / 2.0 / f64::from(n).sqrt();
             assert!((mean - f64::from(x)).abs() <= room, "{x}: {mean}");
         }

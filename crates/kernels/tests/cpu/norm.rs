@@ -53,7 +53,7 @@ fn forward<T: Float>(rows: usize, h: usize, centred: bool, zero_centred: bool) {
 fn forward_matches_the_definition() {
     for (rows, h) in [(1, 1), (3, 5), (7, 33), (5, 64), (300, 257), (1000, 256), (2, 20000)] {
         for (centred, zero_centred) in [(false, false), (false, true), (true, false), (true, true)] {
-            // LayerNorm of a single column is 0/√eps: the mean's rounding is all there is.
+            // LayerNorm of a single column is 0/√eps: the result is the rounding error of the mean.
             if h > 1 || !centred {
                 forward::<f32>(rows, h, centred, zero_centred);
                 forward::<bf16>(rows, h, centred, zero_centred);
@@ -63,7 +63,7 @@ fn forward_matches_the_definition() {
 }
 
 #[test]
-fn add_norm_has_the_bits_of_its_parts() {
+fn add_norm_is_bit_equal_to_add_then_norm() {
     for (rows, h) in [(1, 1), (130, 257), (70, 512)] {
         let mut random = Random(5);
         let (x, res): (Vec<bf16>, Vec<bf16>) = (random.vec(rows * h, 1.0), random.vec(rows * h, 3.0));
@@ -124,7 +124,7 @@ fn strided_heads_match_dense_rows() {
     });
     assert_eq!(strided, plain);
 
-    // Backward in place over the strided gradient buffer leaves everything outside the heads alone.
+    // The backward pass in place on a strided gradient buffer writes nothing outside the heads.
     let dy: Vec<f32> = random.vec(qkv.len(), 1.0);
     let (grad, dgamma) = everywhere(|cpu| {
         let (mut grad, mut dgamma) = (dy.clone(), vec![0f32; d]);
@@ -160,7 +160,7 @@ fn strided_heads_match_dense_rows() {
     }
 }
 
-/// dx, dgamma, dbeta through the full Jacobian of one row: no formula shared with the kernel.
+/// dx, dgamma, dbeta through the full Jacobian of a row, which shares no formula with the kernel.
 fn backward_oracle(
     x: &[f64],
     dy: &[f64],
@@ -283,8 +283,8 @@ fn no_rows_write_nothing_but_zero_sums() {
 }
 
 #[test]
-fn hostile_rows_stay_alone() {
-    // A NaN, an infinity, zeros and subnormals: other rows keep their bits.
+fn nan_and_infinity_stay_in_their_row() {
+    // NaN, infinity, zeros and subnormals in some rows: other rows are bit-equal.
     let h = 48;
     let mut x: Vec<f32> = Random(3).vec(6 * h, 1.0);
     let gamma = vec![1f32; h];

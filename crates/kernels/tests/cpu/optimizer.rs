@@ -9,7 +9,7 @@ use ferrotron_tensor::{Float, Threads, bf16};
 
 const SIZES: [usize; 5] = [0, 1, 37, 5000, 40_000];
 
-/// Three Adam steps over a mixed list against the textbook in f64.
+/// Three Adam steps over a list of mixed dtypes against f64.
 #[test]
 fn adam_matches_f64_on_a_mixed_list() {
     for decoupled in [true, false] {
@@ -66,7 +66,7 @@ fn adam_matches_f64_on_a_mixed_list() {
 }
 
 #[test]
-fn split_masters_step_like_whole_ones() {
+fn split_masters_step_like_f32_masters() {
     let mut random = Random(4);
     let (init, grad): (Vec<f32>, Vec<bf16>) = (random.vec(5001, 1.0), random.vec(5001, 0.1));
     let settings = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
@@ -160,7 +160,7 @@ fn sgd_matches_f64() {
 }
 
 #[test]
-fn lists_that_do_not_fit_are_errors() {
+fn mismatched_lengths_are_errors() {
     let threads = Threads::new(1).unwrap();
     let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
     let (mut p, mut w, mut m, mut v) = ([0f32; 4], [bf16::ZERO; 3], [0f32; 4], [bf16::ZERO; 4]);
@@ -228,7 +228,7 @@ fn norms_match_f64() {
 }
 
 #[test]
-fn scaling_flags_what_is_not_finite_and_zeros_are_counted() {
+fn unscaling_flags_non_finite_values_and_zeros_are_counted() {
     for bad in [None, Some(f32::NAN), Some(f32::INFINITY), Some(f32::NEG_INFINITY)] {
         let (flag, scaled, zeros) = everywhere(|cpu| {
             let mut lists: Vec<Vec<f32>> = SIZES.iter().map(|n| vec![f32::MAX; *n]).collect();
@@ -239,7 +239,7 @@ fn scaling_flags_what_is_not_finite_and_zeros_are_counted() {
             }
             let views: Vec<&[f32]> = lists.iter().map(Vec::as_slice).collect();
             let zeros = count_zeros(cpu, &views);
-            // Overflow by the factor is not an overflow of the input.
+            // Overflow caused by the factor is not reported as an overflow of the input.
             let flag = scale_and_check(cpu, lists.iter_mut().map(Vec::as_mut_slice).collect(), 4.0);
             (flag, lists[2][3], zeros)
         });

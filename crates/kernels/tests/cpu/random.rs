@@ -25,7 +25,7 @@ fn philox_known_answers() {
 const KEY: RngKey = RngKey { seed: 1, step: 2, layer: 4, site: 5 };
 
 #[test]
-fn every_part_of_a_key_makes_another_stream() {
+fn every_field_of_a_key_changes_the_stream() {
     let mut streams = HashSet::new();
     let mut add = |s: RandomStream| assert!(streams.insert((s.key, s.lane)), "{s:?} again");
     add(RandomStream::dropout(KEY));
@@ -42,8 +42,8 @@ fn every_part_of_a_key_makes_another_stream() {
 }
 
 #[test]
-fn draws_are_pinned() {
-    // These bits are part of the promise that a seed means the same run everywhere.
+fn random_streams_do_not_change() {
+    // A seed must give the same run on every device and in every version.
     let stream = RandomStream::named(42, "layers.0.attention.wq");
     let words: Vec<u32> = (0..6).map(|i| stream.word(i)).collect();
     let normals: Vec<u64> = [0, 1, 2, 3, 1 << 40].iter().map(|i| stream.normal(*i).to_bits()).collect();
@@ -63,7 +63,7 @@ const PINNED_NORMALS: [u64; 5] = [
 ];
 
 #[test]
-fn normal_values_are_normal_and_independent_of_cuts() {
+fn normal_values_have_normal_moments_and_do_not_depend_on_chunks() {
     let stream = RandomStream::named(7, "w");
     let draw = |cpu: CpuContext, first: usize, n: usize| {
         let mut out = vec![0f32; n];
@@ -110,7 +110,7 @@ fn dropout_keeps_scales_and_does_not_depend_on_the_layout() {
     }
     let rate = whole.iter().filter(|y| **y == 0.0).count() as f64 / whole.len() as f64;
     assert!((rate - f64::from(p)).abs() < 0.02, "{rate}");
-    // Some of the rows, and rows in another order.
+    // A subset of rows, and rows in reverse order.
     assert_eq!(drop_all(p, &x[width * 50..], width, &numbers[50..]), whole[width * 50..]);
     let back = |all: &[f32]| -> Vec<f32> { all.chunks(width).rev().flatten().copied().collect() };
     let reversed: Vec<i32> = numbers.iter().rev().copied().collect();
@@ -126,7 +126,7 @@ fn dropout_keeps_scales_and_does_not_depend_on_the_layout() {
 }
 
 #[test]
-fn dropout_of_nothing_everything_and_nonsense() {
+fn dropout_with_p_0_and_1_and_invalid_arguments() {
     let x: Vec<f32> = Random(2).vec(64, 1.0);
     let (rows, one) = (&[0, 1, 2, 3, 4, 5, 6, 7][..], &[0][..]);
     assert_eq!(drop_all(0.0, &x, 8, rows), x);

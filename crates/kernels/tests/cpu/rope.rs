@@ -8,7 +8,7 @@ use ferrotron_tensor::{DType, Float, Threads, bf16};
 
 const STYLES: [RopeStyle; 3] = [RopeStyle::Half, RopeStyle::Interleaved, RopeStyle::PairsToHalves];
 
-/// One head, through complex numbers in f64.
+/// Rotation of one head by complex multiplication in f64.
 fn oracle(x: &[f64], half: usize, position: usize, theta: f64, style: RopeStyle, inverse: bool) -> Vec<f64> {
     let mut y = x.to_vec();
     let pair = |i: usize| (2 * i, 2 * i + 1);
@@ -54,7 +54,7 @@ fn check<T: Float>(tokens: usize, heads: usize, d: usize, rot: usize, gap: usize
             // Angles are f32: up to 90 radians with a rounding of 4e-6.
             close(&format!("{style:?} {inverse}"), &y, &wanted, 1e-6, 2e-5);
         }
-        // Back again.
+        // Forward and inverse.
         let round = everywhere(|cpu| {
             let mut y = x.clone();
             for inverse in [false, true] {
@@ -119,7 +119,7 @@ fn given_attention_factor_wins_and_exact_ramp_ends_differ() {
     let plain = inv_freq(1.5e5, 64, &RopeScaling::None).unwrap();
     let (whole, exact) =
         (inv_freq(1.5e5, 64, &yarn(true, None)).unwrap(), inv_freq(1.5e5, 64, &yarn(false, None)).unwrap());
-    // Ends of the ramp by the definition: the dimension that turns beta times in 4096 positions.
+    // Ends of the ramp by the definition: the dimension that rotates beta times in 4096 positions.
     let end = |beta: f64| 64.0 * (4096.0 / (beta * std::f64::consts::TAU)).ln() / (2.0 * 1.5e5f64.ln());
     for i in 0..32 {
         let ramp = |low: f64, high: f64| ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);

@@ -1,4 +1,4 @@
-//! Inputs, comparisons and the machines tests run on.
+//! Random inputs, comparisons, and the contexts that tests run in.
 
 use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{DType, Float, Threads};
@@ -8,7 +8,7 @@ pub fn pools() -> Vec<Threads> {
     [1, 2, 5].map(|n| Threads::new(n).unwrap()).to_vec()
 }
 
-/// Run on every pool and instruction set; all must give the same bits. Returns them.
+/// Runs with every thread count and instruction-set level; all results must be bit-equal. Returns the result.
 pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> R) -> R {
     let mut results = each_isa(run);
     let first = results.remove(0);
@@ -18,8 +18,8 @@ pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -
     first
 }
 
-/// Run on every pool: on one instruction set all must give the same bits. Returns those of each level, which may
-/// differ where one fuses multiply and add.
+/// Runs with every thread count: at one instruction-set level all results must be bit-equal. Returns the result of each level,
+/// which may differ where a level has fused multiply-add.
 pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> R) -> Vec<R> {
     let of = |isa: Isa| {
         let mut results: Vec<R> = pools().iter().map(|threads| run(CpuContext { threads, isa })).collect();
@@ -31,7 +31,7 @@ pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> 
     Isa::all().into_iter().map(of).collect()
 }
 
-/// A small generator: splitmix64.
+/// SplitMix64.
 pub struct Random(pub u64);
 
 impl Random {
@@ -47,7 +47,7 @@ impl Random {
         (self.bits() % n as u64) as usize
     }
 
-    /// Roughly normal.
+    /// Approximately normal.
     pub fn normal(&mut self) -> f32 {
         (0..4).map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
     }
@@ -61,7 +61,7 @@ pub fn wide<T: Float>(x: &[T]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
-/// Relative rounding error of the type.
+/// Relative rounding error of the dtype.
 pub fn eps<T: Float>() -> f64 {
     match T::DTYPE {
         DType::BF16 => 2f64.powi(-8),

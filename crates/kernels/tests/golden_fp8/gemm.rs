@@ -41,7 +41,7 @@ fn gemms(h: &Host, case: &serde_json::Value, t: &Tensors) {
     for full in kinds {
         let wanted = t.f32(&full);
         let make = |x: &Input, shape: [usize; 2], format: DType, scaling: ScalingMode| {
-            let (xt, out) = (x.tensor(h, shape), h.bytes(shape, format, scaling));
+            let (xt, out) = (x.tensor(h, shape), h.fp8_tensor(shape, format, scaling));
             let amax = h.up(&[0f32], &[1]);
             h.k.amax(&h.s, &xt, &amax).unwrap();
             let range = match scaling {

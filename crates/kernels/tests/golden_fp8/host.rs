@@ -1,4 +1,4 @@
-//! CPU kernels at every instruction-set level, and inputs in the types of the case.
+//! CPU kernels at every instruction-set level, and inputs in the dtype of the case.
 
 use super::golden::Tensors;
 use ferrotron_kernels::cpu::quant::{Blocks, Orientation, SmallBlocks, mxfp8_quantize, quantize_blocks};
@@ -31,7 +31,7 @@ impl Host {
         self.s.download(t).unwrap()
     }
 
-    pub fn bytes(&self, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
+    pub fn fp8_tensor(&self, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
         Fp8Tensor::empty(&self.s, shape, format, scaling, Category::Workspace).unwrap()
     }
 
@@ -47,7 +47,7 @@ impl Host {
     }
 }
 
-/// An input in the type that the case states.
+/// An input in the dtype that the case states.
 pub enum Input {
     F32(Vec<f32>),
     BF16(Vec<bf16>),

@@ -11,7 +11,7 @@ mod quantize;
 
 use golden::Area;
 
-/// The area in every set that has a file of these; none of it in any set is a failure.
+/// The area of every set that has this file; fails if no set has it.
 fn areas(file: &str) -> Vec<Area> {
     let mut areas = Area::all("fp8");
     areas.retain(|area| {

@@ -1,4 +1,4 @@
-//! Quantization of tensors: codes and scales of every scaling mode.
+//! FP8 quantization: codes and scales of every scaling mode.
 
 use super::areas;
 use super::compare::{format_of, same, same_codes};
@@ -20,8 +20,8 @@ fn current((h, t): (&Host, &Tensors), at: &str, x: &Input, shape: [usize; 2], fo
     let rule = ScaleRule::tensor(largest("test", format).unwrap(), pow2);
     same(&format!("{at} scale"), &[rule.scale(h.f32(&amax)[0])], &get("scale"), 0);
     let (rows, cols) = (
-        h.bytes(shape, format, ScalingMode::PerTensor),
-        h.bytes([shape[1], shape[0]], format, ScalingMode::PerTensor),
+        h.fp8_tensor(shape, format, ScalingMode::PerTensor),
+        h.fp8_tensor([shape[1], shape[0]], format, ScalingMode::PerTensor),
     );
     let range = ScaleSource::Amax { amax: &amax, pow2 };
     let q = Quantize { x: &xt, range, rows: Some(&rows), cols: Some(&cols), sums: None };
@@ -48,7 +48,7 @@ fn cut(scales: &[f32], width: usize, columns: usize) -> Vec<f32> {
     out
 }
 
-/// Block scaling: row-wise, column-wise, or (128 × 128) both.
+/// Block scaling: rowwise, columnwise, or (128×128) both.
 fn blocks(
     (h, t): (&Host, &Tensors),
     at: &str,
@@ -66,7 +66,7 @@ fn blocks(
     for how in uses {
         let shape = if *how == Orientation::Rows { [r, c] } else { [c, r] };
         let (codes, scales) = if eps == 0.0 {
-            let (xt, out) = (x.tensor(h, [r, c]), h.bytes(shape, format, scaling));
+            let (xt, out) = (x.tensor(h, [r, c]), h.fp8_tensor(shape, format, scaling));
             let (rows, cols) =
                 if *how == Orientation::Rows { (Some(&out), None) } else { (None, Some(&out)) };
             let q = Quantize { x: &xt, range: ScaleSource::Blocks { pow2 }, rows, cols, sums: None };

@@ -1,9 +1,8 @@
-//! Packing operands for the AMX unit with AVX-512, ragged edges padded with zeros.
+//! Packing of AMX operands with AVX-512; partial tiles are zero-padded.
 //!
-//! A tile of the right-hand side holds pairs of consecutive k ("VNNI"): a panel of up to 32 columns is
-//! `[k/32][2 column halves][16 k pairs][16 columns][2]` bf16. A pair of bf16 is one 32-bit word, so going from
-//! k-contiguous storage to this is a transpose of 16x16 words, and the left-hand side of a transposed product
-//! is the same transpose the other way round.
+//! Tiles of B have the VNNI layout, pairs of consecutive k: a panel of up to 32 columns is
+//! `[k/32][2 column halves][16 k pairs][16 columns][2]` bf16. A pair of bf16 is one 32-bit word, so packing k-contiguous storage
+//! is a transpose of 16x16 words, and packing a transposed A is the inverse transpose.
 
 mod left;
 mod right;
@@ -19,21 +18,21 @@ use std::arch::x86_64::*;
 /// Elements of one packed step: 32 of k by 32 columns (or rows).
 pub(crate) const STEP: usize = 32 * 32;
 
-/// The first `n <= 32` lanes.
+/// Mask of the first `n <= 32` lanes.
 #[inline(always)]
 fn mask(n: usize) -> u32 {
     if n >= 32 { u32::MAX } else { (1 << n) - 1 }
 }
 
-/// The first two rows of `b[k, n <= 32]` interleaved to words: columns 0–15 go to `low[16]`, columns 16–31 to
-/// `high[16]`; zero outside.
+/// Interleaves the first two rows of `b[k, n <= 32]` into words, zero-padded: columns 0–15 go to `low[16]`, columns 16–31 to
+/// `high[16]`.
 ///
 /// # Safety
 /// `b` is valid for reads of up to two rows of `n`; `low` and `high` for 16 aligned words each; AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn pair(b: *const bf16, ldb: usize, k: usize, n: usize, low: *mut u32, high: *mut u32) {
-    // Unpacking works within 128-bit lanes: first bring quarter i of both halves of the row into lane i.
+    // Unpack instructions work within 128-bit lanes: first move quarter i of both halves of the row into lane i.
     let lanes = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
     let columns = mask(n);
     let keep = |r: usize| if r < k { columns } else { 0 };

@@ -5,11 +5,11 @@ use ferrotron_tensor::bf16;
 use std::arch::asm;
 use std::marker::PhantomData;
 
-/// The standard tile configuration (8 tiles of 16 rows x 64 bytes), loaded on the thread that made this guard
-/// and released when it drops. Load it once per piece of work, not once per product. One guard per thread at a
-/// time: dropping either of two would release both.
+/// The standard tile configuration (8 tiles of 16 rows x 64 bytes), loaded on the thread that created this guard and released
+/// when it drops. Load it once per task, not once per block GEMM. One guard per thread at a time: dropping either of two would
+/// release both.
 pub(crate) struct Tiles {
-    /// Tiles belong to a thread, so the guard must not leave it.
+    /// Tiles belong to a thread, so the guard is neither `Send` nor `Sync`.
     thread: PhantomData<*const ()>,
 }
 
@@ -42,8 +42,8 @@ impl Tiles {
     }
 }
 
-/// A 32x32 block product in steps, for callers that have other work to do while the unit is busy: sums stay in
-/// tiles 0–3 (nothing else in the process touches the tiles of this thread) from `start` to `finish`.
+/// A 32x32 block GEMM in steps, for callers that overlap other work with it: sums stay in tiles 0–3 from `start` to `finish`
+/// (nothing else uses the tiles of this thread).
 impl Tiles {
     /// Sums start at zero, or at `c[32][32]`, `ldc` elements from row to row.
     ///
@@ -126,7 +126,7 @@ impl Drop for Tiles {
     }
 }
 
-/// One 32x32 block product, `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
+/// 32x32 block GEMM: `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
 ///
 /// * `operands.a`: fastest when every row starts on a 64-byte boundary.
 /// * `operands.b`: VNNI panel `[k/32][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
@@ -134,7 +134,7 @@ impl Drop for Tiles {
 /// * `operands.k`: a multiple of 32; 0 gives zeros (or leaves `c` as it is).
 /// * `c`: f32, `ldc` elements from row to row.
 ///
-/// For each element the sum runs along k in order, so it does not depend on the neighbours in the block.
+/// Every element is summed along k in order, so it does not depend on the rest of the block.
 ///
 /// # Safety
 /// The operands must be valid for reads, and `c` for writes and, with `accumulate`, for reads.

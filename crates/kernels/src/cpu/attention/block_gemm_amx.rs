@@ -11,7 +11,7 @@ use crate::cpu::amx::{Tiles, mm_32x32, pack};
 use crate::cpu::gemm::PackedOperands;
 use ferrotron_tensor::{DType, Float, bf16};
 
-/// The AMX engine; only ever made where `isa` is [`Isa::Amx`].
+/// AMX engine; created only where `isa` is [`Isa::Amx`].
 pub(super) struct Matrix {
     isa: Isa,
     tiles: Tiles,
@@ -23,8 +23,8 @@ impl Engine for Matrix {
 
     fn start(isa: Isa) -> Matrix {
         assert!(isa == Isa::Amx);
-        // SAFETY: `isa` comes from `Isa::detect` or `Isa::all`. A piece of work makes one engine and calls no other
-        // kernel while it lives.
+        // SAFETY: `isa` comes from `Isa::detect` or `Isa::all`. A task creates one engine and calls no other kernel while it
+        // lives.
         Matrix { isa, tiles: unsafe { Tiles::load() } }
     }
 
@@ -137,7 +137,7 @@ mod tests {
     /// Both engines on the same small integers, where every product and sum is exact.
     #[test]
     fn agrees_with_the_plain_engine() {
-        fn products<E: Engine>(isa: Isa, tokens: usize, channels: usize, keys: usize) -> [Vec<f32>; 4] {
+        fn gemms<E: Engine>(isa: Isa, tokens: usize, channels: usize, keys: usize) -> [Vec<f32>; 4] {
             let e = E::start(isa);
             let cols = padded(channels);
             let src: Vec<f32> = (0..tokens * (channels + 3)).map(|i| (i * 7 % 19) as f32 - 9.0).collect();
@@ -170,8 +170,8 @@ mod tests {
         }
         for (tokens, channels, keys) in [(64, 64, 64), (33, 40, 64), (1, 1, 32), (32, 128, 32), (50, 96, 64)]
         {
-            let amx = products::<Matrix>(Isa::Amx, tokens, channels, keys);
-            let plain = products::<Plain>(Isa::Portable, tokens, channels, keys);
+            let amx = gemms::<Matrix>(Isa::Amx, tokens, channels, keys);
+            let plain = gemms::<Plain>(Isa::Portable, tokens, channels, keys);
             assert!(amx == plain, "{tokens} tokens, {channels} channels, {keys} keys");
         }
     }

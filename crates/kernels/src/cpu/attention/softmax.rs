@@ -1,5 +1,5 @@
 //! The element-wise half of attention, over one block of scores held transposed: `[keys, QUERIES]`, a key a row and
-//! a query a lane. ScoreBlock are taken times log2 e, so that every exponential is a power of two.
+//! a query a lane. Scores are multiplied by log2 e, so that every exponential is a power of two.
 
 use super::QUERIES;
 use super::math::{exp2, exp2_any, fma, ln, tanh};
@@ -10,7 +10,7 @@ use std::f32::consts::{LN_2, LOG2_E};
 /// Queries worked on together: enough for two of the widest vectors.
 const GROUP: usize = 32;
 
-/// What turns a product `q·k` into a score.
+/// How `q·k` becomes a score, for one block of keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ScoreBlock {
     /// The scale.
@@ -26,8 +26,8 @@ pub(super) struct ScoreBlock {
 }
 
 leveled! {
-    /// Online softmax over one more block: `s` holds products and becomes `exp(score - max)`, 0 where invisible.
-    /// `past` takes up the new maxima and sums, and says by how much what was summed before must shrink.
+    /// Online softmax over one more block: `s` holds `q·k` and becomes `exp(score - max)`, 0 where masked. Updates the maxima and
+    /// sums of `past`, and its factor that rescales earlier sums.
     pub(super) fn absorb(scores: ScoreBlock, s: &mut [f32], sight: &Sight, past: &mut Past) = absorb_body;
 }
 
@@ -115,7 +115,7 @@ fn nearest_e4m3(x: f32) -> f32 {
 }
 
 leveled! {
-    /// Backward of one block: `s` holds products and becomes probabilities, `dp` holds `dout·v` and becomes the
+    /// Backward of one block: `s` holds `q·k` and becomes probabilities, `dp` holds `dout·v` and becomes the
     /// gradient of `q·k` before the scale.
     pub(super) fn differentiate(
         scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], sight: &Sight, saved: &SavedQueries,

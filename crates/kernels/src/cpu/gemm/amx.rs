@@ -1,4 +1,4 @@
-//! bf16 blocks on the AMX unit.
+//! bf16 block GEMMs on AMX.
 
 use super::driver::{self, Block, From, Job, PackedOperands};
 use super::transpose::Words;
@@ -10,12 +10,12 @@ struct Amx;
 
 impl Block<bf16> for Amx {
     type Packed = bf16;
-    /// Tiles, and what `pack::Left` keeps.
+    /// AMX tiles, and the scratch of `pack::Left`.
     type Guard = (Tiles, [Words; 2]);
     type Left = pack::Left;
     type Right = pack::Right;
     const K_UNIT: usize = 32;
-    /// Both operands of a block product then fit the first-level cache.
+    /// Both operands of a block GEMM then fit in L1.
     const K_BLOCK: usize = 256;
 
     fn isa(&self) -> Isa {
@@ -70,7 +70,7 @@ impl Block<bf16> for Amx {
         accumulate: bool,
         mut meanwhile: impl FnMut(&mut Self::Guard),
     ) {
-        // SAFETY: the caller's promise is that of the unit.
+        // SAFETY: the caller vouches for the operands and sums, and `guard` for the configured tiles.
         unsafe {
             guard.0.start(sums, 32, accumulate);
             let PackedOperands { a, lda, b, k } = operands;
@@ -83,7 +83,7 @@ impl Block<bf16> for Amx {
     }
 }
 
-/// The product of a machine with AMX.
+/// bf16 GEMM on a machine with AMX.
 pub(super) fn run<C: Float>(threads: &Threads, job: Job<'_, bf16, C>) {
     driver::run(threads, &Amx, job);
 }

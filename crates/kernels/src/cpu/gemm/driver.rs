@@ -1,8 +1,7 @@
-//! Cuts a product into pieces for the threads and each piece into 32x32 blocks.
+//! Splits a GEMM into tasks for the threads, and each task into 32x32 blocks of C.
 //!
-//! The right-hand side is packed once, into panels of 32 columns that all pieces share. A piece is a range of
-//! rows by a range of panels; for each block of k it packs 32 rows of the left-hand side, a strip, which then
-//! stays in the first-level cache while the panels stream by from the second.
+//! B is packed once, into panels of 32 columns that all tasks share. A task is a range of rows by a range of panels; for each
+//! block of k it packs a strip of 32 rows of A, which stays in L1 while the panels stream from L2.
 
 use super::GemmShape;
 use super::epilogue::{Epilogue, Finished};
@@ -15,57 +14,55 @@ use std::ops::Range;
 
 /// Rows and columns of a block.
 pub(super) const TILE: usize = 32;
-/// The sums of a block.
+/// f32 sums of a block.
 pub(super) type Sums = [[f32; TILE]; TILE];
 
-/// A block product in f32 and the packing it needs. Left-hand blocks are 32 rows, k contiguous; right-hand
-/// panels are 32 columns, and the part of a panel for k in `p..q` (multiples of `K_UNIT`) is its elements
-/// `32p..32q`.
+/// A 32x32 block GEMM with f32 sums, and the packing of its operands. Blocks of A are 32 rows, k contiguous; panels of B are 32
+/// columns, and the part of a panel for k in `p..q` (multiples of `K_UNIT`) is its elements `32p..32q`.
 pub(super) trait Block<T>: Sync {
-    /// Element type of packed operands; any bits are a valid value.
+    /// Element type of packed operands; any bit pattern is valid.
     type Packed: Copy + Send + Sync;
-    /// What a thread holds during a piece of work.
+    /// Per-thread state of a task.
     type Guard;
-    /// A left-hand block that is being packed.
+    /// A block of A that is being packed.
     type Left;
-    /// A right-hand side that is being packed.
+    /// Panels of B that are being packed.
     type Right;
-    /// k is padded with zeros to a multiple of this.
+    /// k is zero-padded to a multiple of this.
     const K_UNIT: usize;
-    /// Longest k of one block product.
+    /// Largest k of one block GEMM.
     const K_BLOCK: usize;
 
-    /// The instruction-set level it uses.
+    /// Instruction-set level.
     fn isa(&self) -> Isa;
-    /// Prepares this thread for a piece of work.
+    /// Prepares this thread for a task.
     fn guard(&self) -> Self::Guard;
 
-    /// Will pack `m <= 32` rows by `k` of op(A), that begin at `from`, into 32 rows of `ldo` elements; rows from
-    /// `m` and columns from `k` to the next multiple of `K_UNIT` become zero.
+    /// Starts to pack `m <= 32` rows by `k` of op(A) at `from` into 32 rows of `ldo` elements; rows from `m` and columns from `k`
+    /// to the next multiple of `K_UNIT` become zero.
     fn left(&self, from: From<T>, m: usize, k: usize, out: *mut Self::Packed, ldo: usize) -> Self::Left;
-    /// How many units of work that takes.
+    /// Units of work of the packing.
     fn left_units(&self, left: &Self::Left) -> usize;
-    /// Does the next `units` of them, to the end at most.
+    /// Packs the next `units` units, at most to the end.
     ///
     /// # Safety
     /// The elements named in `left` are valid to read, and `out` to write.
     unsafe fn pack_left(&self, guard: &mut Self::Guard, left: &mut Self::Left, units: usize);
 
-    /// Will pack `k` by `n` of op(B), that begin at `from`, into panels `stride` elements apart; what lies
-    /// outside becomes zero.
+    /// Starts to pack `k` by `n` of op(B) at `from` into zero-padded panels `stride` elements apart.
     fn right(&self, from: From<T>, k: usize, n: usize, out: *mut Self::Packed, stride: usize) -> Self::Right;
-    /// How many units of work that takes.
+    /// Units of work of the packing.
     fn right_units(&self, right: &Self::Right) -> usize;
-    /// Does the next `units` of them, to the end at most.
+    /// Packs the next `units` units, at most to the end.
     ///
     /// # Safety
     /// The elements named in `right` are valid to read, and `out` to write.
     unsafe fn pack_right(&self, right: &mut Self::Right, units: usize);
 
-    /// How often a product of this `k` calls `meanwhile`.
+    /// How often a block GEMM of this `k` calls `meanwhile`.
     fn parts(k: usize) -> usize;
-    /// `sums[32][32] = a·b`, or `+=`; `k` is a multiple of `K_UNIT`. Calls `meanwhile` now and then, for work to
-    /// be done beside the multiplication.
+    /// `sums[32][32] = a·b`, or `+=`; `k` is a multiple of `K_UNIT`. Calls `meanwhile` between steps, to overlap packing and
+    /// stores with the multiplication.
     ///
     /// # Safety
     /// The operands are as [`PackedOperands`] says, `sums` is 1024 elements, and all are 64-byte aligned.
@@ -92,7 +89,7 @@ pub(crate) struct PackedOperands<P> {
     pub(crate) k: usize,
 }
 
-/// A checked product: the slices hold what the shape says.
+/// A GEMM whose slices hold what the shape says.
 pub(super) struct Job<'a, T, C> {
     shape: GemmShape,
     a: *const T,
@@ -106,7 +103,7 @@ pub(super) struct Job<'a, T, C> {
 unsafe impl<T: Sync, C: Send> Sync for Job<'_, T, C> {}
 
 impl<'a, T, C> Job<'a, T, C> {
-    /// A product whose lengths `GemmShape::check` has accepted.
+    /// A GEMM whose slice lengths `GemmShape::check` has accepted.
     pub(super) fn new(
         shape: GemmShape,
         a: &'a [T],
@@ -126,7 +123,7 @@ impl<'a, T, C> Job<'a, T, C> {
     }
 }
 
-/// Part of an operand: its first element, elements from one stored row to the next, stored transposed?
+/// Part of an operand: first element, leading dimension, and whether it is stored transposed.
 #[derive(Clone, Copy)]
 pub(super) struct From<T> {
     pub(super) at: *const T,
@@ -135,14 +132,14 @@ pub(super) struct From<T> {
 }
 
 impl<T> From<T> {
-    /// The part that begins at this row and column of op(·). Wrapping, since of an empty operand there is none.
+    /// The part that begins at this row and column of op(·). The offset wraps, since an empty operand has no valid address.
     fn part(self, row: usize, col: usize) -> From<T> {
         let at = if self.trans { col * self.ld + row } else { row * self.ld + col };
         From { at: self.at.wrapping_add(at), ..self }
     }
 }
 
-/// Packed panels `first..` of the right-hand side, `stride` elements apart.
+/// Packed panels `first..` of B, `stride` elements apart.
 #[derive(Clone, Copy)]
 struct Panels<P> {
     at: *mut P,
@@ -154,13 +151,13 @@ struct Panels<P> {
 unsafe impl<P: Send + Sync> Sync for Panels<P> {}
 
 impl<P> Panels<P> {
-    /// Panel `j`, from `at` of k.
+    /// Panel `j` from index `at` of k on.
     fn panel(&self, j: usize, at: usize) -> *mut P {
         self.at.wrapping_add((j - self.first) * self.stride + at * TILE)
     }
 }
 
-/// Computes the product with `block`.
+/// Computes the GEMM with `block`.
 pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K, job: Job<'_, T, C>) {
     let GemmShape { m, n, k, .. } = job.shape;
     if m == 0 || n == 0 {
@@ -202,7 +199,7 @@ pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K,
     }
 }
 
-/// One piece: these rows by these panels. Without `shared` panels it packs its own, block of k by block of k.
+/// One task: a range of rows by a range of panels. Without `shared` panels it packs its own, block of k by block of k.
 fn piece<T: Float, C: Float, K: Block<T>>(
     block: &K,
     job: &Job<'_, T, C>,
@@ -217,8 +214,8 @@ fn piece<T: Float, C: Float, K: Block<T>>(
     let (col, cols) = (panels.start * TILE, (n - panels.start * TILE).min(width * TILE));
     let strips = rows.len().div_ceil(TILE);
     let chunks = plan.k.div_ceil(plan.k_block).max(1);
-    // From one block of k to the next all sums wait here. With one block of k only two blocks of them are
-    // needed, the one being computed and the one being stored.
+    // All sums are kept between blocks of k. With a single block of k only two are needed: the one being computed and the one
+    // being stored.
     let kept = if chunks == 1 { 2 } else { strips * width };
     let (left_len, right_len) =
         (TILE * plan.k_block, if shared.is_some() { 0 } else { width * TILE * plan.k_block });
@@ -236,8 +233,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
             widen_bias(job.epilogue.bias, n, col, bias.as_flattened_mut());
             let bias = &*bias;
 
-            // The left-hand block of a step, a strip of rows by a block of k, and the right-hand side of a
-            // block of k: each is packed while the one before is in use.
+            // Double buffering: the next strip of A, and the next block of k of B, are packed while the current ones are in use.
             let left = |step: usize| left.wrapping_add(step % 2 * left_len);
             let next_left = |step: usize| {
                 let (at, row) = (step / strips * plan.k_block, rows.start + step % strips * TILE);
@@ -291,9 +287,8 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                             fetched: 0,
                             row: 0,
                         });
-                        // The matrix unit works on its own for hundreds of cycles: meanwhile pack what comes
-                        // next and store what came before, a little at a time, so that neither the unit nor
-                        // the rest of the core runs dry.
+                        // AMX works asynchronously for hundreds of cycles: meanwhile pack the next operands and store the
+                        // previous block, a little at a time, so that neither AMX nor the rest of the core idles.
                         let block_rows = TILE.div_ceil(parts);
                         let meanwhile = |guard: &mut K::Guard| {
                             // SAFETY: as above; a finished block is inside C, and only this piece writes it.
@@ -340,7 +335,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
     });
 }
 
-/// The bias of the columns from `col`, zero where there is none.
+/// Bias of the columns from `col` in f32, zero where there is none.
 fn widen_bias<T: Float>(bias: Option<&[T]>, n: usize, col: usize, out: &mut [f32]) {
     out.fill(0.0);
     if let Some(bias) = bias {

@@ -1,4 +1,4 @@
-//! From finished f32 sums to C: bias, old value, rounding.
+//! GEMM epilogue: from f32 sums to C with bias, accumulation and rounding.
 
 use super::driver::{Sums, TILE};
 use crate::cpu::{Isa, multiversion};
@@ -28,31 +28,31 @@ impl<T> Clone for Epilogue<'_, T> {
 
 impl<T> Copy for Epilogue<'_, T> {}
 
-/// A block of finished sums on its way to C.
+/// A block of finished sums that is being stored to C.
 pub(super) struct Finished<'a, C> {
-    /// The sums.
+    /// f32 sums.
     pub(super) sums: *const Sums,
-    /// Rows and columns.
+    /// Rows and columns of the block.
     pub(super) m: usize,
     pub(super) n: usize,
-    /// For each column.
+    /// Bias of each column.
     pub(super) bias: &'a [f32; TILE],
     /// Add to the old C.
     pub(super) accumulate: bool,
-    /// The first element, and elements from row to row.
+    /// First element, and leading dimension of C.
     pub(super) c: *mut C,
     pub(super) ldc: usize,
-    /// The next row to fetch, and to store.
+    /// Next row to prefetch, and to store.
     pub(super) fetched: usize,
     pub(super) row: usize,
 }
 
 impl<C: Float> Finished<'_, C> {
-    /// Stores the next `rows` rows, to the end at most.
+    /// Stores the next `rows` rows, at most to the end.
     ///
     /// # Safety
-    /// The sums are there, `c` is valid for `m` rows of `n` elements, nothing else touches them meanwhile, and
-    /// the CPU has this level.
+    /// `sums` is valid, `c` is valid for `m` rows of `n` elements that nothing else accesses meanwhile, and the CPU has this
+    /// level.
     #[inline]
     pub(super) unsafe fn advance(&mut self, isa: Isa, rows: usize) {
         #[cfg(target_arch = "x86_64")]
@@ -63,12 +63,12 @@ impl<C: Float> Finished<'_, C> {
         advance(isa, self, rows);
     }
 
-    /// Asks the caches for the next `rows` rows of C, which will be written soon.
+    /// Prefetches the next `rows` rows of C for writing.
     #[inline]
     pub(super) fn fetch(&mut self, rows: usize) {
         #[cfg(target_arch = "x86_64")]
         for _ in 0..rows {
-            // SAFETY: asking for an address is harmless wherever it points.
+            // SAFETY: prefetching any address is harmless.
             unsafe {
                 use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
                 _mm_prefetch::<_MM_HINT_ET0>(self.c.wrapping_add(self.fetched * self.ldc).cast());
@@ -79,7 +79,7 @@ impl<C: Float> Finished<'_, C> {
         let _ = rows;
     }
 
-    /// The next row: its sums and its place in C.
+    /// The next row: its sums and its address in C.
     ///
     /// # Safety
     /// As for `advance`, and there is a next row.
@@ -93,7 +93,7 @@ impl<C: Float> Finished<'_, C> {
 }
 
 multiversion! {
-    /// `Finished::advance`, whose promises it needs.
+    /// See `Finished::advance`, whose safety contract it needs.
     fn advance<C: Float>(block: &mut Finished<'_, C>, rows: usize) {
         for _ in 0..rows.min(block.m - block.row) {
             // SAFETY: there is a next row; the caller of `Finished::advance` vouches for the memory.
@@ -101,7 +101,7 @@ multiversion! {
                 let (sums, c) = block.next();
                 let sums = &*sums.cast::<[f32; TILE]>();
                 if block.n == TILE {
-                    // A length the compiler knows.
+                    // A constant length for the compiler.
                     row(&mut *c.cast::<[C; TILE]>(), sums, block.bias, block.accumulate);
                 } else {
                     row(std::slice::from_raw_parts_mut(c, block.n), sums, block.bias, block.accumulate);
@@ -130,8 +130,8 @@ mod x86 {
     use ferrotron_tensor::Float;
     use std::arch::x86_64::*;
 
-    /// `Finished::advance` to bf16 with the CPU's own rounding (which, like AMX, flushes denormals to zero): this
-    /// has to hide behind the matrix unit.
+    /// `Finished::advance` to bf16 with the AVX512-BF16 conversion (which, like AMX, flushes subnormals to zero): it must be fast
+    /// enough to hide behind AMX.
     ///
     /// # Safety
     /// As for `Finished::advance`, `C` is bf16, and the CPU has AVX512-BF16.

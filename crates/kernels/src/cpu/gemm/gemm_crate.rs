@@ -1,15 +1,16 @@
-//! f32 products by the `gemm` crate, which is as fast as the vendors' libraries. It runs on one thread here: the
-//! output is cut into pieces by its shape alone, so the bits do not depend on the number of threads.
+//! f32 GEMM by the `gemm` crate, which is as fast as vendor libraries. It runs single-threaded here on chunks of C that depend
+//! on the shape alone, so results do not depend on the number of threads.
 
 use super::{Epilogue, GemmShape};
 use ferrotron_tensor::Threads;
 
-/// A piece repacks its share of the other operand, so pieces are large; an even number suits even thread counts.
+/// Rows or columns per chunk. Every chunk packs the other operand again, so chunks are large; their number is even, for even
+/// thread counts.
 const PIECE: usize = 1024;
 
-/// The output, handed to threads that write different rows or columns of it.
+/// C, shared by threads that write different rows or columns of it.
 struct Out(*mut f32);
-// SAFETY: pieces do not overlap.
+// SAFETY: chunks do not overlap.
 unsafe impl Sync for Out {}
 
 /// See [`super::gemm_f32`], which has checked the lengths. `m`, `n`, `k` are not zero.
@@ -31,7 +32,7 @@ pub(super) fn run(
         }
     }
     let read = accumulate || bias.is_some();
-    // (step along rows, step along columns) of op(A) and op(B).
+    // (row stride, column stride) of op(A) and op(B).
     let steps = |trans: bool, ld: usize| if trans { (1, ld) } else { (ld, 1) };
     let ((ar, ac), (br, bc)) = (steps(s.trans_a, s.lda), steps(s.trans_b, s.ldb));
     let by_rows = s.m >= s.n;
@@ -42,8 +43,8 @@ pub(super) fn run(
     threads.parallel_ranges(length, grain, &|r| {
         let out = &out;
         let (m, n, row, col) = if by_rows { (r.len(), s.n, r.start, 0) } else { (s.m, r.len(), 0, r.start) };
-        // SAFETY: the slices hold the shape (checked by the caller), the piece lies inside it, and no other
-        // piece writes its rows and columns of C.
+        // SAFETY: the slices hold the shape (checked by the caller), the chunk lies inside it, and no other chunk writes its rows
+        // and columns of C.
         unsafe {
             gemm::gemm(
                 m,

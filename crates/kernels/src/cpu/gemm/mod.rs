@@ -1,11 +1,11 @@
-//! Matrix products on the CPU, always accumulated in f32.
+//! GEMM on the CPU, accumulated in f32.
 //!
-//! One driver (`driver`) splits the output into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where
-//! the machine has it (`amx`), otherwise vectors of f32 (`vector`), to which bf16 operands are widened while
-//! they are packed. Products of f32 on AVX2 and better are the `gemm` crate's (`gemm_crate`). The order of every sum
-//! depends on the shape alone, so the result is the same bits for any number of threads.
+//! One driver (`driver`) splits C into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where the CPU has it (`amx`),
+//! otherwise f32 SIMD (`vector`), for which bf16 operands are converted while they are packed. f32 GEMMs on AVX2 and above use
+//! the `gemm` crate (`gemm_crate`). The order of every sum depends on the shape alone, so results do not depend on the number
+//! of threads.
 //!
-//! With AMX, denormal inputs count as zero and denormal sums become zero; all else follows IEEE on every level.
+//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero; all else follows IEEE on every level.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -24,31 +24,31 @@ pub use epilogue::Epilogue;
 use super::{CpuContext, Isa};
 use ferrotron_tensor::{Float, bf16, f16};
 
-/// Sizes and layout of a product `C[m, n] = op(A)·op(B)`. All matrices are row-major; leading strides are in
-/// elements and may be larger than a row.
+/// Sizes and layout of a GEMM `C[m, n] = op(A)·op(B)`. All matrices are row-major; leading dimensions are in elements and may
+/// be larger than a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmShape {
     /// Rows of C.
     pub m: usize,
     /// Columns of C.
     pub n: usize,
-    /// Length of the sums.
+    /// Contracted dimension.
     pub k: usize,
     /// A is stored as `[k, m]` instead of `[m, k]`.
     pub trans_a: bool,
     /// B is stored as `[n, k]` instead of `[k, n]`.
     pub trans_b: bool,
-    /// Elements from one stored row of A to the next.
+    /// Leading dimension of A.
     pub lda: usize,
-    /// Elements from one stored row of B to the next.
+    /// Leading dimension of B.
     pub ldb: usize,
-    /// Elements from one row of C to the next.
+    /// Leading dimension of C.
     pub ldc: usize,
 }
 
 impl GemmShape {
-    /// Checks that the slices hold what the shape says. The kernels go through pointers, so a wrong length
-    /// must stop here; the tensor layer above refuses it with a proper error before.
+    /// Checks that the slices hold what the shape says. The kernels use raw pointers, so a wrong length must stop here; callers
+    /// with tensors have already returned an error.
     fn check(&self, a: usize, b: usize, bias: Option<usize>, c: usize) {
         let fits = |rows: usize, cols: usize, stride: usize, len: usize| {
             rows == 0 || cols == 0 || (stride >= cols && (rows - 1) * stride + cols <= len)
@@ -66,10 +66,9 @@ impl GemmShape {
     }
 }
 
-/// `C[m, n] = op(A)·op(B)`, plus `bias[n]` on every row where given, plus the old C with `accumulate`, in f32.
+/// `C[m, n] = op(A)·op(B)`, followed by the epilogue, in f32.
 ///
-/// With `k == 0` the product is zero. Without `accumulate` the old C is not read. Elements between the rows of
-/// C are left alone.
+/// With `k == 0` the sums are zero. Elements between the rows of C are not written.
 ///
 /// # Panics
 /// If a slice is shorter than the shape says, or a stride shorter than its row.
@@ -101,7 +100,7 @@ pub fn gemm_f16<C: Float>(
     c: &mut [C],
 ) {
     shape.check(a.len(), b.len(), epilogue.bias.map(<[f16]>::len), c.len());
-    // The matrix unit multiplies bf16, which has fewer digits.
+    // AMX multiplies bf16, which has fewer mantissa bits.
     vector::run(cpu, driver::Job::new(shape, a, b, epilogue, c));
 }
 

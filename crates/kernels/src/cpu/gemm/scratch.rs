@@ -1,4 +1,4 @@
-//! Scratch memory for packed operands, kept from call to call so that a product allocates nothing.
+//! Scratch memory for packed operands, reused from call to call so that a GEMM does not allocate.
 
 use std::cell::Cell;
 
@@ -7,22 +7,22 @@ use std::cell::Cell;
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// One kept buffer.
+/// A reusable buffer.
 pub(super) struct Slot(Cell<Vec<Line>>);
 
 thread_local! {
-    // Only capacity survives a call, never a value anyone reads. The calling thread may also run pieces, so
-    // what it shares with all pieces and what one piece needs are two buffers.
-    /// What all the pieces of a call share: the packed right-hand side.
+    // Only capacity survives a call, never a value that is read. The calling thread may also run tasks, so the buffer shared by
+    // all tasks and the buffer of one task are separate.
+    /// Shared by all tasks of a call: packed B.
     pub(super) static SHARED: Slot = const { Slot(Cell::new(Vec::new())) };
-    /// What one piece of work needs.
+    /// Scratch of one task.
     pub(super) static PIECE: Slot = const { Slot(Cell::new(Vec::new())) };
 }
 
 impl Slot {
-    /// Calls `work` with at least `bytes` bytes, aligned to 64, whose contents are arbitrary.
+    /// Calls `work` with at least `bytes` bytes, 64-byte aligned and uninitialized.
     pub(super) fn with<R>(&self, bytes: usize, work: impl FnOnce(*mut u8) -> R) -> R {
-        // Fp8WeightSlices out while in use, so that a nested call would get a buffer of its own.
+        // Taken out while in use, so that a nested call gets its own buffer.
         let mut lines = self.0.take();
         let need = bytes.div_ceil(64);
         if lines.len() < need {

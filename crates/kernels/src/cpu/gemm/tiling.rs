@@ -1,29 +1,29 @@
-//! How a product is cut. Results do not depend on it: every element is one sum along k, whose order is fixed by
-//! `k_block`, which follows from k alone.
+//! How a GEMM is split. Results do not depend on it: every element is one sum along k, whose order is fixed by `k_block`, which
+//! depends on k alone.
 
 use super::GemmShape;
 use super::driver::TILE;
 
-/// Sizes of the parts of a product.
+/// Tile sizes of a GEMM.
 pub(super) struct Tiling {
     /// k padded to the unit.
     pub(super) k: usize,
-    /// k of one block product.
+    /// k of one block GEMM.
     pub(super) k_block: usize,
-    /// Pack the right-hand side once for all pieces?
+    /// Whether B is packed once for all tasks.
     pub(super) share: bool,
-    /// Panels worked on at a time, which bounds the memory for shared panels.
+    /// Panels per pass, which bounds the memory for shared panels.
     pub(super) slab: usize,
-    /// k of one piece of packing shared panels.
+    /// k of one packing task of shared panels.
     pub(super) pack: usize,
-    /// Rows of a piece.
+    /// Rows of a task.
     pub(super) rows: usize,
-    /// Panels of a piece.
+    /// Panels of a task.
     pub(super) panels: usize,
 }
 
 impl Tiling {
-    /// `size`: bytes of a packed element; `threads`: how many will share the pieces.
+    /// `size`: bytes of a packed element; `threads`: number of threads.
     pub(super) fn new(
         shape: &GemmShape,
         k_unit: usize,
@@ -31,7 +31,7 @@ impl Tiling {
         size: usize,
         threads: usize,
     ) -> Tiling {
-        // Shared panels are packed ahead, at the price of going through memory when they are many.
+        // Shared panels are packed ahead; when they are many, they go through memory.
         const SHARE_BYTES: usize = 1 << 20;
         const SLAB_BYTES: usize = 8 << 20;
         const PACK_BYTES: usize = 64 << 10;
@@ -44,11 +44,11 @@ impl Tiling {
         let slab = if share { (SLAB_BYTES / panel_bytes).clamp(16.min(all), all) } else { all };
         let pack = (PACK_BYTES / (slab * TILE * size)).max(1).next_multiple_of(TILE);
 
-        // The largest pieces whose sums and panels stay in the second-level cache.
+        // The largest tasks whose sums and panels stay in L2.
         let (most_rows, most_panels) = if share { (256, 32) } else { (384, 16) };
         let even = |len: usize, most: usize| len.div_ceil(len.div_ceil(most).max(1));
         let (mut rows, mut panels) = (even(m.div_ceil(TILE), most_rows / TILE), even(slab, most_panels));
-        // Then enough of them to share out, as long as each is worth its packing.
+        // Then enough of them for all threads, as long as each is large enough to amortize its packing.
         loop {
             let pieces = m.div_ceil(rows * TILE) * slab.div_ceil(panels);
             let big = rows * panels > 64;

@@ -2,7 +2,7 @@
 
 use std::arch::x86_64::*;
 
-/// A block of 16x16 words, each row a cache line.
+/// 16x16 words, each row a cache line.
 #[repr(C, align(64))]
 pub(crate) struct Words(pub(crate) [u32; 256]);
 
@@ -32,7 +32,7 @@ pub(crate) unsafe fn transpose_part(
     to_stride: usize,
     part: usize,
 ) {
-    // Lane l of gathered t is the 4 words of row 4l+t at column 4·part: loading does half of the work.
+    // Lane l of `gather(t)` is the 4 words of row 4l+t at column 4·part: the loads do half of the transpose.
     let gather = |t: usize| {
         // SAFETY: row 4l+t < 16, bytes 16·part.. of its 64.
         unsafe {

@@ -1,15 +1,14 @@
-//! f32 blocks on vector units. bf16 operands are widened while they are packed, so both types run at the same
-//! speed.
+//! f32 block GEMMs with SIMD. 16-bit operands are converted to f32 while they are packed, so all types run at the same speed.
 
 use super::driver::{self, Block, From, Job, PackedOperands, TILE};
 use crate::cpu::{CpuContext, Isa, multiversion};
 use ferrotron_tensor::Float;
 
-/// Blocks of f32 with the instructions of this level.
+/// f32 block GEMM at an instruction-set level.
 struct Vector(Isa);
 
-/// An operand being packed: where it is, its rows and columns (k is the columns of a left-hand block and the
-/// rows of a right-hand side), where to, elements between rows (left) or panels (right), and the next unit.
+/// An operand that is being packed: source, rows and columns (k is the columns of A and the rows of B), destination, stride
+/// between rows (A) or panels (B), and the next unit.
 struct Packing<T> {
     from: From<T>,
     rows: usize,
@@ -25,7 +24,7 @@ impl<T: Float> Block<T> for Vector {
     type Left = Packing<T>;
     type Right = Packing<T>;
     const K_UNIT: usize = 1;
-    /// Both operands of a block product then fit the first-level cache.
+    /// Both operands of a block GEMM then fit in L1.
     const K_BLOCK: usize = 128;
 
     fn isa(&self) -> Isa {
@@ -38,7 +37,7 @@ impl<T: Float> Block<T> for Vector {
         Packing { from, rows: m, cols: k, out, stride: ldo, unit: 0 }
     }
 
-    /// A row, or 32 columns of a transposed block.
+    /// A unit is a row, or 32 columns of a transposed block.
     fn left_units(&self, left: &Packing<T>) -> usize {
         if left.from.trans || left.cols == 0 { left.cols.div_ceil(32) } else { TILE }
     }
@@ -47,7 +46,7 @@ impl<T: Float> Block<T> for Vector {
         let Packing { from: From { at: a, ld, trans }, rows: m, cols: k, out, stride, unit: first } = *left;
         left.unit = first.saturating_add(units).min(self.left_units(left));
         for unit in first..left.unit {
-            // SAFETY: 32 columns, or one row, of what the caller promised.
+            // SAFETY: 32 columns, or one row, of the source and destination that the caller vouches for.
             unsafe {
                 if trans {
                     let (at, len) = (32 * unit, (k - 32 * unit).min(32));
@@ -68,7 +67,7 @@ impl<T: Float> Block<T> for Vector {
         Packing { from, rows: k, cols: n, out, stride, unit: 0 }
     }
 
-    /// A row, or a panel of a transposed right-hand side.
+    /// A unit is a row, or a panel of a transposed B.
     fn right_units(&self, right: &Packing<T>) -> usize {
         if right.from.trans { right.cols.div_ceil(TILE) } else { right.rows }
     }
@@ -81,7 +80,7 @@ impl<T: Float> Block<T> for Vector {
             for panel in panels {
                 let col = panel * TILE;
                 let n = (cols - col).min(TILE);
-                // SAFETY: one row, or all, of one panel of what the caller promised.
+                // SAFETY: one row, or all rows, of one panel of the memory that the caller vouches for.
                 unsafe {
                     let out = out.add(panel * stride + row * TILE);
                     if n < TILE {
@@ -135,7 +134,7 @@ multiversion! {
     }
 }
 
-/// `out[c][r] = from[r][c]`, widened.
+/// `out[c][r] = from[r][c]` in f32.
 ///
 /// # Safety
 /// The pointers are valid for that, and the CPU has this level.
@@ -152,18 +151,18 @@ unsafe fn flip<T: Float>(
     #[cfg(target_arch = "x86_64")]
     if isa >= Isa::Avx512 {
         (r0, c0) = (rows / 16 * 16, cols / 16 * 16);
-        // SAFETY: whole blocks inside what the caller promised.
+        // SAFETY: full blocks inside the memory that the caller vouches for.
         unsafe { x86::flip(from, ld, [r0, c0], out, ldo) };
     }
     for r in 0..rows {
         for c in if r < r0 { c0 } else { 0 }..cols {
-            // SAFETY: as the caller promised.
+            // SAFETY: inside the memory that the caller vouches for.
             unsafe { *out.add(c * ldo + r) = (*from.add(r * ld + c)).to_f32() };
         }
     }
 }
 
-/// The block product in plain Rust: 4x8 sums at a time, which fit the registers of any CPU.
+/// Portable block GEMM: 4x8 sums at a time, which fit in the registers of any CPU.
 ///
 /// # Safety
 /// As for `Block::multiply`.
@@ -173,7 +172,7 @@ unsafe fn multiply(operands: PackedOperands<f32>, tile: *mut f32, accumulate: bo
         for col in (0..TILE).step_by(8) {
             let mut sums = [[0f32; 8]; 4];
             for l in 0..k {
-                // SAFETY: element l of a row of the panel, and of four rows of the left-hand block.
+                // SAFETY: row l of the panel, and element l of four rows of A.
                 unsafe {
                     let right = &*b.add(l * TILE + col).cast::<[f32; 8]>();
                     for (i, sums) in sums.iter_mut().enumerate() {
@@ -239,7 +238,7 @@ mod x86 {
     macro_rules! multiply {
         ($name:ident, $features:literal, $rows:literal, $vectors:literal, $lanes:literal,
          $zero:ident, $load:ident, $store:ident, $set:ident, $fma:ident) => {
-            /// The block product, `$rows` rows by `$vectors` vectors of sums at a time.
+            /// Block GEMM, `$rows` rows by `$vectors` vectors of sums at a time.
             ///
             /// # Safety
             /// As for `Block::multiply`, and the CPU has the features.
@@ -311,7 +310,7 @@ mod x86 {
     );
 }
 
-/// The product on vectors of f32.
+/// GEMM with f32 SIMD.
 pub(super) fn run<T: Float, C: Float>(cpu: CpuContext, job: Job<'_, T, C>) {
     driver::run(cpu.threads, &Vector(cpu.isa), job);
 }

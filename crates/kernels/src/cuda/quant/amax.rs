@@ -1,4 +1,4 @@
-//! Largest magnitudes, and the scales of delayed scaling.
+//! Amax kernels, and the scale update of delayed scaling.
 
 use super::input;
 use super::stack::stacked;
@@ -10,7 +10,7 @@ use crate::quant::check::{check_delayed, matrix, one};
 use crate::quant::stack::amax_sizes;
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
-/// As in measure.cu: columns and rows of a block.
+/// Columns and rows of a thread block, as in amax.cu.
 const ACROSS: usize = 256;
 const DOWN: usize = 64;
 const THREADS: u32 = 256;
@@ -21,17 +21,17 @@ const DELAYED_THREADS: u32 = 512;
 kernel_args! {
     header "args/quant_amax.cuh", includes [];
 
-    /// amax of a matrix, or of each matrix of a stack.
+    /// Amax of a matrix, or of each matrix of a stack.
     struct AmaxArgs {
         x: u64,
-        /// f32 `[matrices]`, raised.
+        /// f32 `[matrices]`: maximum with its previous value.
         amax: u64,
         rows: i64,
         width: i64,
         stride: i64,
-        /// Width of the last row: a contiguous tensor is taken as rows of any width.
+        /// Width of the last row: a contiguous tensor is viewed as rows of a fixed width.
         last: i64,
-        /// From a matrix of a stack to the next.
+        /// Stride between matrices of a stack.
         step: i64,
         /// Blocks along the columns.
         across: u32,

@@ -1,4 +1,4 @@
-//! FP8 matrices: quantized by our own kernels, multiplied by cuBLASLt.
+//! FP8 on CUDA: quantization by our own kernels, GEMMs by cuBLASLt.
 
 pub(super) mod amax;
 pub(super) mod emulate;
@@ -14,7 +14,7 @@ use crate::{DelayedUpdate, EmulatedFormat, Fp8Tensor, QuantKernels, Quantize, Qu
 use ferrotron_tensor::{Result, Stream, Tensor};
 pub(super) use generic::Fp8Matrix;
 
-/// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant/amax", "amax")`.
+/// Kernel instance for f32, bf16 or f16: `input!(OP, dtype, "quant/amax", "amax")`.
 macro_rules! input {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {

@@ -1,4 +1,4 @@
-//! Bytes of a stack of matrices, and of each of them transposed.
+//! Quantization and transposition of stacks of FP8 matrices (expert weights).
 
 use super::quantize::{QuantizeArgs, THREADS, kernel};
 use crate::cuda::args::kernel_args;
@@ -17,24 +17,26 @@ kernel_args! {
         to: u64,
         scale: u64,
         to_scale: u64,
-        /// Of one matrix.
+        /// Rows and columns of one matrix.
         r: i64,
         c: i64,
         /// Tiles along the columns.
         across: u32,
-        /// Scales are of 128×128 blocks, otherwise one a matrix.
+        /// One scale per 128×128 block; otherwise one per matrix.
         block_scaled: u32,
-        /// Accesses of 8 bytes to `from`, and of 16 to `to`.
+        /// 8-byte loads of `from`, and 16-byte stores to `to`.
         vectorized: u32,
         vectorized_to: u32,
     }
 }
 
-/// Matrices of a stack as blocks along the second axis of a grid.
+/// Number of matrices of a stack as the y dimension of a grid.
 pub(super) fn stacked(op: &'static str, count: usize) -> Result<u32> {
     match u16::try_from(count) {
         Ok(n) => Ok(n.into()),
-        Err(_) => shape_error(op, format!("{count} matrices are more than a card can be asked for at once")),
+        Err(_) => {
+            shape_error(op, format!("{count} matrices exceed the y dimension of a grid; split the stack"))
+        }
     }
 }
 
@@ -42,9 +44,10 @@ impl CudaKernels {
     pub(super) fn launch_amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
         let ([_, n, k], ..) = q.check("quantize_stack")?;
         let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
-        // All blocks of a matrix must be resident at once, beside others: three fit per SM, or two of f32.
-        let aux = if q.x.dtype() == DType::F32 { 1 } else { 2 };
-        let once = (1..=aux * self.multiprocessors() as usize).contains(&tiles);
+        // The kernel waits for the amax of all blocks of a matrix, so they must be resident at once, beside other kernels' blocks:
+        // three fit per SM, or two of f32.
+        let per_sm = if q.x.dtype() == DType::F32 { 1 } else { 2 };
+        let once = (1..=per_sm * self.multiprocessors() as usize).contains(&tiles);
         if once && matches!(q.range, ScaleSource::Amax { .. }) {
             return self.launch_quantize_stack(s, q, true);
         }
@@ -82,7 +85,7 @@ impl CudaKernels {
                 vectorized: from.is_multiple_of(8).into(),
                 vectorized_to: aligned16(&[to]).into(),
             };
-            // Of empty matrices there are still the scales.
+            // Empty matrices still have scales.
             let tiles = blocks(OP, n.div_ceil(BLOCK).max(1) * across as usize, 1)?;
             let grid = LaunchConfig { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
             self.launch_kernel(l, Kernel::new("quant/transpose_stack", "transpose_stack"), grid, &a)
@@ -91,7 +94,7 @@ impl CudaKernels {
 }
 
 impl CudaKernels {
-    /// With `measure`, magnitudes are found on the way.
+    /// With `measure`, the same kernel computes amax first.
     pub(super) fn launch_quantize_stack(&self, s: &Stream, q: &QuantizeStack, measure: bool) -> Result<()> {
         const OP: &str = "quantize_stack";
         let ([count, n, k], scaling, format) = q.check(OP)?;
@@ -106,18 +109,18 @@ impl CudaKernels {
                 (amax, pow2) = (Some(args.len()), wanted);
                 args.push(if measure { write(found) } else { read(found) });
             }
-            ScaleSource::Given { scale: given, amax: most } => {
+            ScaleSource::Given { scale: given, amax: collected } => {
                 (scale, amax) = (Some(args.len()), Some(args.len() + 1));
-                args.extend([read(given), write(most)]);
+                args.extend([read(given), write(collected)]);
             }
             ScaleSource::Blocks { pow2: wanted } => pow2 = wanted,
         }
-        // Bytes, and their scales behind them.
+        // Argument index of each output's FP8 data; its scales follow.
         let mut places = [None; 2];
-        for (place, bytes) in places.iter_mut().zip([q.rows, q.cols]) {
-            if let Some(bytes) = bytes {
+        for (place, fp8) in places.iter_mut().zip([q.rows, q.cols]) {
+            if let Some(fp8) = fp8 {
                 *place = Some(args.len());
-                args.extend([write(&bytes.data), write(&bytes.scale_inv)]);
+                args.extend([write(&fp8.data), write(&fp8.scale_inv)]);
             }
         }
         let waiting = arrived.as_ref().map(|t| {
@@ -163,7 +166,7 @@ impl CudaKernels {
                 vectorized_cols: aligned16(&[cols]).into(),
                 ..QuantizeArgs::default()
             };
-            // Of empty matrices there are still the scales.
+            // Empty matrices still have scales.
             let tiles = match (n * k, scaling) {
                 (0, ScalingMode::PerTensor) => 1,
                 _ => blocks(OP, n.div_ceil(BLOCK) * k.div_ceil(BLOCK), 1)?,

@@ -1,4 +1,4 @@
-//! Choices counted and dropped, and what follows from counts.
+//! Tokens per expert, dropping over capacity, auxiliary-loss weights and expert bias.
 
 use super::BLOCK_THREADS;
 use crate::cuda::args::kernel_args;
@@ -14,7 +14,7 @@ kernel_args! {
     struct TokenCountArgs {
         /// i32 `[tokens, k]`.
         index: u64,
-        /// i32 `[tokens]`, negative where a token does not count; 0 where all do.
+        /// i32 `[tokens]`, negative for padding; a null pointer where there is none.
         segments: u64,
         /// i64 `[experts]`, added to.
         counts: u64,
@@ -24,9 +24,9 @@ kernel_args! {
         k: i32,
     }
 
-    /// Drops choices beyond an expert's capacity.
+    /// Drops selections over an expert's capacity.
     struct DropArgs {
-        /// i32 and f32 `[tokens, k]`: a dropped choice becomes -1 with probability 0.
+        /// i32 and f32 `[tokens, k]`: a dropped selection becomes -1 with probability 0.
         index: u64,
         probs: u64,
         /// i64 `[1]`, added to.
@@ -38,7 +38,7 @@ kernel_args! {
         /// tokens·k, below 2³¹.
         entries: i64,
         capacity: i64,
-        /// The least probable choices are dropped instead of the last.
+        /// The least probable selections are dropped instead of the last.
         by_probability: u32,
         pad: u32,
     }
@@ -79,7 +79,7 @@ fn kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn launch_count_choices(
+    pub(super) fn launch_count_tokens(
         &self,
         s: &Stream,
         index: &Tensor,
@@ -102,7 +102,7 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_drop_beyond(
+    pub(super) fn launch_drop_over_capacity(
         &self,
         s: &Stream,
         capacity: usize,
@@ -114,7 +114,7 @@ impl CudaKernels {
         let z = check::drop_over_capacity(OP, experts, index, probs, dropped)?;
         let entries = index.numel();
         if i32::try_from(entries).is_err() {
-            return shape_error(OP, format!("{entries} choices are too many to sort"));
+            return shape_error(OP, format!("{entries} selections are too many to sort"));
         }
         // Where nothing stays, nothing need be compared.
         let by_probability = by_probability && capacity > 0;
@@ -155,7 +155,7 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_balance_weights(
+    pub(super) fn launch_aux_loss_weights(
         &self,
         s: &Stream,
         factor: f32,
@@ -183,7 +183,7 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_update_bias(
+    pub(super) fn launch_update_expert_bias(
         &self,
         s: &Stream,
         rate: f32,

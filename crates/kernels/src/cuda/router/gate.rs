@@ -1,4 +1,4 @@
-//! The gate of a router in f64.
+//! Router GEMM with f64 accumulation.
 
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::blocks;
@@ -6,7 +6,7 @@ use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::router::check;
 use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
 
-/// As in gate.cu.
+/// Tile size and threads, as in gate.cu.
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
@@ -18,7 +18,7 @@ kernel_args! {
         a: u64,
         b: u64,
         c: u64,
-        /// Elements from one m (n) to the next, and from one k to the next.
+        /// Strides along m (n) and along k.
         a_row: i64,
         a_step: i64,
         b_row: i64,
@@ -31,8 +31,8 @@ kernel_args! {
     }
 }
 
-/// `c [m, n] (+)= a·bᵀ`, with elements from one m (n) to the next and from one k to the next.
-struct Product {
+/// `c [m, n] (+)= a·bᵀ`; operands have an address and strides along m (n) and k, and `sizes` is m, n, k.
+struct GateGemm {
     a: (u64, [usize; 2]),
     b: (u64, [usize; 2]),
     c: u64,
@@ -41,7 +41,7 @@ struct Product {
 }
 
 impl CudaKernels {
-    fn launch_product(&self, l: &Launch, kernel: Kernel, p: Product) -> Result<()> {
+    fn launch_gate_gemm(&self, l: &Launch, kernel: Kernel, p: GateGemm) -> Result<()> {
         let [m, n, k] = p.sizes;
         let across = blocks(l.op(), n, TILE)?;
         let grid =
@@ -69,10 +69,10 @@ impl CudaKernels {
         let kernel = typed!(OP, x.dtype(), "router/gate", "gate_logits")?;
         s.launch(OP, &[read(x), read(w), write(logits)], |l| {
             let (a, b, c) = ((l.address(0)?, [h, 1]), (l.address(1)?, [h, 1]), l.address(2)?);
-            self.launch_product(
+            self.launch_gate_gemm(
                 l,
                 kernel,
-                Product { a, b, c, sizes: [tokens, experts, h], accumulate: false },
+                GateGemm { a, b, c, sizes: [tokens, experts, h], accumulate: false },
             )
         })
     }
@@ -91,9 +91,9 @@ impl CudaKernels {
             let d = l.address(2)?;
             let (a, b, c) = ((d, [experts, 1]), (l.address(1)?, [1, h]), l.address(3)?);
             let sizes = [tokens, h, experts];
-            self.launch_product(l, to_x, Product { a, b, c, sizes, accumulate: false })?;
+            self.launch_gate_gemm(l, to_x, GateGemm { a, b, c, sizes, accumulate: false })?;
             let (a, b, c) = ((d, [1, experts]), (l.address(0)?, [1, h]), l.address(4)?);
-            self.launch_product(l, to_w, Product { a, b, c, sizes: [experts, h, tokens], accumulate })
+            self.launch_gate_gemm(l, to_w, GateGemm { a, b, c, sizes: [experts, h, tokens], accumulate })
         })
     }
 }

@@ -1,4 +1,4 @@
-//! Balancing losses and the z-loss.
+//! Auxiliary load-balancing loss and z-loss.
 
 use super::{code, row_blocks, sized};
 use crate::cuda::args::kernel_args;
@@ -20,7 +20,7 @@ kernel_args! {
     struct AuxLossArgs {
         /// `[tokens, experts]`.
         logits: u64,
-        /// i32 `[tokens]`: negative where a token does not count.
+        /// i32 `[tokens]`: negative for padding.
         segments: u64,
         /// f32 `[segments, experts]`: gradient of the loss by each sum of scores.
         weights: u64,
@@ -45,7 +45,7 @@ kernel_args! {
         count: i32,
     }
 
-    /// The router's z-loss, and its gradient.
+    /// Router z-loss, and its gradient.
     struct ZLossArgs {
         logits: u64,
         segments: u64,
@@ -83,7 +83,7 @@ fn balance_kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn launch_balance(
+    pub(super) fn launch_aux_loss_stats(
         &self,
         s: &Stream,
         b: &AuxLoss,
@@ -116,7 +116,7 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_balance_backward(
+    pub(super) fn launch_aux_loss_backward(
         &self,
         s: &Stream,
         b: &AuxLoss,

@@ -1,4 +1,4 @@
-//! The router on a card: one warp to a token.
+//! MoE router on CUDA: one warp per token.
 
 pub(super) mod counts;
 pub(super) mod gate;
@@ -14,7 +14,7 @@ use crate::{
 };
 use ferrotron_tensor::{Result, Stream, Tensor};
 
-/// The instance of a kernel for the type and number of experts: `sized!(OP, dtype, experts, "router/route", "route")`.
+/// Kernel instance for a dtype and number of experts: `sized!(OP, dtype, experts, "router/route", "route")`.
 macro_rules! sized {
     ($op:expr, $dtype:expr, $experts:expr, $source:literal, $name:literal) => {{
         let kernel = |name| $crate::cuda::Kernel::new($source, name);
@@ -33,7 +33,7 @@ macro_rules! sized {
 }
 use sized;
 
-/// Threads of a block whose threads share one list of experts or values, as in select.cuh.
+/// Threads of a block that sorts one list, as in select.cuh.
 const BLOCK_THREADS: u32 = 1024;
 
 /// Warps of a block, as in common.cuh.
@@ -41,12 +41,12 @@ fn warps(experts: usize) -> usize {
     if experts > 256 { 4 } else { 8 }
 }
 
-/// Blocks for `tokens` rows, `rows` to a warp.
+/// Grid for `tokens` rows, `rows` per warp.
 fn row_blocks(op: &'static str, tokens: usize, experts: usize, rows: usize) -> Result<LaunchConfig> {
     Ok(line(blocks(op, tokens, warps(experts) * rows)?, 32 * warps(experts) as u32))
 }
 
-/// As in common.cuh.
+/// Code of a score function, as in common.cuh.
 fn code(score: ScoreFunction) -> i32 {
     match score {
         ScoreFunction::SoftmaxAfterTopK => 0,
@@ -71,7 +71,7 @@ impl RouterKernels for CudaKernels {
 
     fn drop_over_capacity(&self, s: &Stream, d: &CapacityDrop) -> Result<()> {
         let &CapacityDrop { capacity, experts, by_probability, index, probs, dropped } = d;
-        self.launch_drop_beyond(s, capacity, experts, by_probability, [index, probs, dropped])
+        self.launch_drop_over_capacity(s, capacity, experts, by_probability, [index, probs, dropped])
     }
 
     fn sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
@@ -106,15 +106,8 @@ impl RouterKernels for CudaKernels {
         self.launch_mask_padding(s, segments, index, probs)
     }
 
-    fn expand_topk(
-        &self,
-        s: &Stream,
-        index: &Tensor,
-        own: usize,
-        copies: usize,
-        wide: &Tensor,
-    ) -> Result<()> {
-        self.launch_expand_topk(s, index, own, copies, wide)
+    fn expand_topk(&self, s: &Stream, index: &Tensor, local: usize, etp: usize, out: &Tensor) -> Result<()> {
+        self.launch_expand_topk(s, index, local, etp, out)
     }
 
     fn jitter(&self, s: &Stream, j: &Jitter) -> Result<()> {
@@ -132,16 +125,16 @@ impl RouterKernels for CudaKernels {
 
 impl LoadBalancingKernels for CudaKernels {
     fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
-        self.launch_balance(s, b, sums, counts)
+        self.launch_aux_loss_stats(s, b, sums, counts)
     }
 
     fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
-        self.launch_balance_backward(s, b, weights, dlogits)
+        self.launch_aux_loss_backward(s, b, weights, dlogits)
     }
 
     fn aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
         let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, weights, loss } = a;
-        self.launch_balance_weights(s, factor, k, [sums, counts, weights, loss], steps)
+        self.launch_aux_loss_weights(s, factor, k, [sums, counts, weights, loss], steps)
     }
 
     fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
@@ -153,11 +146,11 @@ impl LoadBalancingKernels for CudaKernels {
     }
 
     fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
-        self.launch_count_choices(s, index, segments, counts)
+        self.launch_count_tokens(s, index, segments, counts)
     }
 
     fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
-        self.launch_update_bias(s, rate, counts, bias)
+        self.launch_update_expert_bias(s, rate, counts, bias)
     }
 
     fn accumulate_counts(&self, s: &Stream, counts: &Tensor, total: &Tensor, steps: &Tensor) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Choices and probabilities.
+//! Top-k selection and probabilities.
 
 use super::{code, row_blocks, sized};
 use crate::cuda::CudaKernels;

@@ -1,4 +1,4 @@
-//! Sinkhorn's balanced matrix, and quantile balancing.
+//! Sinkhorn normalization and quantile balancing.
 
 use super::{BLOCK_THREADS, row_blocks, sized, warps};
 use crate::cuda::args::kernel_args;
@@ -7,9 +7,9 @@ use crate::cuda::{CudaKernels, Kernel, typed};
 use crate::router::check;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
-/// Parts of a column's sum at most, so that one block adds them up quickly.
+/// Largest number of partial sums per column, which one thread block adds up.
 const MAX_PARTS: usize = 128;
-/// Rounds between two looks at whether it is done, and in all.
+/// Iterations between convergence checks, and in total.
 const BATCH: usize = 16;
 const ROUNDS: usize = 10_000;
 
@@ -67,7 +67,7 @@ impl CudaKernels {
         }
         let step = sized!(OP, logits.dtype(), experts, "router/sinkhorn", "sinkhorn_rows")?;
         let last = sized!(OP, logits.dtype(), experts, "router/sinkhorn", "sinkhorn_write")?;
-        // Of a warp.
+        // Rows per warp.
         let rows = 4.max(tokens.div_ceil(MAX_PARTS * warps(experts)));
         let grid = row_blocks(OP, tokens, experts, rows)?;
         let scratch = |n: usize, dtype| Tensor::empty(s, &[n], dtype, Category::Workspace);
@@ -97,7 +97,7 @@ impl CudaKernels {
                     self.launch_kernel(l, step, grid, &args)?;
                     self.launch_kernel(l, kernel("sinkhorn_columns"), line(1, BLOCK_THREADS), &args)?;
                 }
-                // Written each time: few need a second look.
+                // The output is written at every check: most inputs converge by the first.
                 self.launch_kernel(l, last, row_blocks(OP, tokens, experts, 1)?, &args)
             })?;
             if s.download::<i32>(&done)?.first() == Some(&1) {
@@ -123,7 +123,7 @@ impl CudaKernels {
         let rows = sized!(OP, logits.dtype(), z.experts, "router/sinkhorn", "quantile_rows")?;
         let columns = typed!(OP, logits.dtype(), "router/sinkhorn", "quantile_columns")?;
         let alpha = Tensor::empty(s, &[z.tokens], DType::F32, Category::Workspace)?;
-        // Rows that a card can be asked for at once have numbers of 32 bits.
+        // Row indices fit in 32 bits, since a grid cannot have more rows.
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
         s.launch(OP, &[read(logits), read(beta), write(estimate), write(&alpha)], |l| {
             let args = QuantileArgs {

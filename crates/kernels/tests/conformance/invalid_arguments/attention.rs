@@ -69,7 +69,7 @@ fn attention() {
         ] {
             go(what, Sequences::Packed { q, k }, base());
         }
-        // Gradients of other shapes and places.
+        // Gradients of other shapes and devices.
         let dout = f(&[5, 4, 8]);
         let (dq, dk, dv) = (f(&[5, 4, 8]), f(&[6, 2, 8]), f(&[6, 2, 8]));
         let all =

@@ -1,4 +1,4 @@
-//! Tables of embeddings, losses, and shards of losses.
+//! Embedding, cross-entropy, and vocabulary-parallel cross-entropy.
 
 use super::{column, z};
 use crate::devices::*;
@@ -7,7 +7,7 @@ use ferrotron_tensor::DType::{BF16, F32, I32};
 use ferrotron_tensor::Tensor;
 
 #[test]
-fn tables_and_losses() {
+fn embeddings_and_losses() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let f = |shape: &[usize]| z(&h, F32, shape);
@@ -46,7 +46,7 @@ fn tables_and_losses() {
                 ),
             );
         }
-        // The table reaches from 3 to 8, ids to 6 only.
+        // The table holds ids 3..8, but the vocabulary ends at 6.
         for ids in [[0, 6], [7, 0], [-1, 3]] {
             let ids = h.ids(&ids);
             refused(
@@ -210,7 +210,7 @@ fn tables_and_losses() {
 }
 
 #[test]
-fn shards_of_losses() {
+fn vocab_parallel_losses() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let f = |shape: &[usize]| z(&h, F32, shape);

@@ -1,4 +1,4 @@
-//! Products and maps of elements.
+//! GEMMs and elementwise operations.
 
 use super::{column, z};
 use crate::devices::*;
@@ -8,7 +8,7 @@ use ferrotron_tensor::DType::{BF16, F32, I32, I64};
 use ferrotron_tensor::Tensor;
 
 #[test]
-fn products() {
+fn gemms() {
     for h in devices() {
         let f = |shape: &[usize]| z(&h, F32, shape);
         let go = |what: &str, a: &Tensor, b: &Tensor, bias: Option<&Tensor>, c: &Tensor| {
@@ -40,7 +40,7 @@ fn products() {
 }
 
 #[test]
-fn maps() {
+fn elementwise_operations() {
     for h in devices() {
         let (k, s) = (&h.k, &h.s);
         let f = |n: usize| z(&h, F32, &[n]);
@@ -68,17 +68,17 @@ fn maps() {
         refused(&h, "copy itself", k.copy(s, &x, &x));
         let runs = NormalFill { stream: RandomStream::named(0, ""), first: 0, stride: 0, std: 1.0 };
         refused(&h, "normal values in a vector", k.normal(s, runs, &f(3)));
-        refused(&h, "normal values in narrow", k.normal(s, runs, &z(&h, BF16, &[2, 3])));
+        refused(&h, "normal values in bf16", k.normal(s, runs, &z(&h, BF16, &[2, 3])));
         refused(&h, "normal values apart", k.normal(s, runs, &z(&h, F32, &[2, 3]).narrow(1, 0, 2).unwrap()));
         let m = z(&h, F32, &[3, 4]);
         refused(&h, "column_sum short", k.column_sum(s, &m, false, &f(3)));
         refused(&h, "column_sum of a vector", k.column_sum(s, &f(3), false, &f(3)));
         refused(&h, "column_sum of a number", k.column_sum(s, &z(&h, F32, &[]), false, &z(&h, F32, &[])));
-        refused(&h, "column_sum into narrow", k.column_sum(s, &m, false, &z(&h, BF16, &[4])));
+        refused(&h, "column_sum into bf16", k.column_sum(s, &m, false, &z(&h, BF16, &[4])));
         refused(&h, "column_sum into a column", k.column_sum(s, &m, false, &column(&h, F32, 4)));
         refused(&h, "dot lengths", k.dot(s, &f(3), &f(4), &f(1)));
         refused(&h, "dot into nothing", k.dot(s, &f(3), &f(3), &f(0)));
-        refused(&h, "dot of narrow", k.dot(s, &z(&h, BF16, &[3]), &z(&h, BF16, &[3]), &f(1)));
+        refused(&h, "dot of bf16", k.dot(s, &z(&h, BF16, &[3]), &z(&h, BF16, &[3]), &f(1)));
         refused(&h, "softcap strided", k.softcap_forward(s, 1.0, &column(&h, F32, 3)));
         refused(&h, "softcap integers", k.softcap_forward(s, 1.0, &z(&h, I32, &[3])));
         refused(&h, "softcap lengths", k.softcap_backward(s, 1.0, &f(3), &f(4)));

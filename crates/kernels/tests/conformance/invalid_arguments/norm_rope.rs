@@ -1,4 +1,4 @@
-//! Norms and rotations.
+//! Norms and RoPE.
 
 use super::z;
 use crate::devices::*;

@@ -1,4 +1,4 @@
-//! Steps of optimizers, norms, and the ways moments and masters are kept.
+//! Optimizer steps, gradient norms, and storage of moments and masters.
 
 use super::{column, z};
 use crate::devices::*;
@@ -67,9 +67,9 @@ fn optimizers() {
         ] {
             go(what, ParamUpdate { fp8, ..base() });
         }
-        let measured =
+        let with_amax =
             ParamUpdate { second: None, fp8: Some(Fp8WeightOut { amax: &amax, data: None }), ..base() };
-        refused(&h, "a measuring SGD", h.k.sgd(&h.s, sgd, &scalars_t, &[measured]));
+        refused(&h, "SGD with amax", h.k.sgd(&h.s, sgd, &scalars_t, &[with_amax]));
         let (low, high) = (z(&h, DType::I16, &[4]), z(&h, BF16, &[4]));
         let halves = ParamUpdate {
             master: &low,
@@ -115,7 +115,7 @@ fn optimizers() {
             "a scalar buffer of another size",
             h.k.clip_factor_from_square_sum(&h.s, &square, None, &f(3)),
         );
-        // A list is refused as a whole before anything of it is done.
+        // One invalid parameter rejects the whole list before any parameter is updated.
         let bad = f(3);
         let list: Vec<ParamUpdate> =
             (0..2).map(|i| if i == 0 { base() } else { ParamUpdate { grad: &bad, ..base() } }).collect();

@@ -1,31 +1,30 @@
-//! Left-hand sides: blocks of 32 rows.
+//! Packing of A: blocks of 32 rows.
 
 use super::{mask, pair};
 use crate::cpu::gemm::transpose::{Words, transpose_part};
 use ferrotron_tensor::bf16;
 use std::arch::x86_64::*;
 
-/// Packing a left-hand block, a little at a time: up to 32 rows of `a[m, k]` (k contiguous, rows `lda` elements
-/// apart), or of its transpose `a[k, m]` (m contiguous), into 32 rows of `ldo` elements (a multiple of 32, at
-/// least `k`), zero outside.
+/// Incremental packing of a block of A: up to 32 rows of `a[m, k]` (k contiguous, rows `lda` elements apart), or of its transpose
+/// `a[k, m]` (m contiguous), into 32 zero-padded rows of `ldo` elements (a multiple of 32, at least `k`).
 pub(crate) struct Left {
-    /// First element, and elements from one stored row to the next.
+    /// First element and leading dimension.
     pub(crate) a: *const bf16,
     pub(crate) lda: usize,
-    /// Is it stored transposed?
+    /// Whether it is stored transposed.
     pub(crate) trans: bool,
     /// Rows, at most 32, and columns.
     pub(crate) m: usize,
     pub(crate) k: usize,
-    /// Where to, 64-byte aligned, for 32 rows of `k.div_ceil(32) * 32`.
+    /// Destination, 64-byte aligned, of 32 rows of `k.div_ceil(32) * 32`.
     pub(crate) out: *mut bf16,
     pub(crate) ldo: usize,
-    /// Where the next unit of work is: first of k, and row of the block or unit of the step.
+    /// Position of the next unit: index of k, and row of the block or unit of the step.
     pub(crate) at: usize,
     pub(crate) unit: usize,
 }
 
-/// Packs a whole left-hand block `a[m, k]`; see [`Left`].
+/// Packs a block of A, `a[m, k]`, at once; see [`Left`].
 ///
 /// # Safety
 /// The memory is as [`Left`] says; the CPU has AVX-512 F/BW/DQ/VL.
@@ -64,12 +63,12 @@ unsafe fn whole_left(mut block: Left) {
 const TRANSPOSED_UNITS: usize = 24;
 
 impl Left {
-    /// How many units of work there are in all.
+    /// Total number of units.
     pub(crate) fn units(&self) -> usize {
         self.k.div_ceil(32) * if self.trans { TRANSPOSED_UNITS } else { 32 }
     }
 
-    /// Does the next `units` units, to the end at most. `pairs` is kept from call to call.
+    /// Packs the next `units` units, at most to the end. `pairs` must be the same from call to call.
     ///
     /// # Safety
     /// The memory is as the fields say; the CPU has AVX-512 F/BW/DQ/VL.
@@ -79,7 +78,7 @@ impl Left {
         unsafe { if self.trans { self.transposed(pairs, units) } else { self.plain(units) } }
     }
 
-    /// Row after row, since the caches fetch ahead along rows.
+    /// Row after row, which hardware prefetchers follow.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn plain(&mut self, units: usize) {
@@ -116,7 +115,7 @@ impl Left {
             unsafe {
                 if unit < 16 {
                     let a = self.a.add(at * self.lda);
-                    // Rows lie far apart, where the caches do not fetch ahead by themselves.
+                    // Rows are far apart, beyond hardware prefetching.
                     for row in [32 + 2 * unit, 33 + 2 * unit] {
                         _mm_prefetch::<_MM_HINT_T0>(a.wrapping_add(row * self.lda).cast());
                     }

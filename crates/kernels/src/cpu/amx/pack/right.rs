@@ -1,4 +1,4 @@
-//! Right-hand sides: panels of columns with pairs of consecutive k.
+//! Packing of B: VNNI panels of 32 columns.
 
 use super::{STEP, mask, pair};
 use crate::cpu::gemm::transpose::{Words, transpose};
@@ -18,8 +18,8 @@ pub(crate) unsafe fn rows(b: *const bf16, ldb: usize, k: usize, n: usize, out: *
     unsafe { Right { b, ldb, trans: false, k, n, out, stride: 0, at: 0, col: 0 }.advance(usize::MAX) };
 }
 
-/// Packs k-contiguous `b[n, k]` (rows `ldb` elements apart, `n <= 32`), that is the transpose of the
-/// right-hand side, into a VNNI panel of `k.div_ceil(32)` steps at `out`; what is outside becomes zero.
+/// Packs k-contiguous `b[n, k]` (rows `ldb` elements apart, `n <= 32`), the transpose of B, into a zero-padded VNNI panel of
+/// `k.div_ceil(32)` steps at `out`.
 ///
 /// # Safety
 /// As for [`rows`].
@@ -50,32 +50,32 @@ pub(crate) unsafe fn cols(b: *const bf16, ldb: usize, k: usize, n: usize, out: *
     }
 }
 
-/// Packing a right-hand side, a little at a time: `b[k, n]` (rows `ldb` elements apart, n contiguous), or with
-/// `trans` its transpose `b[n, k]`, into panels of 32 columns that start `stride` elements apart, zero outside.
+/// Incremental packing of B: `b[k, n]` (rows `ldb` elements apart, n contiguous), or with `trans` its transpose `b[n, k]`, into
+/// zero-padded panels of 32 columns that start `stride` elements apart.
 pub(crate) struct Right {
-    /// First element, and elements from one stored row to the next.
+    /// First element and leading dimension.
     pub(crate) b: *const bf16,
     pub(crate) ldb: usize,
-    /// Is it stored transposed?
+    /// Whether it is stored transposed.
     pub(crate) trans: bool,
     /// Rows and columns.
     pub(crate) k: usize,
     pub(crate) n: usize,
-    /// Where to, 64-byte aligned; each panel takes `k.div_ceil(32)` steps.
+    /// Destination, 64-byte aligned; each panel has `k.div_ceil(32)` steps.
     pub(crate) out: *mut bf16,
     pub(crate) stride: usize,
-    /// Where the next unit of work is: first of k, and first column.
+    /// Position of the next unit: index of k, and first column.
     pub(crate) at: usize,
     pub(crate) col: usize,
 }
 
 impl Right {
-    /// How many units of work there are in all: a pair of rows, or transposed a panel, of 32 columns.
+    /// Total number of units: a unit is a pair of rows of 32 columns or, if transposed, a panel.
     pub(crate) fn units(&self) -> usize {
         self.n.div_ceil(32) * if self.trans { 1 } else { self.k.div_ceil(32) * 16 }
     }
 
-    /// Does the next `units` units, to the end at most.
+    /// Packs the next `units` units, at most to the end.
     ///
     /// # Safety
     /// The memory is as the fields say; the CPU has AVX-512 F/BW/DQ/VL.
@@ -94,7 +94,7 @@ impl Right {
                     cols(self.b.add(col * self.ldb), self.ldb, self.k, n, out);
                     self.col += 32;
                 } else {
-                    // Pairs of rows over the whole width, since the caches fetch ahead along rows.
+                    // Pairs of rows over all columns, which hardware prefetchers follow.
                     let low: *mut u32 = out.add(at / 32 * STEP).cast();
                     let (b, k) = (self.b.wrapping_add(at * self.ldb + col), self.k.saturating_sub(at));
                     pair(b, self.ldb, k, n, low.add(at % 32 * 8), low.add(256 + at % 32 * 8));

@@ -1,4 +1,4 @@
-//! Every element where it belongs, zeros around them, and block products of packed operands.
+//! Packed operands hold every element at its position and zeros elsewhere; block GEMMs of packed operands.
 
 use super::{Left, Right, STEP, cols, rows};
 use crate::cpu::Isa;
@@ -72,7 +72,7 @@ fn packers_place_every_element_and_pad_with_zeros() {
 }
 
 #[test]
-fn wide_right_hand_sides_become_panels() {
+fn right_hand_sides_of_many_columns_become_panels() {
     if Isa::detect() < Isa::Avx512 {
         return;
     }
@@ -81,7 +81,7 @@ fn wide_right_hand_sides_become_panels() {
             let ldb = 3 + if trans { k } else { n };
             let b = values(if trans { n } else { k } * ldb);
             let (steps, panels) = (k.div_ceil(32), n.div_ceil(32));
-            // One step between the panels stays as it is.
+            // The step between panels must not be written.
             let mut out = garbage(panels * (steps + 1));
             let (from, to, stride) = (b.as_ptr(), out.as_mut_ptr().cast(), (steps + 1) * STEP);
             let mut right = Right { b: from, ldb, trans, k, n, out: to, stride, at: 0, col: 0 };
@@ -103,7 +103,7 @@ fn wide_right_hand_sides_become_panels() {
 }
 
 #[test]
-fn block_product_is_exact_on_integers() {
+fn block_gemm_is_exact_on_integers() {
     if Isa::detect() < Isa::Amx {
         return;
     }
