@@ -13,7 +13,7 @@ use std::time::Duration;
 pub struct DatasetOptions<'a> {
     /// Input files: each line of a `.jsonl` is a document, every other file is one.
     pub inputs: &'a [PathBuf],
-    /// Output: `<prefix>.bin` and `<prefix>.idx`; missing folders are created.
+    /// Output: `<prefix>.bin`, `<prefix>.idx` and `<prefix>.dataset.json`; missing folders are created.
     pub prefix: &'a Path,
     /// A folder with `tokenizer.json`, or the file; none: byte-level tokens.
     pub tokenizer: Option<&'a Path>,
@@ -78,7 +78,7 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
             }
         },
     };
-    let vocab = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
+    let vocab = tokenizer.info().vocab;
     if let Some(parent) = options.prefix.parent().filter(|p| !p.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
     }
@@ -86,7 +86,7 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
     remove_leftovers(options.prefix)?;
     let inputs: Vec<Input> = options.inputs.iter().map(|p| input(p, options.field)).collect();
     let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
-    let summary = data::build(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
+    let summary = data::build(&inputs, &tokenize, eod, &tokenizer.info(), options.prefix, progress)?;
     drop(lock);
     let token_type = IndexedDataset::open(options.prefix)?.token_type();
     Ok(DatasetSummary { summary, vocab, eod, token_type })

@@ -3,7 +3,9 @@
 use crate::error::Result;
 use crate::model_source::{COMPANIONS, tokenizer_at};
 use crate::weights::Weights;
-use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::config::{Config, Recipe, Resolved};
+use ferrotron_core::data::{source, vocabulary};
+use ferrotron_core::model::config::ModelConfig;
 use std::path::{Path, PathBuf};
 
 /// Resolves a recipe, with the architecture of `model.hf` and the end-of-document token of its tokenizer. Returns the
@@ -11,8 +13,28 @@ use std::path::{Path, PathBuf};
 pub fn resolve(recipe: &mut Recipe) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
     let weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
-    let resolved = recipe.resolve(weights.as_ref().map(Weights::model))?;
+    let model = weights.as_ref().map(Weights::model);
+    fill_epochs(recipe, model)?;
+    let resolved = recipe.resolve(model)?;
     Ok((resolved, weights))
+}
+
+/// Turns `train.epochs` into `train.tokens`, which needs the data.
+fn fill_epochs(recipe: &mut Recipe, model: Option<&ModelConfig>) -> Result<()> {
+    let Some(epochs) = recipe.config.train.epochs else { return Ok(()) };
+    recipe.check_values()?;
+    // Sequence length and split are known once the recipe is resolved with any length of the run.
+    let mut trial = recipe.clone();
+    trial.put_key("train.steps", 1i64 << 30)?;
+    let tokens = source::epoch_tokens(&trial.resolve(model)?)? as f64 * epochs;
+    Ok(recipe.put_key("train.tokens", (tokens.round() as i64).max(1))?)
+}
+
+/// Checks the data of a recipe against its model and tokenizer, before any rank starts: every id is inside the
+/// vocabulary, and the data was made with the run's tokenizer. Returns notes for the user.
+pub fn check_data(resolved: &Resolved) -> Result<Vec<String>> {
+    let tokenizer = tokenizer_path(&resolved.config).map(|path| tokenizer_at(&path)).transpose()?;
+    Ok(vocabulary::check(resolved, tokenizer.map(|t| t.info()).as_ref())?)
 }
 
 /// The end-of-document token of the data's tokenizer, where the recipe names a tokenizer and no token.
@@ -21,17 +43,21 @@ fn fill_eod(recipe: &mut Recipe) -> Result<()> {
     if c.data.eod.is_some() {
         return Ok(());
     }
-    let path = match (&c.data.tokenizer, &c.model.hf) {
+    let Some(path) = tokenizer_path(c) else { return Ok(()) };
+    if let Some(eod) = tokenizer_at(&path)?.eos().first() {
+        recipe.put_key("data.eod", i64::from(*eod))?;
+    }
+    Ok(())
+}
+
+/// The tokenizer that a recipe names: its own, or that of `model.hf`.
+fn tokenizer_path(c: &Config) -> Option<PathBuf> {
+    match (&c.data.tokenizer, &c.model.hf) {
         (Some(named), _) => Some(PathBuf::from(named)),
         // A folder without a tokenizer is fine: the recipe then names the one of its data.
         (None, Some(hf)) => [PathBuf::from(hf), Path::new(hf).join(COMPANIONS)]
             .into_iter()
             .find(|dir| dir.join("tokenizer.json").is_file()),
         (None, None) => None,
-    };
-    let Some(path) = path else { return Ok(()) };
-    if let Some(eod) = tokenizer_at(&path)?.eos().first() {
-        recipe.put_key("data.eod", i64::from(*eod))?;
     }
-    Ok(())
 }

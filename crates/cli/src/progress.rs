@@ -196,7 +196,12 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
 
 fn note(event: &Event) -> Option<String> {
     match event {
-        Event::Eval(e) => Some(format!("step {}  validation loss {}", e.step, format::loss(e.loss))),
+        Event::Eval(e) => {
+            let each: Vec<String> =
+                e.members.iter().map(|(name, loss)| format!("{name} {}", format::loss(*loss))).collect();
+            let each = if each.is_empty() { String::new() } else { format!("  ({})", each.join(", ")) };
+            Some(format!("step {}  validation loss {}{each}", e.step, format::loss(e.loss)))
+        }
         Event::Precision(p) => worst(p),
         Event::Checkpoint(c) => {
             let (size, time) = (ferrotron_tensor::format_bytes(c.bytes as usize), format::seconds(c.seconds));

@@ -140,7 +140,7 @@ fn explain_finds_every_key_and_names_of_other_systems() {
     assert_eq!(json(&["explain", "optimizer"]).as_array().unwrap().len(), 12);
     assert!(fails(&["explain", "train.stpes"], 2).contains("hint: did you mean train.steps?"));
     assert!(fails(&["explain", "optimiser"], 2).contains("hint: did you mean"));
-    assert!(fails(&["explain", "num_workers"], 2).contains("hint: data is memory-mapped"));
+    assert!(fails(&["explain", "num_workers"], 2).contains("hint: data is read without workers"));
     let v: Value = serde_json::from_str(&fails(&["explain", "nonsense_xyz", "--json"], 2)).unwrap();
     assert!(v["error"].is_string());
 }

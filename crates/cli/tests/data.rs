@@ -24,7 +24,7 @@ fn files_are_documents_and_lines_of_jsonl_are() {
     assert_eq!((&v["vocab"], &v["eod"], &v["token_type"]), (&json!(256), &json!(0), &json!("uint16")));
     let want: Vec<u16> = "one\ntwo\n\0x\0yz\0".bytes().map(u16::from).collect();
     assert_eq!(tokens(&dir.path().join("new/all.bin")), want);
-    assert_eq!(names(&dir.path().join("new")), ["all.bin", "all.idx"]);
+    assert_eq!(names(&dir.path().join("new")), ["all.bin", "all.dataset.json", "all.idx"]);
 
     assert!(fails(&args, 1).contains("already exists"));
     let text = ok(&[&args[..], &["--overwrite", "--no-eod"]].concat());
@@ -98,4 +98,65 @@ fn bad_input_is_named_and_leaves_nothing() {
     assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 1).contains("missing.txt"));
     fails(&["data", "build", path(&good)], 2);
     assert_eq!(names(dir.path()), ["bad.jsonl", "good.txt"]);
+}
+
+/// Data of another tokenizer is refused before a run folder exists, and so are ids outside the vocabulary.
+#[test]
+fn data_of_another_tokenizer_is_refused() {
+    let (dir, recipe) = folder();
+    let [text, pair, out] = ["t.jsonl", "pair", "run"].map(|n| dir.path().join(n));
+    let line = |i| format!("{{\"text\": \"document number {i} of many, each of them short\"}}\n");
+    std::fs::write(&text, (0..60).map(line).collect::<String>()).unwrap();
+    ok(&["data", "build", path(&text), "--output", path(&pair)]);
+    let train = ["train", path(&recipe), "--data", path(&pair), "--out", path(&out), "--steps", "1"];
+    let larger = [&train[..], &["--set", "model.vocab=1000"]].concat();
+    let error = fails(&larger, 1);
+    assert!(error.contains("byte-level tokens") && error.contains("data.check_tokenizer"), "{error}");
+    assert!(!out.exists());
+    ok(&[&larger[..], &["--set", "data.check_tokenizer=false", "--set", "generate.tokens=0"]].concat());
+    let smaller = [&train[..], &["--set", "model.vocab=64", "--fresh"]].concat();
+    let error = fails(&smaller, 1);
+    assert!(error.contains("outside the vocabulary of 64"), "{error}");
+    // A pair of another tool has no description: its ids are read.
+    std::fs::remove_file(dir.path().join("pair.dataset.json")).unwrap();
+    let error = fails(&smaller, 1);
+    assert!(error.contains("outside the vocabulary of 64"), "{error}");
+    // A stale description is not believed.
+    std::fs::write(
+        dir.path().join("pair.dataset.json"),
+        "{\"version\":1,\"tokenizer\":{\"vocab\":256,\"digest\":null},\"eod\":0,\"tokens\":5,\"largest_id\":9}",
+    )
+    .unwrap();
+    assert!(fails(&smaller, 1).contains("describes 5 tokens"));
+}
+
+/// `train.epochs` gives the number of steps.
+#[test]
+fn epochs_give_the_length_of_a_run() {
+    let (dir, recipe) = folder();
+    let [text, pair] = ["t.jsonl", "pair"].map(|n| dir.path().join(n));
+    let line = |i| format!("{{\"text\": \"document number {i:03} of many, each of them short\"}}\n");
+    std::fs::write(&text, (0..200).map(line).collect::<String>()).unwrap();
+    let tokens = json(&["data", "build", path(&text), "--output", path(&pair)])["tokens"].as_u64().unwrap();
+    let dry = |epochs: &str| {
+        let set = format!("train.epochs={epochs}");
+        json(&[
+            "train",
+            path(&recipe),
+            "--data",
+            path(&pair),
+            "--dry-run",
+            "--set",
+            &set,
+            "--set",
+            "data.split=[1,0,0]",
+        ])
+    };
+    let (one, three) = (dry("1"), dry("3"));
+    let per_step =
+        one["config"]["train"]["global_batch"].as_u64().unwrap() * one["plan"]["seq_len"].as_u64().unwrap();
+    assert_eq!(one["plan"]["steps"].as_u64().unwrap(), tokens.div_ceil(per_step));
+    assert_eq!(three["plan"]["steps"].as_u64().unwrap(), (3 * tokens).div_ceil(per_step));
+    let both = ["train", path(&recipe), "--dry-run", "--set", "train.epochs=0"];
+    assert!(fails(&both, 2).contains("train.epochs"));
 }

@@ -71,6 +71,9 @@ pub struct Step {
     pub loss: f64,
     /// Tokens trained on since the run began, this step included.
     pub tokens: u64,
+    /// Epochs of the training data so far: `tokens` over the tokens of one epoch.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epoch: Option<f64>,
     /// Learning rate of the step.
     pub lr: f64,
     /// Global gradient norm before clipping.
@@ -119,6 +122,9 @@ pub struct Eval {
     pub loss: f64,
     /// Tokens evaluated.
     pub tokens: u64,
+    /// Mean loss on each member of a blend; `loss` is their weighted mean. Empty for one dataset.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "all_or_nan")]
+    pub members: BTreeMap<String, f64>,
 }
 
 /// Statistics of FP8 operands over all micro-batches of a step and all ranks.

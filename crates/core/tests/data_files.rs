@@ -251,6 +251,10 @@ fn a_single_dataset_is_repeated_as_needed() {
     assert!(Blend::gpt(&twice, Some(&[1.0]), &shares, samples, &config).is_err());
 }
 
+fn vocab(vocab: u32) -> TokenizerInfo {
+    TokenizerInfo { vocab, digest: None }
+}
+
 fn bytes(text: &str) -> ferrotron_core::Result<Vec<u32>> {
     Ok(text.bytes().map(u32::from).collect())
 }
@@ -267,9 +271,10 @@ fn text_and_json_lines_become_documents() {
     ] {
         fs::write(&input, content).unwrap();
         let reported = Cell::new((0, 0));
-        let summary =
-            build(&one_input(&input, &format), &bytes, Some(256), 257, &out, &|d, t| reported.set((d, t)))
-                .unwrap();
+        let summary = build(&one_input(&input, &format), &bytes, Some(256), &vocab(257), &out, &|d, t| {
+            reported.set((d, t))
+        })
+        .unwrap();
         assert_eq!(reported.get(), (content.len() as u64, content.len() as u64));
         assert_eq!((summary.documents, summary.skipped), (expected.len() as u64, skipped));
         let data = IndexedDataset::open(&out).unwrap();
@@ -291,21 +296,34 @@ fn text_and_json_lines_become_documents() {
         (b"[1]", key(), "line 1"),
     ] {
         fs::write(&input, content).unwrap();
-        let error =
-            build(&one_input(&input, &format), &bytes, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+        let error = build(&one_input(&input, &format), &bytes, None, &vocab(256), &out, &|_, _| {})
+            .unwrap_err()
+            .to_string();
         assert!(error.contains(says), "{error}");
     }
     fs::write(&input, "a").unwrap();
-    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, None, 50, &out, &|_, _| {}).is_err());
-    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
+    assert!(
+        build(&one_input(&input, &TextFormat::Text), &bytes, None, &vocab(50), &out, &|_, _| {}).is_err()
+    );
+    assert!(
+        build(&one_input(&input, &TextFormat::Text), &bytes, Some(256), &vocab(256), &out, &|_, _| {})
+            .is_err()
+    );
     let refuse = |_: &str| Err(Error::Invalid("no".into()));
-    assert!(build(&one_input(&input, &TextFormat::Text), &refuse, None, 256, &out, &|_, _| {}).is_err());
+    assert!(
+        build(&one_input(&input, &TextFormat::Text), &refuse, None, &vocab(256), &out, &|_, _| {}).is_err()
+    );
     let nowhere = folder.path().join("missing/out");
-    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
-    assert!(build(&one_input(&nowhere, &TextFormat::Text), &bytes, None, 256, &out, &|_, _| {}).is_err());
+    assert!(
+        build(&one_input(&input, &TextFormat::Text), &bytes, None, &vocab(256), &nowhere, &|_, _| {})
+            .is_err()
+    );
+    assert!(
+        build(&one_input(&nowhere, &TextFormat::Text), &bytes, None, &vocab(256), &out, &|_, _| {}).is_err()
+    );
     // Failures leave existing files unchanged and no temporary files.
     assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
-    assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
+    assert_eq!(entries(folder.path()), ["in", "out.bin", "out.dataset.json", "out.idx"]);
 }
 
 /// A file that is one document is tokenized in pieces, cut after lines, or between characters if there are none.
@@ -329,7 +347,7 @@ fn whole_files_become_documents() {
         assert!(text.len() <= 9 << 20);
         bytes(text)
     };
-    let summary = build(&inputs, &tokenize, Some(0), 256, &out, &|_, _| {}).unwrap();
+    let summary = build(&inputs, &tokenize, Some(0), &vocab(256), &out, &|_, _| {}).unwrap();
     // One, two, none, three and one.
     assert_eq!(pieces.get(), 7);
     assert_eq!((summary.documents, summary.skipped), (4, 1));
@@ -342,6 +360,59 @@ fn whole_files_become_documents() {
         assert!(got.iter().copied().eq(text.bytes().map(i64::from).chain([0])), "document {i}");
     }
     fs::write(&inputs[2].path, b"abc\xff").unwrap();
-    let error = build(&inputs, &tokenize, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+    let error = build(&inputs, &tokenize, None, &vocab(256), &out, &|_, _| {}).unwrap_err().to_string();
     assert!(error.contains("in2") && error.contains("UTF-8"), "{error}");
+}
+
+#[test]
+fn a_file_truncated_while_it_is_read_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    write(&prefix, TokenType::U16, false);
+    let data = IndexedDataset::open(&prefix).unwrap();
+    let last = (0..data.len()).rev().find(|s| data.length(*s).unwrap() > 0).unwrap();
+    data.sequence(last).unwrap();
+    let bin = prefix.with_extension("bin");
+    let file = fs::OpenOptions::new().write(true).open(&bin).unwrap();
+    file.set_len(fs::metadata(&bin).unwrap().len() - 2).unwrap();
+    let error = data.sequence(last).unwrap_err().to_string();
+    assert!(error.contains("truncated while in use") && error.contains("d.bin"), "{error}");
+    file.set_len(0).unwrap();
+    assert!(data.sequence(last).is_err());
+    // The index is in memory: what becomes of its file does not matter any more.
+    fs::OpenOptions::new().write(true).open(prefix.with_extension("idx")).unwrap().set_len(0).unwrap();
+    assert!((0..data.len()).all(|s| data.length(s).is_ok()));
+}
+
+#[test]
+fn special_files_are_refused_without_being_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    write(&prefix, TokenType::U16, false);
+    for ending in ["bin", "idx"] {
+        let path = prefix.with_extension(ending);
+        let content = fs::read(&path).unwrap();
+        fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink("/dev/zero", &path).unwrap();
+        let error = IndexedDataset::open(&prefix).unwrap_err().to_string();
+        assert!(error.contains("not a regular file"), "{error}");
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, content).unwrap();
+    }
+}
+
+#[test]
+fn the_range_of_ids_is_that_of_all_tokens() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    let mut writer = IndexedWriter::create(&prefix, TokenType::I32, false).unwrap();
+    let many = 3 << 20;
+    writer.push((0..many).map(|i| if i == many - 7 { 70_000 } else { 5 + i % 11 }), 0).unwrap();
+    writer.push([-3], 0).unwrap();
+    writer.end_document().unwrap();
+    writer.finish().unwrap();
+    let data = IndexedDataset::open(&prefix).unwrap();
+    assert_eq!(data.id_range(u64::MAX).unwrap(), (-3, 70_000, many as u64 + 1));
+    // Three chunks of 4 MiB and four bytes; a limit of two of them takes every second one.
+    assert_eq!(data.id_range(8 << 20).unwrap().2, 2 << 20);
 }

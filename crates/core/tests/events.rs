@@ -44,7 +44,7 @@ fn events_round_trip() {
     let all = vec![
         start(),
         step(1),
-        Event::Eval(Eval { step: 1, loss: 2.25, tokens: 64 }),
+        Event::Eval(Eval { step: 1, loss: 2.25, tokens: 64, ..Eval::default() }),
         Event::Precision(Precision {
             step: 1,
             operands: vec![

@@ -70,7 +70,7 @@ fn fixed_text(prefix: &Path) {
     let license = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../LICENSE"));
     let bytes = |text: &str| Ok(text.bytes().map(u32::from).collect());
     let input = Input { path: license.into(), format: TextFormat::Text };
-    build(&[input], &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
+    build(&[input], &bytes, Some(0), &TokenizerInfo::bytes(), prefix, &|_, _| {}).unwrap();
 }
 
 /// Runs a case and returns its differences.

@@ -14,6 +14,8 @@ pub(super) struct Checked {
     pub value: Value,
     pub vocab_size: usize,
     pub specials: Vec<(String, u32)>,
+    /// CRC-32C over all pairs of id and token, in the order of ids.
+    pub digest: u32,
 }
 
 /// Parses the file and checks the ids in it.
@@ -21,7 +23,7 @@ pub(super) fn check(text: &str) -> Result<Checked, String> {
     let value: Value = serde_json::from_str(text).map_err(|e| format!("not valid JSON: {e}"))?;
     let vocab = value.get("model").and_then(|m| m.get("vocab"));
     let mut largest = 0;
-    let mut any = false;
+    let mut tokens_by_id = Vec::new();
     let mut see = |token: &str, id: u64| {
         if id > MAX_ID {
             return Err(format!("token {token:?} has the id {id}, which no vocabulary reaches"));
@@ -30,7 +32,7 @@ pub(super) fn check(text: &str) -> Result<Checked, String> {
             return Err(format!("the token of id {id} is {} bytes long", token.len()));
         }
         largest = largest.max(id);
-        any = true;
+        tokens_by_id.push((id, token.to_owned()));
         Ok(())
     };
     match vocab {
@@ -57,10 +59,18 @@ pub(super) fn check(text: &str) -> Result<Checked, String> {
         see(content, id)?;
         specials.push((content.to_string(), id as u32));
     }
-    if !any {
+    if tokens_by_id.is_empty() {
         return Err("its vocabulary is empty".into());
     }
-    Ok(Checked { vocab_size: largest as usize + 1, specials, value })
+    tokens_by_id.sort_unstable();
+    let digest = tokens_by_id.iter().fold(0, |crc, (id, token)| {
+        let crc = crc32c::crc32c_append(crc, &id.to_le_bytes());
+        crc32c::crc32c_append(
+            crc32c::crc32c_append(crc, &(token.len() as u64).to_le_bytes()),
+            token.as_bytes(),
+        )
+    });
+    Ok(Checked { vocab_size: largest as usize + 1, specials, digest, value })
 }
 
 /// Beginning- and end-of-text tokens.

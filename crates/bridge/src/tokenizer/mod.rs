@@ -9,6 +9,7 @@ pub(crate) use file::token_text;
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
+use ferrotron_core::data::TokenizerInfo;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
@@ -18,6 +19,8 @@ pub struct Tokenizer {
     kind: TokenizerKind,
     origin: String,
     vocab_size: usize,
+    /// CRC-32C over all pairs of id and token; `None` for bytes.
+    digest: Option<u32>,
     /// Special tokens by their text.
     specials: Vec<(String, u32)>,
     bos: Option<u32>,
@@ -44,6 +47,7 @@ impl Tokenizer {
             kind: TokenizerKind::Bytes,
             origin,
             vocab_size: 256,
+            digest: None,
             specials,
             bos: None,
             eos: Vec::new(),
@@ -81,6 +85,7 @@ impl Tokenizer {
             kind: TokenizerKind::File(Box::new(built.map_err(wrong)?)),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
+            digest: Some(checked.digest),
             specials: checked.specials,
             bos: None,
             eos: Vec::new(),
@@ -90,6 +95,15 @@ impl Tokenizer {
     /// Vocabulary size: one more than the largest id. A model's may be padded beyond it.
     pub fn vocab_size(&self) -> usize {
         self.vocab_size
+    }
+
+    /// Its identity, which `data build` stores with a dataset and `train` compares.
+    pub fn info(&self) -> TokenizerInfo {
+        TokenizerInfo {
+            vocab: u32::try_from(self.vocab_size).unwrap_or(u32::MAX),
+            // A byte-level tokenizer.json, as `convert` writes it for models of bytes, is the byte-level tokenizer.
+            digest: self.digest.filter(|d| Some(*d) != byte_level_digest()).map(|d| format!("{d:08x}")),
+        }
     }
 
     /// The id of a special or added token.
@@ -162,6 +176,11 @@ impl Tokenizer {
     fn wrong(&self, what: String) -> Error {
         Error::Tokenizer { origin: self.origin.clone(), what }
     }
+}
+
+/// The digest of the byte-level tokenizer as a `tokenizer.json`.
+fn byte_level_digest() -> Option<u32> {
+    file::check(&byte_tokenizer_json()).ok().map(|checked| checked.digest)
 }
 
 /// Turns a panic of the tokenizers library, which trusts indices in the file, into an error.

@@ -11,7 +11,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 const LONG: &str = "\
-Tokenize text or JSONL files into a .bin/.idx pair (the format of Megatron's IndexedDataset) that `train` memory-maps.
+Tokenize text or JSONL files into a .bin/.idx pair (the format of Megatron's IndexedDataset) that `train` reads.
+PREFIX.dataset.json beside it names the tokenizer, which `train` compares with its own.
 
 Each line of a .jsonl file is one document, whose text is in the field --field; every other file is one document. `train`
 shuffles documents and holds some of them out for validation, so use many documents rather than one large one. The same input
@@ -46,7 +47,7 @@ pub struct Build {
     /// Text or .jsonl files to tokenize
     #[arg(required = true, value_name = "FILE")]
     pub input: Vec<PathBuf>,
-    /// Output prefix: writes PREFIX.bin and PREFIX.idx
+    /// Output prefix: writes PREFIX.bin, PREFIX.idx and PREFIX.dataset.json
     #[arg(long, value_name = "PREFIX")]
     pub output: PathBuf,
     /// Folder with tokenizer.json, or the file itself [default: byte-level, one token per byte]

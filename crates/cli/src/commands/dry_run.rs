@@ -48,7 +48,7 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
         format::count(p.tokens)
     );
     notes += &costs(&cost, resolved)?;
-    notes += &sources.note.map_or(String::new(), |note| format!("{note}\n"));
+    notes += &sources.notes.iter().map(|note| format!("{note}\n")).collect::<String>();
     notes += &derived(resolved);
     notes += &pipeline(resolved)?;
     let notes: String = notes.lines().map(|l| format!("# {l}\n")).collect();

@@ -154,6 +154,10 @@ fn check_memory(resolved: &Resolved, global: &Global) -> Result<()> {
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let mut recipe = args.load(global)?;
     let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
+    let notes = ferrotron_bridge::recipe::check_data(&resolved)?;
+    if global.launch.leads() && !global.json {
+        notes.iter().for_each(output::note);
+    }
     if args.dry_run {
         return super::dry_run::run(&args, &recipe, &resolved, global);
     }
@@ -265,8 +269,9 @@ impl Training<'_> {
     /// The run from its first to its last event.
     fn train(&self, run: &mut Run, view: &mut View, begin: Instant) -> Result<Ended> {
         announce(run, self.recipe, view, self.global, run.trainer.step())?;
-        if let Some(note) = self.sources.note.as_ref().filter(|_| !self.global.json) {
-            output::note(note);
+        run.epoch_tokens = Some(self.sources.epoch_tokens);
+        if !self.global.json {
+            self.sources.notes.iter().for_each(output::note);
         }
         view.progress.start();
         self.signals.set_say(view.progress.say());

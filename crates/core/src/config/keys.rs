@@ -159,6 +159,8 @@ keys! {
         weights: Vec<f64> = Vec::new(), "blend_weights", "data_weights";
         /// Tokenizer folder or tokenizer.json; unset means byte-level tokens.
         tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "vocab_file";
+        /// Refuse data that was made with another tokenizer than the run's; `data build` stores the tokenizer's digest.
+        check_tokenizer: bool = true, "verify_tokenizer";
         /// Split of documents into training, validation and test.
         split: DataSplit = DataSplit([99.0, 1.0, 0.0]), "train_val_test_split";
         /// Sequence length in tokens; derived as model.max_positions, at most 4096.
@@ -178,10 +180,13 @@ keys! {
 
     /// Length of the run, batch size and recomputation.
     train: TrainSection {
-        /// Number of optimizer steps; set this or train.tokens.
+        /// Number of optimizer steps; set this, train.tokens or train.epochs.
         steps: Option<u64> = None, "train_iters", "max_steps", "max_iters", "iterations", "num_train_steps", "num_steps", "total_steps";
-        /// Number of training tokens, from which the steps follow; set this or train.steps.
+        /// Number of training tokens, from which the steps follow; set this, train.steps or train.epochs.
         tokens: Option<Count> = None, "train_tokens", "num_tokens", "max_tokens", "training_tokens";
+        /// Number of epochs: how often the run reads the training data, from which the steps follow; set this, train.steps or
+        /// train.tokens.
+        epochs: Option<f64> = None, "num_epochs", "num_train_epochs", "max_epochs";
         /// Global batch size in sequences.
         global_batch: usize = 32, "global_batch_size", "batch_size", "train_batch_size", "gbs";
         /// Micro-batch size in sequences; derived so that a micro-batch has at most 4096 tokens and, where the batch allows, a

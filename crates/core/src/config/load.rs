@@ -18,7 +18,12 @@ pub const STORED_CONFIG: &str = "config.toml";
 const MAX_BYTES: u64 = 16 << 20;
 
 /// Pairs of exclusive keys. Setting one clears the other where an earlier layer set it; one layer cannot set both.
-const EITHER: &[(&str, &str)] = &[("train.steps", "train.tokens"), ("model.preset", "model.hf")];
+const EITHER: &[(&str, &str)] = &[
+    ("train.steps", "train.tokens"),
+    ("train.steps", "train.epochs"),
+    ("train.tokens", "train.epochs"),
+    ("model.preset", "model.hf"),
+];
 
 /// A configuration before it is resolved: the values of all layers and their origins.
 #[derive(Clone, Debug, Default)]

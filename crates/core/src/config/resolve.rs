@@ -175,7 +175,7 @@ impl Recipe {
                 )
             }
             (None, None) => {
-                let what = "the length of the run is not set: set train.steps (or --steps) or train.tokens";
+                let what = "the length of the run is not set: set train.steps (or --steps), train.tokens or train.epochs";
                 return Err(Error::Config {
                     file: None,
                     line: None,

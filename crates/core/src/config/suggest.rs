@@ -19,13 +19,10 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         &["gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "num_microbatches"],
         "accumulation is train.global_batch / train.micro_batch; set those",
     ),
-    (
-        &["train_samples", "num_epochs", "num_train_epochs", "epochs", "max_epochs"],
-        "a run's length is train.steps or train.tokens",
-    ),
+    (&["train_samples"], "a run's length is train.steps, train.tokens or train.epochs"),
     (
         &["num_workers", "dataloader_type", "dataloader_num_workers", "prefetch_factor", "mmap_bin_files"],
-        "data is memory-mapped and read without workers; leave it out",
+        "data is read without workers; leave it out",
     ),
     (
         &["deterministic", "deterministic_mode", "use_deterministic_algorithms"],

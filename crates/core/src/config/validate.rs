@@ -37,7 +37,7 @@ impl Config {
 
 impl Recipe {
     /// Checks of single values, before anything is derived from them.
-    pub(super) fn check_values(&self) -> Result<()> {
+    pub fn check_values(&self) -> Result<()> {
         let c = &self.config;
         self.check_parallel()?;
         for (key, value) in [
@@ -66,6 +66,9 @@ impl Recipe {
             if let Some(value) = value {
                 self.within(key, value as f64, least as f64, most as f64)?;
             }
+        }
+        if let Some(epochs) = c.train.epochs {
+            self.within("train.epochs", epochs, 1e-6, 1e6)?;
         }
         self.check_optimizer()?;
         self.check_data_values()?;

@@ -56,6 +56,16 @@ impl Row {
     }
 }
 
+/// A member of a validation blend.
+pub struct Member<'a> {
+    /// Its name: the prefix of its pair.
+    pub name: &'a str,
+    /// Its weight in the mean; all weights sum to 1.
+    pub weight: f64,
+    /// Its samples.
+    pub data: &'a dyn Batches,
+}
+
 /// A source of samples. A sample depends on its number only, so a run resumed after n samples, under any layout, sees
 /// exactly what an uninterrupted run would have seen.
 pub trait Batches: Send + Sync {
@@ -67,6 +77,11 @@ pub trait Batches: Send + Sync {
 
     /// True if sequences may start inside a row.
     fn resets(&self) -> bool;
+
+    /// The members of a validation blend, which are evaluated one by one; empty for an undivided source.
+    fn members(&self) -> Vec<Member<'_>> {
+        Vec::new()
+    }
 
     /// Writes sample `n` into the empty row.
     fn row(&self, n: u64, row: &mut Row) -> Result<()>;
@@ -120,6 +135,9 @@ impl<T: Batches + ?Sized> Batches for Box<T> {
     }
     fn resets(&self) -> bool {
         (**self).resets()
+    }
+    fn members(&self) -> Vec<Member<'_>> {
+        (**self).members()
     }
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         (**self).row(n, row)

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use super::{IndexedWriter, TokenType};
+use super::{DatasetInfo, IndexedWriter, TokenType, TokenizerInfo};
 use crate::fs::open_regular;
 use crate::{Error, Result};
 
@@ -50,17 +50,19 @@ pub struct BuildSummary {
     pub bytes: u64,
 }
 
-/// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when complete.
+/// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when complete, with
+/// the identity of `tokenizer` beside them.
 /// `eod` is appended to each document. `progress` gets the bytes read so far and in total, at least once and finally
 /// when everything is read. Memory use does not grow with the input.
 pub fn build(
     inputs: &[Input],
     tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
     eod: Option<u32>,
-    vocab: u32,
+    tokenizer: &TokenizerInfo,
     out_prefix: &Path,
     progress: &dyn Fn(u64, u64),
 ) -> Result<BuildSummary> {
+    let vocab = tokenizer.vocab;
     if eod.is_some_and(|e| e >= vocab) {
         return Err(Error::Invalid(format!(
             "the end-of-document token is outside the vocabulary of {vocab}"
@@ -77,7 +79,7 @@ pub fn build(
     }
     let writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
     let summary = BuildSummary::default();
-    let mut builder = Builder { writer, summary, tokenize, eod, vocab, progress, total, told: 0 };
+    let mut builder = Builder { writer, summary, tokenize, eod, vocab, largest: 0, progress, total, told: 0 };
     progress(0, total);
     for input in inputs {
         match input.format {
@@ -85,13 +87,19 @@ pub fn build(
             _ => builder.lines(&input.path, &input.format)?,
         }
     }
-    let Builder { writer, mut summary, .. } = builder;
+    let Builder { writer, mut summary, largest, .. } = builder;
     if summary.documents == 0 {
         let path = inputs.first().map_or(out_prefix, |i| &i.path);
         return Err(Error::damaged(path, "holds no document: every line is empty"));
     }
     summary.tokens = writer.tokens();
-    writer.finish()?;
+    writer.finish_with(Some(&DatasetInfo {
+        version: DatasetInfo::VERSION,
+        tokenizer: tokenizer.clone(),
+        eod,
+        tokens: summary.tokens,
+        largest_id: largest.max(eod.unwrap_or(0)),
+    }))?;
     progress(summary.bytes, total.max(summary.bytes));
     Ok(summary)
 }
@@ -102,6 +110,8 @@ struct Builder<'a> {
     tokenize: &'a dyn Fn(&str) -> Result<Vec<u32>>,
     eod: Option<u32>,
     vocab: u32,
+    /// The largest id so far.
+    largest: u32,
     progress: &'a dyn Fn(u64, u64),
     total: u64,
     told: u64,
@@ -170,6 +180,7 @@ impl Builder<'_> {
         if let Some(bad) = tokens.iter().find(|t| **t >= self.vocab) {
             return Err(at(format!("the tokenizer gave {bad}, outside the vocabulary of {}", self.vocab)));
         }
+        self.largest = tokens.iter().copied().fold(self.largest, u32::max);
         if self.writer.open_tokens() + tokens.len() as u64 > LONGEST_SEQUENCE {
             self.writer.end_sequence(0)?;
         }

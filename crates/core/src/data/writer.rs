@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::indexed::{MAGIC, VERSION, beside};
 use super::temp_file::TempFile;
-use super::{IndexedDataset, TokenType};
+use super::{DatasetInfo, IndexedDataset, TokenType};
+use crate::fs::{parent, sync_folder};
 use crate::{Error, Result};
 
 /// Writes a dataset in bounded memory: tokens, lengths, document bounds and modes go straight to files next to the
@@ -129,7 +130,7 @@ impl IndexedWriter {
         }
         for document in 0..other.documents() {
             for sequence in other.document(document)? {
-                self.push_bytes(other.bytes(sequence)?)?;
+                self.push_bytes(&other.bytes(sequence)?)?;
                 self.end_sequence(other.mode(sequence)?.unwrap_or(0))?;
             }
             self.end_document()?;
@@ -148,7 +149,23 @@ impl IndexedWriter {
     }
 
     /// Completes both files and renames them into place.
-    pub fn finish(mut self) -> Result<()> {
+    pub fn finish(self) -> Result<()> {
+        self.finish_with(None)
+    }
+
+    /// Completes both files, and their description if there is one, and renames them into place.
+    pub fn finish_with(mut self, info: Option<&DatasetInfo>) -> Result<()> {
+        let info_path = DatasetInfo::path(&self.idx_path);
+        let info = info
+            .map(|info| -> Result<TempFile> {
+                let mut file = TempFile::create(&info_path)?;
+                let text = serde_json::to_string_pretty(info).map_err(|e| Error::Invalid(e.to_string()))?;
+                file.write(text.as_bytes())?;
+                file.write(b"\n")?;
+                file.sync()?;
+                Ok(file)
+            })
+            .transpose()?;
         let mut idx = TempFile::create(&self.idx_path)?;
         idx.write(MAGIC)?;
         idx.write(&VERSION.to_le_bytes())?;
@@ -170,12 +187,19 @@ impl IndexedWriter {
         }
         self.bin.sync()?;
         idx.sync()?;
-        // Remove the old index first: a crash between the renames must not leave it next to the new tokens.
-        match fs::remove_file(&self.idx_path) {
-            Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io(&self.idx_path)(e)),
-            _ => {}
+        // Remove the old index and description first: a crash between the renames must not leave them next to the new
+        // tokens. Without an index there is no dataset.
+        for path in [&self.idx_path, &info_path] {
+            match fs::remove_file(path) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io(path)(e)),
+                _ => {}
+            }
         }
         self.bin.commit(&self.bin_path)?;
-        idx.commit(&self.idx_path)
+        if let Some(info) = info {
+            info.commit(&info_path)?;
+        }
+        idx.commit(&self.idx_path)?;
+        sync_folder(parent(&self.idx_path))
     }
 }

@@ -86,6 +86,8 @@ pub struct Run {
     pub resolved: Resolved,
     /// FLOPs of one token, forward and backward.
     pub flops_per_token: f64,
+    /// Tokens in one epoch of the training data, where they are counted.
+    pub epoch_tokens: Option<u64>,
     /// What this rank sent in the last step.
     pub sent: Traffic,
     /// From which checkpoint it goes on and what has changed since; none for a new run.
@@ -161,8 +163,18 @@ impl Run {
         }
         let notes = folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)).collect();
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
-        let mut run =
-            Run { trainer, resolved, flops_per_token, sent, resumed, notes, energy, dir, writer: None };
+        let mut run = Run {
+            trainer,
+            resolved,
+            flops_per_token,
+            epoch_tokens: None,
+            sent,
+            resumed,
+            notes,
+            energy,
+            dir,
+            writer: None,
+        };
         if let (Some(folder), Some(saver)) = (folder, saver) {
             run.begin_writing(folder, saver)?;
         }
@@ -269,6 +281,7 @@ impl Run {
             step: r.step,
             loss: r.loss,
             tokens: r.consumed,
+            epoch: self.epoch_tokens.map(|tokens| r.consumed as f64 / tokens.max(1) as f64),
             lr: r.lr,
             grad_norm: r.grad_norm,
             loss_scale: r.loss_scale,

@@ -187,12 +187,29 @@ impl Run {
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
         let micro = self.resolved.plan.micro_batch as u64;
         let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
-        let micro_batches = (batches * per_batch).max(1);
         self.energy.iter_mut().for_each(Energy::pause);
-        let loss = self.trainer.evaluate(data, micro_batches)?;
+        let mut event = events::Eval { step: self.trainer.step(), ..Default::default() };
+        let mut evaluate = |data: &dyn Batches, batches: u64| {
+            let micro_batches = (batches * per_batch).max(1);
+            event.tokens += micro_batches * micro * data.seq() as u64;
+            self.trainer.evaluate(data, micro_batches)
+        };
+        let members = data.members();
+        if members.is_empty() {
+            event.loss = evaluate(data, batches)?;
+        } else {
+            // Every member gets its share of the batches, at least one.
+            let mut losses = Vec::new();
+            for m in &members {
+                let share = ((batches as f64 * m.weight).round() as u64).max(1);
+                losses.push((m.name.to_owned(), evaluate(m.data, share)?));
+            }
+            event.loss = members.iter().zip(&losses).map(|(m, (_, loss))| m.weight * loss).sum();
+            event.members = losses.into_iter().collect();
+        }
         self.energy.iter_mut().for_each(Energy::resume);
-        let tokens = micro_batches * micro * data.seq() as u64;
-        self.emit(Event::Eval(events::Eval { step: self.trainer.step(), loss, tokens }), observer)?;
+        let loss = event.loss;
+        self.emit(Event::Eval(event), observer)?;
         Ok(loss)
     }
 }

@@ -84,7 +84,9 @@ fn impossible_combinations_are_refused_with_the_way_out() {
     }
     assert!(fails("").contains("no model: set model.preset"));
     assert!(fails("model.layers = 2").contains("set model.hidden, model.heads, model.vocab as well"));
-    assert!(fails("model.preset = \"tiny\"").contains("train.steps (or --steps) or train.tokens"));
+    assert!(
+        fails("model.preset = \"tiny\"").contains("train.steps (or --steps), train.tokens or train.epochs")
+    );
     assert!(fails("model.preset = \"llama-1b\"\ntrain.steps = 1").contains("no data: set data.path"));
     assert!(fails("model.preset = \"tinny\"").contains("no preset is called \"tinny\""));
     assert!(

@@ -185,7 +185,7 @@ fn packed_documents_train_like_unpacked_ones() {
         };
         let (packed, unpacked) = (resolved(rows), resolved(alone.samples()));
         let sources = source::open(&packed).unwrap();
-        assert!(sources.note.as_ref().is_some_and(|n| n.contains("% of positions hold tokens")));
+        assert!(sources.notes[0].contains("% of positions hold tokens"));
         let (mut a, mut b) = (trainer(&packed), trainer(&unpacked));
         for step in 0..4 {
             let ours = a.train_step(&*sources.train).unwrap().loss;
@@ -230,7 +230,7 @@ fn packed_splits_and_blends() {
     let few = dir.path().join("few");
     write_data(&few, &documents(3, 4));
     let sources = source::open(&with_data(&[&few], &["data.packing=\"documents\"", "eval.every=5"])).unwrap();
-    assert!(sources.eval.is_none() && sources.note.unwrap().contains("no evaluation"));
+    assert!(sources.eval.is_none() && sources.notes.iter().any(|n| n.contains("no evaluation")));
 }
 
 /// Without evaluation, a validation split too small for one sample is accepted.
@@ -243,6 +243,49 @@ fn few_documents_are_enough_without_evaluation() {
     assert!(sources.eval.is_none());
     sources.train.batch(0, 4).unwrap();
     let sources = source::open(&with_data(&[&prefix], &["eval.every=2"])).unwrap();
-    let note = sources.note.unwrap();
+    let note = sources.notes.concat();
     assert!(sources.eval.is_none() && note.contains("few") && note.contains("split"), "{note}");
+}
+
+/// A member without a validation split does not end the evaluation of the others, and every member has its own loss.
+#[test]
+fn blends_are_evaluated_member_by_member() {
+    let dir = tempfile::tempdir().unwrap();
+    let paths = ["a", "b", "few"].map(|n| dir.path().join(n));
+    write_data(&paths[0], &documents(80, 1));
+    write_data(&paths[1], &documents(80, 2).iter().map(|d| vec![15; d.len()]).collect::<Vec<_>>());
+    write_data(&paths[2], &documents(2, 4));
+    let changes = ["data.split=[80, 20, 0]", "eval.every=4", "eval.batches=4", "train.steps=4"];
+    let with = |which: &[&Path]| with_data(which, &changes);
+    let r = with(&[&paths[0], &paths[1], &paths[2]]);
+    let sources = source::open(&r).unwrap();
+    let note = sources.notes.concat();
+    assert!(note.contains("no evaluation on") && note.contains("few"), "{note}");
+    let eval = sources.eval.unwrap();
+    let members = eval.members();
+    assert_eq!(members.iter().map(|m| m.weight).collect::<Vec<_>>(), [0.5, 0.5]);
+    let (_, events) = run(&dir.path().join("run"), &r, 2, &*sources.train, Some(&*eval), None);
+    let evals: Vec<_> =
+        events.iter().filter_map(|e| if let Event::Eval(e) = e { Some(e) } else { None }).collect();
+    let [a, b] = [0, 1].map(|m| evals[0].members[&paths[m].display().to_string()]);
+    assert_eq!((evals.len(), evals[0].members.len(), evals[0].loss), (1, 2, 0.5 * a + 0.5 * b));
+    // The dataset of one token is learnt at once, the other is not.
+    assert!(b < a, "{a} {b}");
+}
+
+/// The epochs of a run are told where they are many, and one epoch is the training split.
+#[test]
+fn epochs_are_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("d");
+    let all = documents(50, 1);
+    write_data(&prefix, &all);
+    let tokens: usize = all.iter().map(Vec::len).sum();
+    let open =
+        |steps: &str| source::open(&with_data(&[&prefix], &["data.split=[100, 0, 0]", steps])).unwrap();
+    let few = open("train.steps=2");
+    assert_eq!(few.epoch_tokens, tokens as u64);
+    assert!(few.notes.is_empty(), "{:?}", few.notes);
+    let many = open("train.steps=2000").notes.concat();
+    assert!(many.contains("epochs") && many.contains(&tokens.to_string()), "{many}");
 }
