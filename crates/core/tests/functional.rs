@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::data::{Input, TextFormat, build, source};
+use ferrotron_core::data::{Input, TextFormat, TokenizerInfo, build, source};
 use ferrotron_core::events::{self, Event};
 use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::{LogicalValues, Observer, Run};
