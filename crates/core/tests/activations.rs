@@ -42,7 +42,7 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap()
 }
 
-/// Bytes that a micro-batch keeps for backward on this rank, each allocation once.
+/// Bytes that a micro-batch saves for backward on this rank, each allocation once.
 fn counted(rank: &Rank, resolved: &Resolved, shape: &StepShape) -> ferrotron_core::Result<ByBlock> {
     let trainer = Trainer::new(rank.clone(), resolved)?;
     let batch = source::open(resolved)?.train.batch((rank.dp.rank() * MICRO) as u64, MICRO)?;
@@ -150,7 +150,7 @@ fn multi_token_prediction() {
 
 /// Dropless dispatch is described with balanced routing: exact where every token goes to every expert.
 #[test]
-fn mixtures_of_experts() {
+fn moe_models() {
     const ALL: &str = "moe.topk=4";
     const SHARED: [&str; 2] = ["moe.shared_ffn=96", "moe.dense_layers=[0]"];
     for layout in ["tp=1", "tp=2", "dp=2"] {

@@ -1,4 +1,4 @@
-//! What ranks send in a step is what the formulas say, to the byte, on every rank and group.
+//! Bytes that every rank sends in a step, by process group: counted and described, exactly.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
@@ -84,7 +84,7 @@ fn zero_1_and_2() {
         }
         check_volume("tp=4,dp=2", &[zero, "precision.dtype=bf16"]);
     }
-    // State alone moves what an all-reduce moves where weights are f32; gradients come once for each micro-batch.
+    // ZeRO-1 sends what an all-reduce sends where weights are f32; ZeRO-2 reduces gradients in every micro-batch.
     let [none, state, gradients] =
         [0, 1, 2].map(|z| check_volume("dp=2", &[&format!("parallel.zero={z}")])["dp_cp"]);
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
@@ -105,7 +105,7 @@ fn fp8_params() {
             check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["dp_cp"]
         });
         let less = 1.0 - sent[1] as f64 / sent[0] as f64;
-        // Of 4 + 2 bytes a parameter nearly one.
+        // Nearly one of 4 + 2 bytes per parameter.
         let wanted = if scaling.contains("fp8-block") { -0.01..0.01 } else { 0.12..0.17 };
         assert!(wanted.contains(&less), "{scaling}: {less} less");
     }
@@ -127,7 +127,7 @@ fn context_parallel() {
         check_volume(layout, &[]);
     }
     check_volume("cp=2", &["precision.dtype=bf16"]);
-    // A window: by heads where they divide, gathered where not.
+    // With a sliding window: all-to-all where the heads divide by cp, else all-gather.
     for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
         assert_ne!(
             check_volume(layout, &["model.window=8"])["cp"],
@@ -137,7 +137,7 @@ fn context_parallel() {
     }
 }
 
-/// Narrow rows go into heads instead of the residual stream; sinks send nothing.
+/// MLA gathers low-rank rows instead of the residual stream; attention sinks send nothing.
 #[test]
 fn latent_attention() {
     const LATENT: [&str; 2] = [
@@ -169,7 +169,7 @@ fn latent_attention() {
     }
 }
 
-/// A layer, an embedding and a head more for each; tables that both ends of a pipeline have.
+/// MTP layers add a layer, an embedding and an LM head each; first and last pipeline stage share embedding tables.
 #[test]
 fn multi_token_prediction() {
     for layout in ["tp=1", "tp=2", "dp=2", "cp=2", "pp=2", "pp=2,vp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
@@ -245,11 +245,11 @@ fn fp8_gemms() {
         check_volume(layout, &set(&[ATTENTION[0], "train.recompute=full", "precision.recipe=fp8-current"]));
     }
     check_volume("tp=2,cp=2", &set(&[ATTENTION[0], "mtp.layers=2", BLOCKS]));
-    // Ranks with whole blocks of tokens: their columns are bytes, too.
+    // Ranks with multiples of 128 tokens gather columnwise FP8, too.
     const LONG: [&str; 3] = ["precision.recipe=fp8-block", "data.seq_len=128", "model.max_positions=128"];
-    let numbers = check_volume("tp=2", &set(&LONG[1..]))["tp"];
-    let bytes = check_volume("tp=2", &set(&LONG))["tp"];
-    assert!((bytes as f64) < 0.9 * numbers as f64, "{bytes} {numbers}");
+    let bf16 = check_volume("tp=2", &set(&LONG[1..]))["tp"];
+    let fp8 = check_volume("tp=2", &set(&LONG))["tp"];
+    assert!((fp8 as f64) < 0.9 * bf16 as f64, "{fp8} {bf16}");
     for more in [
         &["train.recompute=full"][..],
         &["parallel.overlap=false"],

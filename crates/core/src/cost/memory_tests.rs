@@ -46,9 +46,9 @@ fn estimates_are_near_what_a_step_takes() {
     }
 }
 
-/// By names, as the model declares them.
+/// Selected by name, as the model declares them.
 #[test]
-fn weights_in_bytes_are_counted() {
+fn fp8_resident_weights_are_counted() {
     const FP8: [&str; 2] = ["precision.recipe=fp8-current", "precision.fp8_params=true"];
     for except in [
         "[]",
@@ -61,7 +61,7 @@ fn weights_in_bytes_are_counted() {
     ] {
         let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
         const HEADS: [&str; 2] = ["precision.fp8_lm_head=true", "model.tied=true"];
-        const MIXTURE: [&str; 5] =
+        const MOE: [&str; 5] =
             ["moe.experts=4", "moe.topk=2", "moe.ffn=32", "moe.shared_ffn=48", "moe.dense_layers=[0]"];
         for set in [
             &["model.gated=true"][..],
@@ -70,7 +70,7 @@ fn weights_in_bytes_are_counted() {
             &["mtp.layers=2"],
             &HEADS[..1],
             &HEADS,
-            &MIXTURE,
+            &MOE,
         ] {
             let mut recipe = workload("tiny").unwrap();
             let except = format!("precision.skip={except}");

@@ -108,10 +108,11 @@ impl Model {
                 mine.push((layer, row[..spec.experts].to_vec()));
             }
         }
-        let broken = |e: serde_json::Error| crate::Error::Invalid(format!("loads of experts: {e}"));
+        let broken =
+            |e: serde_json::Error| crate::Error::Invalid(format!("tokens per expert of other stages: {e}"));
         let text = serde_json::to_vec(&mine).map_err(broken)?;
         let mut all = Vec::new();
-        for part in rank.pp.all_gather_bytes(&text, "loads of experts")? {
+        for part in rank.pp.all_gather_bytes(&text, "tokens per expert")? {
             all.extend(serde_json::from_slice::<Vec<(usize, Vec<i64>)>>(&part).map_err(broken)?);
         }
         all.sort();

@@ -75,7 +75,7 @@ impl MoeInput {
         };
         let rows_per_rank = match (dispatcher, rank.etp_ep_group.size()) {
             (Dispatcher::AllGather, 2..) => {
-                let all = rank.etp_ep_group.all_gather_bytes(&(n as u64).to_le_bytes(), "rows of ranks")?;
+                let all = rank.etp_ep_group.all_gather_bytes(&(n as u64).to_le_bytes(), "rows per rank")?;
                 let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(0, u64::from_le_bytes) as usize;
                 all.iter().map(number).collect()
             }

@@ -113,7 +113,7 @@ impl MoeState {
     /// i64 `[n, E]`: tokens per expert since the step began, of all ranks' tokens. Collective over a pipeline stage.
     pub fn tokens_per_expert(&self, rank: &Rank) -> Result<Tensor> {
         let load = copy(&rank.compute, &self.tokens_per_expert)?;
-        rank.tp_dp_cp_group.all_reduce(&rank.compute, &load, ReduceOp::Sum, "loads of experts")?;
+        rank.tp_dp_cp_group.all_reduce(&rank.compute, &load, ReduceOp::Sum, "tokens per expert")?;
         Ok(load)
     }
 
@@ -127,7 +127,7 @@ impl MoeState {
             dropped: copy(s, &self.dropped)?,
         };
         for t in [&counters.tokens_per_expert, &counters.losses, &counters.z, &counters.dropped] {
-            rank.tp_dp_cp_group.all_reduce(s, t, ReduceOp::Sum, "loads of experts")?;
+            rank.tp_dp_cp_group.all_reduce(s, t, ReduceOp::Sum, "tokens per expert")?;
         }
         let used = copy(s, &counters.tokens_per_expert)?;
         for (i, spec) in self.specs.iter().enumerate() {

@@ -169,11 +169,12 @@ impl Params {
         if !new.gathers() {
             return Ok(value);
         }
-        let copies = rank.dp_group(new.spec.experts);
+        let replicas = rank.dp_group(new.spec.experts);
         let all = Tensor::empty(s, &[run.elements.len()], self.dtype(), Category::Communication)?;
-        let piece = |rank| self.plan().piece(new.id, new.placement, GroupRank { rank, size: copies.size() });
-        let counts: Vec<usize> = (0..copies.size()).map(|r| part(&piece(r).param_range).len()).collect();
-        copies.all_gather_v(s, &value, &all, &counts, "numbers of a weight")?;
+        let piece =
+            |rank| self.plan().piece(new.id, new.placement, GroupRank { rank, size: replicas.size() });
+        let counts: Vec<usize> = (0..replicas.size()).map(|r| part(&piece(r).param_range).len()).collect();
+        replicas.all_gather_v(s, &value, &all, &counts, "values of an FP8 weight")?;
         Ok(all)
     }
 }
