@@ -268,7 +268,7 @@ fn golden_hf_forward_and_backward() {
             model_folder(&model.dir, spelling, &folder);
             let mut f32_loads = Vec::new();
             for dtype in ["f32", "bf16"] {
-                let output = folder.join(format!("{dtype}.safetensors"));
+                let output = temporary.path().join(format!("{dtype}.safetensors"));
                 forward(&folder, &model.dir.join("expected.safetensors"), &output, dtype, "");
                 let bytes = std::fs::read(&output).unwrap();
                 let ours = SafeTensors::deserialize(&bytes).unwrap();
@@ -357,7 +357,7 @@ fn golden_hf_under_every_layout() {
             }
             let mut f32_loads = Vec::new();
             for dtype in if layout.contains("tp=2,") { &["f32", "bf16"][..] } else { &["f32"] } {
-                let output = folder.join(format!("{dtype}.safetensors"));
+                let output = temporary.path().join(format!("{dtype}.safetensors"));
                 forward(&folder, &model.dir.join("expected.safetensors"), &output, dtype, layout);
                 let bytes = std::fs::read(&output).unwrap();
                 let ours = SafeTensors::deserialize(&bytes).unwrap();
