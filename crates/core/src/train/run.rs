@@ -1,4 +1,4 @@
-//! A run and its folder: begins or resumes; [`Run::train`] has the steps.
+//! A training run and its folder: starts or resumes it; [`Run::train`] runs the steps.
 
 use super::energy::Energy;
 use super::record::{self, RunRecord, ScheduleSpan};
@@ -16,44 +16,44 @@ use ferrotron_engine::Rank;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Hears what a run does, and may ask it to save or to stop.
+/// Receives the events of a run, and may ask it to save or to stop.
 pub trait Observer {
-    /// Something happened; it is in the log already.
+    /// An event, already written to the log.
     fn event(&mut self, event: &Event);
-    /// Should the run save and end after this step?
+    /// Whether the run should save and end after this step.
     fn stop(&self) -> bool;
-    /// Should the run save after this step and go on? Asked once per step; the answer is not asked for again.
+    /// Whether the run should save after this step and continue. Called once per step; a request is taken once.
     fn save(&self) -> bool {
         false
     }
-    /// Something the user should know that the log cannot hold: the log itself cannot be written.
+    /// A warning that cannot be logged: the log itself cannot be written.
     fn warning(&mut self, _what: &str) {}
-    /// Is each step to be ended before the next one begins, so that it can be looked at alone?
+    /// Whether each step must end before the next begins, so that it can be profiled alone.
     fn wants_single_steps(&self) -> bool {
         false
     }
-    /// This rank is about to do a step; `left` are to be done, this one included.
+    /// Called before a step; `left` steps remain, including this one.
     fn before_step(&mut self, _rank: &Rank, _left: u64) -> Result<()> {
         Ok(())
     }
-    /// The step is done; nothing follows it yet.
+    /// Called after a step, before the next.
     fn after_step(&mut self, _rank: &Rank, _left: u64) -> Result<()> {
         Ok(())
     }
 }
 
-/// Fills the weights of a fresh model.
+/// Sets the weights of a new model.
 pub type InitialWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
 
 /// How a run is opened.
 #[derive(Default)]
 pub struct OpenOptions<'a> {
-    /// Fills a fresh model (from a Hugging Face folder); without it declared initial values are used.
+    /// Sets the weights of a new model (from a Hugging Face folder); none draws the declared initial values.
     pub initial_weights: Option<&'a InitialWeights<'a>>,
     /// The training data that the recipe names. Its files and the order of its samples are recorded in checkpoints, and
     /// compared by a resumed run. Without it only the configuration is.
     pub data: Option<&'a dyn Batches>,
-    /// Replace the run in the folder. It is deleted when the new one has a checkpoint, and comes back if that never happens.
+    /// Replace the run in the folder. It is deleted once the new one has a checkpoint, and restored otherwise.
     pub fresh: bool,
     /// Keys that may change although the data position is lost, see [`crate::config::refused_changes`].
     pub allow_changes: &'a [String],
@@ -62,7 +62,7 @@ pub struct OpenOptions<'a> {
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
-    /// All steps are done (false: stopped on request, state saved).
+    /// All steps are done; false if it stopped on request and saved its state.
     pub finished: bool,
     /// Steps done in this call.
     pub steps: u64,
@@ -70,11 +70,11 @@ pub struct Outcome {
     pub tokens: u64,
     /// Seconds of those steps.
     pub seconds: f64,
-    /// When the first of them was done.
+    /// When the first of them ended.
     pub first: Option<Instant>,
-    /// Loss of the last step done, if any was.
+    /// Loss of the last step, if any was done.
     pub loss: Option<f64>,
-    /// Last evaluation, if any was.
+    /// Loss of the last evaluation, if there was one.
     pub eval: Option<f64>,
 }
 
@@ -82,26 +82,26 @@ pub struct Outcome {
 pub struct Run {
     /// Model, optimizer, counters.
     pub trainer: Trainer,
-    /// The recipe, resolved.
+    /// The resolved recipe.
     pub resolved: Resolved,
     /// FLOPs of one token, forward and backward.
     pub flops_per_token: f64,
     /// Tokens in one epoch of the training data, where they are counted.
     pub epoch_tokens: Option<u64>,
-    /// What this rank sent in the last step.
+    /// Bytes that this rank sent in the last step.
     pub sent: Traffic,
-    /// From which checkpoint it goes on and what has changed since; none for a new run.
+    /// The checkpoint it resumed from and what has changed since; none for a new run.
     pub resumed: Option<Resume>,
-    /// What the user should know about the folder.
+    /// Notes for the user about the folder.
     pub notes: Vec<String>,
-    /// Of the cards, if it is measured.
+    /// Energy meter of the GPUs, with `train.energy`.
     pub(super) energy: Option<Energy>,
     dir: PathBuf,
-    /// Writes the folder: on the first rank only.
+    /// Writer of the folder, on rank 0 only.
     pub(super) writer: Option<RunFolderWriter>,
 }
 
-/// What writes into a run's folder.
+/// Log and checkpoint writer of a run folder.
 pub(super) struct RunFolderWriter {
     pub(super) log: EventLog,
     pub(super) saver: Saver,
@@ -112,13 +112,13 @@ pub(super) struct RunFolderWriter {
     pub(super) saved: Option<u64>,
     /// Why the last save failed, if it did.
     pub(super) failed: Option<Error>,
-    /// The log could not be written, and that was told.
+    /// A failed write of the log has been reported.
     pub(super) log_failed: bool,
 }
 
 impl Run {
-    /// Opens the run in `dir`: continues from its newest checkpoint if there is one, else starts fresh.
-    /// `initial_weights` fills a fresh model (a Hugging Face folder), else declared initial values are used.
+    /// Opens the run in `dir`: resumes from its newest checkpoint if there is one, else starts a new run.
+    /// `initial_weights` sets the weights of a new model (from a Hugging Face folder); none draws the declared values.
     pub fn open(
         rank: Rank,
         resolved: Resolved,
@@ -140,7 +140,7 @@ impl Run {
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir)).transpose()?;
         let mut saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
-        // What a broken-off save left is gone before anybody looks for the newest checkpoint.
+        // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint.
         wait("the run folder is ready")?;
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
@@ -155,7 +155,7 @@ impl Run {
         wait("the checkpoint is read")?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
-        // Everything is checked: from here on the folder changes.
+        // Everything is valid: the folder changes from here on.
         if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {
             drop(saver.take());
             folder.set_aside()?;

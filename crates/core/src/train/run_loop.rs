@@ -1,4 +1,4 @@
-//! The loop of a run: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
+//! The training loop: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
 
 use super::InFlightStep;
 use super::energy::Energy;
@@ -13,7 +13,7 @@ use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::Category;
 use std::time::Instant;
 
-/// What a rank asks for after a step. All ranks do what the most urgent request says.
+/// A rank's request after a step. All ranks follow the most urgent one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Request {
     GoOn,
@@ -64,14 +64,14 @@ impl Run {
     ) -> Result<(), Failure> {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
-        // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
+        // A single rank on a GPU launches the next step before it reads back this one's loss, so that the GPU never idles.
         let rank = &self.trainer.rank;
         let alone = rank.world.size() == 1;
         let ahead = rank.device().gpu().is_some() && alone && !observer.wants_single_steps();
         let mut queued: Option<InFlightStep> = None;
-        // Data of the next step that was read already, or why it could not be.
+        // Prefetched data of the next step, or the error of reading it.
         let mut next: Option<Result<HostBatch>> = None;
-        // What was asked for and is not done yet; until then no further step is launched.
+        // A request that is not done yet; until then no further step is launched.
         let mut pending = Request::GoOn;
         self.energy.iter_mut().for_each(Energy::resume);
         // Steps are timed by the device, from the end of one to the end of the next.
@@ -138,7 +138,7 @@ impl Run {
                 }
                 pending = pending.max(self.agree(request(&next, alone, observer))?);
             }
-            // A step that the card has already is ended first.
+            // A step that is already launched is ended first.
             let asked = if queued.is_none() { pending } else { Request::GoOn };
             let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
             if due || asked > Request::GoOn || (last && c.checkpoint.at_end) {
@@ -214,7 +214,7 @@ impl Run {
     }
 }
 
-/// What this rank asks for, before it launches the next step.
+/// This rank's request, before it launches the next step.
 fn request(next: &Option<Result<HostBatch>>, alone: bool, observer: &dyn Observer) -> Request {
     let (stop, save) = (observer.stop(), observer.save());
     match next {

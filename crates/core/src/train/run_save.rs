@@ -1,4 +1,4 @@
-//! Checkpoints and events of a run: a checkpoint counts, and is told, when it is on disk.
+//! Checkpoints and events of a run: a checkpoint counts, and is reported, once it is on disk.
 
 use super::energy::Energy;
 use super::run::{Observer, Run};
@@ -11,7 +11,7 @@ use crate::{Error, Result};
 use std::time::Instant;
 
 impl Run {
-    /// Logs an event and tells the observer. If the log cannot be written, `checkpoint.on_failure` decides whether that
+    /// Logs an event and passes it to the observer. If the log cannot be written, `checkpoint.on_failure` decides whether that
     /// ends the run.
     pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
         let goes_on = self.resolved.config.checkpoint.on_failure == SaveFailurePolicy::Continue;
@@ -29,10 +29,10 @@ impl Run {
         Ok(())
     }
 
-    /// Hands a copy of the state to the writer; training goes on while it is written. All ranks call it.
+    /// Hands a copy of the state to the writer thread; training continues meanwhile. Collective.
     pub(super) fn save(&mut self, data: &dyn Batches, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
-        // Every rank brings its share; the first one writes.
+        // Rank 0 gathers the shards of all ranks and writes.
         self.energy.iter_mut().for_each(Energy::pause);
         let (step, samples) = (self.trainer.step(), self.trainer.samples());
         if self.writer.is_some() {
@@ -95,7 +95,7 @@ impl Run {
         }
     }
 
-    /// The last checkpoint of the run is on disk, or this is the error that kept it from there.
+    /// Waits until the last checkpoint of the run is on disk; fails if it could not be written.
     pub(super) fn finish_saves(&mut self, finished: bool, observer: &mut dyn Observer) -> Result<()> {
         self.wait_for_save(observer)?;
         let Some(writer) = &mut self.writer else { return Ok(()) };
@@ -106,8 +106,8 @@ impl Run {
         if finished { writer.folder.new_run_is_saved() } else { Ok(()) }
     }
 
-    /// Saves the state of the last step if it is not saved yet, after an error that has left it whole. What cannot be
-    /// saved is told; the error at hand stays the run's.
+    /// After an error that left the state intact: saves the state of the last step if it is not saved yet. A failed save is
+    /// reported; the run still ends with the original error.
     pub(super) fn save_after_error(&mut self, data: &dyn Batches, observer: &mut dyn Observer) {
         let step = self.trainer.step();
         let known = self.writer.as_ref().is_some_and(|w| w.saved == Some(step) || w.pending.is_some());
