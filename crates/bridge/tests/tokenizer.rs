@@ -313,3 +313,77 @@ fn ranks_can_share_one() {
     shareable::<ferrotron_bridge::HfCheckpoint>();
     shareable::<ferrotron_bridge::ChatTemplate>();
 }
+
+/// A tokenizer with these parts, of a model that knows "a" and "b".
+fn bomb(more: serde_json::Value) -> serde_json::Value {
+    let mut all = serde_json::json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": null, "post_processor": null, "decoder": null,
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
+            "vocab": {"a": 0, "b": 1}, "merges": []},
+    });
+    all.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    all
+}
+
+#[test]
+fn tokenizers_that_explode_are_refused() {
+    use serde_json::json;
+    let replace = |n: usize| json!({"type": "Replace", "pattern": {"String": "a"}, "content": "a".repeat(n)});
+    let sequence = |parts: Vec<serde_json::Value>| json!({"type": "Sequence", "normalizers": parts});
+    let open = |more: serde_json::Value| Tokenizer::from_json(&bomb(more).to_string(), "bomb");
+    let nested = sequence(vec![replace(9), sequence(vec![replace(9), replace(9)])]);
+    // One megabyte of a single NUL-terminated replacement after a trie of no bytes.
+    let map = "AAAA".to_string() + &"YWFh".repeat(1 << 18);
+    let unigram: Vec<_> = (1..3000usize).map(|n| json!(["a".repeat(n), -1.0])).collect();
+    for (more, why) in [
+        (json!({"normalizer": sequence(vec![replace(100); 4])}), "normalizer makes up to 100000000"),
+        (json!({"normalizer": nested}), "normalizer"),
+        (json!({"normalizer": replace(1000)}), "normalizer"),
+        (
+            json!({"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "a".repeat(100)}}),
+            "",
+        ),
+        (json!({"normalizer": {"type": "Prepend", "prepend": "a".repeat(1 << 20)}}), "before every text"),
+        (json!({"normalizer": {"type": "Precompiled", "precompiled_charsmap": map}}), ""),
+        (json!({"decoder": {"type": "Sequence", "decoders": vec![replace(100); 4]}}), "decoder makes up to"),
+        (
+            json!({"model": {"type": "Unigram", "unk_id": 0, "vocab": unigram, "byte_fallback": false}}),
+            "Unigram token",
+        ),
+        (
+            json!({"model": {"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",
+                "max_input_chars_per_word": 1_000_000_000u64, "vocab": {"a": 0}}}),
+            "max_input_chars_per_word",
+        ),
+    ] {
+        let e = open(more).unwrap_err().to_string();
+        assert!(e.contains(why), "{e}");
+    }
+    // What published tokenizers do is allowed, and a text that is too long for it is refused.
+    let space = json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"});
+    let tokenizer = open(json!({"normalizer": sequence(vec![json!({"type": "NFKC"}), space])})).unwrap();
+    assert_eq!(tokenizer.encode("ab").unwrap(), [0, 1]);
+    let e = tokenizer.encode(&"a".repeat(60 << 20)).unwrap_err().to_string();
+    assert!(e.contains("split the text"), "{e}");
+}
+
+/// Work that grows with the square of a text would take hours here.
+#[test]
+fn one_long_word_is_tokenized_in_time() {
+    use serde_json::json;
+    let text = "a".repeat(1 << 16);
+    let unigram: Vec<_> = (1..=128usize).map(|n| json!(["a".repeat(n), -(n as f64)])).collect();
+    let vocab: serde_json::Map<_, _> = (0..16).map(|n| ("a".repeat(1 << n), json!(n))).collect();
+    let merges: Vec<String> = (0..15).map(|n| format!("{0} {0}", "a".repeat(1 << n))).collect();
+    let mut bpe = bomb(json!({}))["model"].clone();
+    bpe["vocab"] = vocab.into();
+    bpe["merges"] = json!(merges);
+    for model in [bpe, json!({"type": "Unigram", "unk_id": 0, "vocab": unigram, "byte_fallback": false})] {
+        let tokenizer = Tokenizer::from_json(&bomb(json!({"model": model})).to_string(), "long").unwrap();
+        let begin = std::time::Instant::now();
+        assert!(!tokenizer.encode(&text).unwrap().is_empty());
+        assert!(begin.elapsed().as_secs() < 20, "{:?}", begin.elapsed());
+    }
+}

@@ -2,6 +2,7 @@
 
 mod byte_level;
 mod file;
+mod limits;
 mod stream;
 
 pub use byte_level::byte_tokenizer_json;
@@ -10,6 +11,7 @@ pub use stream::TextStream;
 
 use crate::error::{Error, Result};
 use ferrotron_core::data::TokenizerInfo;
+use limits::Growth;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
@@ -30,7 +32,7 @@ pub struct Tokenizer {
 enum TokenizerKind {
     /// Ids are bytes.
     Bytes,
-    File(Box<PipelineTokenizer>),
+    File(Box<PipelineTokenizer>, Growth),
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -79,10 +81,13 @@ impl Tokenizer {
         let built = guard(|| {
             let mut value = checked.value;
             tokenizers::canonicalize_value(&mut value).map_err(|e| e.to_string())?;
-            tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())
+            let growth = limits::check(&value)?;
+            let built = tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())?;
+            Ok((built, growth))
         });
+        let (built, growth) = built.map_err(wrong)?;
         Ok(Tokenizer {
-            kind: TokenizerKind::File(Box::new(built.map_err(wrong)?)),
+            kind: TokenizerKind::File(Box::new(built), growth),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
             digest: Some(checked.digest),
@@ -132,7 +137,10 @@ impl Tokenizer {
     }
 
     fn encode_as(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let TokenizerKind::File(inner) = &self.kind else { return Ok(text.bytes().map(u32::from).collect()) };
+        let TokenizerKind::File(inner, growth) = &self.kind else {
+            return Ok(text.bytes().map(u32::from).collect());
+        };
+        growth.check(text).map_err(|what| self.wrong(what))?;
         let options = EncodeOptions {
             add_special_tokens,
             encode_special_tokens: false,
@@ -161,7 +169,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            TokenizerKind::File(inner) => {
+            TokenizerKind::File(inner, _) => {
                 guard(|| inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()))
                     .map_err(|what| self.wrong(what))
             }
