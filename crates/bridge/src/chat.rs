@@ -1,16 +1,33 @@
 //! Chat templates: render a conversation into the text that a chat model continues.
+//!
+//! A template is a program that came with a model, so it is bounded in source length, nesting, instructions, memory and
+//! stack, whatever it does.
+
+mod budget;
+mod filters;
+mod instrument;
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
 use crate::tokenizer::token_text;
+use budget::Budget;
+use minijinja::machinery::{CodeGenerator, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, Serde, Value};
-use minijinja::{Environment, ErrorKind};
+use minijinja::value::{Serde, Value};
+use minijinja::{AutoEscape, Environment, ErrorKind};
 use serde_json::{Map, Value as Json, json};
 use std::path::Path;
+use std::sync::Arc;
 
 /// Limit on template instructions; published templates need a few hundred per message.
-const FUEL: u64 = 10_000_000;
+const FUEL: u64 = 2_000_000;
+/// Longest template; published ones have up to 30 kB.
+const MAX_SOURCE: usize = 512 << 10;
+/// Most tokens of one tag, and most `elif` of a template: each may be a level of recursion in parser and compiler.
+const MAX_TAG_TOKENS: usize = 4096;
+const MAX_ELIF: usize = 1000;
+/// Stack for these levels; only what is used takes memory.
+const STACK: usize = 256 << 20;
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +41,7 @@ pub struct Message {
 /// A model's chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    environment: Environment<'static>,
+    source: String,
     bos: String,
     eos: String,
 }
@@ -52,21 +69,14 @@ impl ChatTemplate {
         source.map(|s| ChatTemplate::new(&s, token("bos_token"), token("eos_token"))).transpose()
     }
 
-    /// Compiles a template; `bos` and `eos` are the texts of the beginning and end tokens.
+    /// Checks a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
-        let mut environment = Environment::new();
-        // The settings of transformers' Jinja environment.
-        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
-        environment.set_syntax(syntax.map_err(|e| Error::Chat(explain(&e)))?);
-        environment.set_fuel(Some(FUEL));
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
-            Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
-        });
-        environment.add_filter("tojson", to_json);
+        if source.len() > MAX_SOURCE {
+            return Err(Error::Chat(format!("it has {} bytes, more than {MAX_SOURCE}", source.len())));
+        }
         let source = without_generation_marks(source);
-        environment.add_template_owned("chat", source).map_err(|e| Error::Chat(explain(&e)))?;
-        Ok(ChatTemplate { environment, bos: bos.into(), eos: eos.into() })
+        with_stack(|| run(&source, None))?;
+        Ok(ChatTemplate { source, bos: bos.into(), eos: eos.into() })
     }
 
     /// Renders a conversation; with `add_generation_prompt` the text ends where the model's answer begins.
@@ -89,9 +99,64 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
         context.insert("bos_token".into(), json!(self.bos));
         context.insert("eos_token".into(), json!(self.eos));
-        let template = self.environment.get_template("chat").map_err(|e| Error::Chat(explain(&e)))?;
-        template.render(Value::from(Serde(&context))).map_err(|e| Error::Chat(explain(&e)))
+        with_stack(|| run(&self.source, Some(Value::from(Serde(&context)))))
     }
+}
+
+/// Calls `work` on a thread whose stack is deep enough for any template within the limits.
+fn with_stack(work: impl FnOnce() -> Result<String, String> + Send) -> Result<String> {
+    let done = std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
+        match thread.spawn_scoped(scope, work) {
+            Ok(thread) => thread.join().unwrap_or_else(|_| Err("the template library panicked on it".into())),
+            Err(e) => Err(format!("cannot start a thread with {STACK} bytes of stack: {e}")),
+        }
+    });
+    done.map_err(Error::Chat)
+}
+
+/// Parses and compiles a template, and renders it if there are variables.
+fn run(source: &str, variables: Option<Value>) -> Result<String, String> {
+    let explained = |e: minijinja::Error| explain(&e);
+    // The settings of transformers' Jinja environment.
+    let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(explained)?;
+    check_tokens(source, syntax.clone())?;
+    let template = parse(source, "chat", syntax).map_err(explained)?;
+    let template = instrument::instrument(&template)?;
+    let mut generator = CodeGenerator::new("chat", source);
+    generator.compile_stmt(&template);
+    let (instructions, blocks) = generator.finish();
+    let Some(variables) = variables else { return Ok(String::new()) };
+    let mut environment = Environment::new();
+    environment.set_fuel(Some(FUEL));
+    filters::add(&mut environment, &Arc::new(Budget::new()));
+    let mut text = String::new();
+    let mut out = make_string_output(&mut text);
+    let done = eval(&environment, &instructions, variables, &blocks, &mut out, AutoEscape::None);
+    done.map(drop).map_err(explained)?;
+    drop(out);
+    Ok(text)
+}
+
+/// Fails if the template could nest deeper than the stack allows; reading tokens needs no stack.
+fn check_tokens(source: &str, syntax: SyntaxConfig) -> Result<(), String> {
+    let (mut in_tag, mut elifs) = (0, 0);
+    for token in tokenize(source, false, syntax) {
+        let (token, _) = token.map_err(|e| explain(&e))?;
+        match token {
+            Token::BlockStart | Token::VariableStart => in_tag = 0,
+            Token::Ident("elif") => elifs += 1,
+            _ => {}
+        }
+        in_tag += 1;
+        if in_tag > MAX_TAG_TOKENS {
+            return Err(format!("it has a tag of more than {MAX_TAG_TOKENS} tokens"));
+        }
+        if elifs > MAX_ELIF {
+            return Err(format!("it has more than {MAX_ELIF} elif"));
+        }
+    }
+    Ok(())
 }
 
 /// The template itself or, of several, the one called "default".
@@ -142,62 +207,4 @@ fn without_generation_marks(source: &str) -> String {
     }
     out.push_str(rest);
     out
-}
-
-/// The `tojson` filter as Python's `json.dumps` prints: spaces after commas and colons, no HTML escapes.
-fn to_json(value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value, minijinja::Error> {
-    let indent: Option<Value> = match indent {
-        Some(i) => Some(i),
-        None => options.get("indent")?,
-    };
-    // Accepted without effect: non-ASCII text is never escaped, and keys are already sorted.
-    let _: Option<Value> = options.get("ensure_ascii")?;
-    let _: Option<Value> = options.get("sort_keys")?;
-    options.assert_all_used()?;
-    let indent = match indent {
-        Some(i) if !i.is_none() => Some(usize::try_from(i)?.min(64)),
-        _ => None,
-    };
-    let wrong = |e: serde_json::Error| {
-        minijinja::Error::new(ErrorKind::InvalidOperation, format!("cannot be written as JSON: {e}"))
-    };
-    let json = serde_json::to_value(value).map_err(wrong)?;
-    let mut text = String::new();
-    print(&json, indent, 0, &mut text);
-    Ok(Value::from_safe_string(text))
-}
-
-fn print(v: &Json, indent: Option<usize>, depth: usize, out: &mut String) {
-    let line = |depth: usize, out: &mut String| {
-        if let Some(n) = indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', n * depth));
-        }
-    };
-    let separator = if indent.is_some() { "," } else { ", " };
-    match v {
-        Json::Array(list) if !list.is_empty() => {
-            out.push('[');
-            for (i, item) in list.iter().enumerate() {
-                out.push_str(if i > 0 { separator } else { "" });
-                line(depth + 1, out);
-                print(item, indent, depth + 1, out);
-            }
-            line(depth, out);
-            out.push(']');
-        }
-        Json::Object(map) if !map.is_empty() => {
-            out.push('{');
-            for (i, (key, item)) in map.iter().enumerate() {
-                out.push_str(if i > 0 { separator } else { "" });
-                line(depth + 1, out);
-                out.push_str(&Json::String(key.clone()).to_string());
-                out.push_str(": ");
-                print(item, indent, depth + 1, out);
-            }
-            line(depth, out);
-            out.push('}');
-        }
-        other => out.push_str(&other.to_string()),
-    }
 }

@@ -35,8 +35,8 @@ pub struct TextIo {
     pub start: Option<i32>,
     /// Ids that end generation.
     pub stop: Vec<i32>,
-    /// The model's chat template, if it has one.
-    pub chat: Option<ChatTemplate>,
+    /// The folder of the model's chat template, which is read only when it is needed.
+    pub chat_dir: Option<PathBuf>,
 }
 
 impl ModelSource {
@@ -110,19 +110,18 @@ impl ModelSource {
                 tokenizer: Tokenizer::bytes(),
                 start: Some(i32::from(b'\n')),
                 stop,
-                chat: None,
+                chat_dir: None,
             });
         };
         let tokenizer = tokenizer_at(&path)?;
-        let dir = if path.is_dir() { Some(path.as_path()) } else { path.parent() };
-        let chat = dir.map(ChatTemplate::from_dir).transpose()?.flatten();
+        let chat_dir = if path.is_dir() { Some(path) } else { path.parent().map(Path::to_path_buf) };
         let inside = |id: &u32| (*id as usize) < self.model().vocab;
         let mut stop: Vec<u32> = tokenizer.eos().iter().copied().chain(eod).filter(inside).collect();
         stop.dedup();
         let line = || tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied()).filter(inside);
         let start = tokenizer.bos().filter(inside).or(stop.first().copied()).or_else(line);
         let stop = stop.into_iter().map(|id| id as i32).collect();
-        Ok(TextIo { start: start.map(|id| id as i32), stop, chat, tokenizer })
+        Ok(TextIo { start: start.map(|id| id as i32), stop, chat_dir, tokenizer })
     }
 
     fn no_tokenizer(&self) -> Error {
@@ -158,7 +157,8 @@ impl TextIo {
     pub fn prompt(&self, text: &str, chat: bool) -> Result<Vec<i32>> {
         let wrong = |what: &str| Err(Error::Chat(what.into()));
         let ids = if chat {
-            let Some(template) = &self.chat else {
+            let Some(template) = self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten()
+            else {
                 return wrong("this model has none; remove --chat and format the prompt yourself");
             };
             let message = Message { role: "user".into(), content: text.into() };

@@ -73,8 +73,11 @@ fn errors_say_what_and_where() {
     assert!(e.contains("runs for too long"), "{e}");
     let deep = format!("{}x{}", "{% if true %}".repeat(3000), "{% endif %}".repeat(3000));
     assert!(ChatTemplate::new(&deep, "", "").is_err());
-    let e = ChatTemplate::new("{% include '/etc/passwd' %}", "", "").unwrap().render(&[], false);
-    assert!(e.is_err());
+    for other in
+        ["{% include '/etc/passwd' %}", "{% extends 'x' %}", "{% block b %}{{ self.b() }}{% endblock %}"]
+    {
+        assert!(ChatTemplate::new(other, "", "").unwrap_err().to_string().contains("stands alone"));
+    }
 }
 
 #[test]
@@ -95,4 +98,324 @@ fn found_in_the_folder() {
     assert_eq!(show(), "alone");
     write("tokenizer_config.json", "{".into());
     assert!(ChatTemplate::from_dir(dir.path()).is_err());
+}
+
+/// Renders a hostile template: text or an error, soon.
+fn attempt(source: &str) -> Result<String, String> {
+    let begin = std::time::Instant::now();
+    let messages = json!([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]);
+    let done =
+        ChatTemplate::new(source, "<s>", "</s>").and_then(|t| t.render_json(&messages, true, &Map::new()));
+    let took = begin.elapsed();
+    assert!(took.as_secs() < 20, "{took:?}: {}", &source[..source.len().min(200)]);
+    let done = done.map_err(|e| e.to_string());
+    assert!(!done.as_ref().is_err_and(|e| e.contains("panicked")), "{source}: {done:?}");
+    done
+}
+
+/// Peak resident memory of this process, in MiB.
+fn peak_memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let line = status.lines().find_map(|l| l.strip_prefix("VmHWM:")).unwrap_or("0");
+    line.trim().trim_end_matches(" kB").trim().parse::<u64>().unwrap_or(0) / 1024
+}
+
+/// A loop that runs `body` many times; it sees `ns.x`, which starts as `start`.
+fn repeated(start: &str, body: &str, end: &str) -> String {
+    format!("{{% set ns = namespace(x={start}) %}}{{% for i in range(1000) %}}{body}{{% endfor %}}{end}")
+}
+
+#[test]
+fn hostile_templates_are_refused() {
+    let many = |unit: &str, n: usize| unit.repeat(n);
+    let grow =
+        |start: &str, value: &str| repeated(start, &format!("{{% set ns.x = {value} %}}"), "{{ ns.x }}");
+    let dag = |end: &str| repeated("[1]", "{% if i < 60 %}{% set ns.x = [ns.x, ns.x] %}{% endif %}", end);
+    let nested = |n: usize| "{% if true %}".repeat(n) + "x" + &"{% endif %}".repeat(n);
+    let templates = [
+        // Depth of the source.
+        format!("{{{{ {}1 }}}}", many("-", 20_000)),
+        format!("{{{{ {}1 }}}}", many("not ", 20_000)),
+        format!("{{{{ {}1{} }}}}", many("(", 20_000), many(")", 20_000)),
+        format!("{{{{ 1{} }}}}", many("+1", 200_000)),
+        format!("{{{{ x{} }}}}", many(".x", 200_000)),
+        format!("{{{{ x{} }}}}", many("|trim", 100_000)),
+        format!("{{{{ x{} }}}}", many("[0]", 100_000)),
+        format!("{{{{ 1{} }}}}", many(" if 0 else 1", 30_000)),
+        format!("{{% if 0 %}}{}{{% endif %}}", many("{% elif 0 %}", 30_000)),
+        format!("{{{{ 2{} }}}}", many("**1", 50_000)),
+        format!("{{{{ 1{} }}}}", many("~1", 50_000)),
+        nested(3000),
+        many("x", 1 << 20),
+        // Depth of values.
+        "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}".into(),
+        "{% set ns = namespace() %}{% set ns.a = [ns] %}{{ ns.a ~ '' }}".into(),
+        "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns == ns.a }}{{ {ns: 1} }}{{ ns|tojson }}".into(),
+        grow("[]", "[ns.x]"),
+        grow("{}", "{'a': ns.x}"),
+        grow("none", "(ns.x,)"),
+        grow("none", "namespace(y=ns.x)"),
+        repeated("none", "{% set n = namespace() %}{% set n.y = ns.x %}{% set ns.x = n %}", "{{ ns }}"),
+        "{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}".into(),
+        // Growth of values.
+        grow("'ab'", "ns.x ~ ns.x"),
+        grow("'ab'", "ns.x + ns.x"),
+        grow("[1, 2]", "ns.x + ns.x"),
+        grow("(1, 2)", "ns.x + ns.x"),
+        grow("[1, 2]", "ns.x * 2"),
+        grow("'ab'", "2 * ns.x"),
+        grow("'ab'", "ns.x.replace('a', ns.x)"),
+        grow("'ab'", "ns.x|replace('', ns.x)"),
+        grow("'ab'", "ns.x.join([ns.x, ns.x])"),
+        grow("'ab'", "ns.x|list|join(ns.x)"),
+        grow("'ab'", "[ns.x, ns.x]|join"),
+        grow("'ab'", "'{0}{0}'.format(ns.x)"),
+        grow("'ab'", "'%s%s'|format(ns.x, ns.x)"),
+        grow("'ab'", "ns.x|tojson|tojson"),
+        grow("'<>'", "ns.x|escape|string|replace('', '')|escape ~ '<'"),
+        grow("'a b'", "ns.x.split() | join(ns.x)"),
+        "{{ 'x' * 1000000000 }}".into(),
+        format!("{{{{ '' {} }}}}", many("~ 'x' * 100000000 ", 100)),
+        "{{ [0] * 100000000 }}".into(),
+        "{{ (0, 1) * 50000000 }}".into(),
+        "{{ 'x'|indent(4000000000) }}".into(),
+        format!("{{{{ '{}'|indent(width=9999, blank=true) }}}}", many("\\n", 10_000)),
+        "{{ '%1000000000d'|format(1) }}".into(),
+        "{{ '%*d'|format(1000000000, 1) }}".into(),
+        "{{ '{:1000000000}'.format(1) }}".into(),
+        "{{ '{:{}}'.format(1, 1000000000) }}".into(),
+        "{{ '%.1000000000f'|format(1.0) }}".into(),
+        "{{ [1]|batch(1000000000, 0) }}".into(),
+        "{{ [1]|slice(1000000000) }}".into(),
+        "{{ ('a' * 100000)|list|map('replace', 'a', 'b' * 100000)|list }}".into(),
+        "{{ ('a' * 200000)|list|select('in', 'b' * 4000000)|list }}".into(),
+        "{{ ('a' * 10000)|list|map('indent', 9000, true)|list }}".into(),
+        // A small value that is endless when it is read.
+        dag("{{ ns.x }}"),
+        dag("{{ ns.x ~ '' }}"),
+        dag("{{ ns.x == ns.x }}"),
+        dag("{{ ns.x|tojson }}"),
+        dag("{{ {ns.x: 1} }}"),
+        dag("{{ ns.x in [ns.x] }}"),
+        dag("{{ ns.x|string|length }}"),
+        dag("{{ ns.x|sort }}"),
+        dag("{{ ns.x|unique }}"),
+        dag("{{ debug() }}"),
+        // Output.
+        format!("{{% for i in range(100000) %}}{}{{% endfor %}}", many("x", 100_000)),
+        format!(
+            "{{% set a %}}{{% for i in range(100000) %}}{}{{% endfor %}}{{% endset %}}",
+            many("x", 100_000)
+        ),
+        "{% set a = 'x' * 1000000 %}{% for i in range(100000) %}{{ a }}{% endfor %}".into(),
+        "{% macro m(a) %}{% for i in range(100000) %}{{ a }}{% endfor %}{% endmacro %}{{ m('x' * 1000000) }}"
+            .into(),
+        "{% filter upper %}{% for i in range(100000) %}{{ 'x' * 1000000 }}{% endfor %}{% endfilter %}".into(),
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}".into(),
+    ];
+    for (i, source) in templates.iter().enumerate() {
+        let e = attempt(source).expect_err(&format!("{i}: {}", &source[..source.len().min(200)]));
+        assert!(e.starts_with("chat template: ") && !e.contains('\n'), "{i}: {e}");
+    }
+    assert!(peak_memory() < 1500, "{} MiB", peak_memory());
+}
+
+#[test]
+fn long_chains_of_lazy_sequences_do_not_recurse() {
+    // Each step refers to the one before; whether it ends as text or as an error, it ends.
+    for step in [
+        "ns.x|reverse",
+        "ns.x[0:]",
+        "ns.x[::-1]",
+        "ns.x + [i]",
+        "ns.x|list",
+        "ns.x|map('trim')",
+        "ns.x|items",
+    ] {
+        let body = format!("{{% set ns.x = {step} %}}");
+        let source = repeated("['a']", &body, "{{ ns.x|length }}").replace("range(1000)", "range(50000)");
+        let _ = attempt(&source);
+    }
+}
+
+#[test]
+fn what_long_conversations_need_is_allowed() {
+    let long = "word ".repeat(40_000);
+    let turns: Vec<_> = (0..300)
+        .map(|i| json!({"role": (["user", "assistant"][i % 2]), "content": "text ".repeat(200)}))
+        .collect();
+    let source = "{% set ns = namespace(text='', seen=[]) %}{% for m in messages %}{% if loop.index0 == messages|length - 1 %}last{% endif %}\
+        {% if messages[loop.index0 - 1].role == m.role and not loop.first %}{{ raise_exception('roles') }}{% endif %}\
+        {% set ns.seen = ns.seen + [m.role] %}{{ '<|' + m['role'] + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}{{ ns.seen|length }}";
+    let template = ChatTemplate::new(source, "", "").unwrap();
+    let text = template.render_json(&json!(turns), false, &Map::new()).unwrap();
+    assert!(text.ends_with("<|end|>\n300") && text.matches("last").count() == 1);
+    let one = render(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        &[("user", &long)],
+        false,
+    );
+    assert_eq!(one, format!("<s>{long}"));
+    // Operators and filters that are measured give what they gave.
+    for (source, want) in [
+        (
+            "{{ 3 * 4 }} {{ 1.5 * 2 }} {{ 'ab' * 3 }} {{ 2 * 'ab' }} {{ [1, 2] * 2 }} {{ 'a' * 0 }}|{{ 'a' * -1 }}",
+            "12 3.0 ababab abab [1, 2, 1, 2] |",
+        ),
+        (
+            "{{ 7 % 4 }} {{ '%s-%02d' | format('a', 7) }} {{ '%s' | format('x') }} {{ '{}-{}'.format(1, 'b') }}",
+            "3 a-07 x 1-b",
+        ),
+        (
+            "{{ 'a-b' | replace('-', '+') }} {{ 'a-b'.replace('-', '') }} {{ ', '.join(['a', 'b']) }} {{ [1, 2] | join('|') }}",
+            "a+b ab a, b 1|2",
+        ),
+        (
+            "{{ ['a', 'b'] | map('upper') | join }} {{ [1, 2, 3] | select('odd') | list }} {{ 'a\nb' | indent(2) }}",
+            "AB [1, 3] a\n  b",
+        ),
+        (
+            "{{ 'abc'[1] }} {{ 'abc'[:2] }} {{ [1, 2, 3][-1] }} {{ {'a': 1}['a'] }} {{ none is none }} {{ x is defined }}",
+            "b ab 3 1 True False",
+        ),
+        (
+            "{% macro m(a, b='z') %}{{ a }}{{ b }}{{ caller() if caller }}{% endmacro %}{{ m('y') }}{% call m('q') %}!{% endcall %}",
+            "yzqz!",
+        ),
+        (
+            "{% set x %}a{% endset %}{{ x }}{% with y = 2 %}{{ y }}{% endwith %}{% filter upper %}b{% endfilter %}{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}",
+            "a2Ba1",
+        ),
+        (
+            "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}{{ 'b' in 'abc' }}{{ 1 < 2 < 3 }}",
+            "02TrueTrue",
+        ),
+    ] {
+        assert_eq!(render(source, &[], false), want, "{source}");
+    }
+}
+
+/// Random templates of values that grow: each ends soon, in bounded memory.
+#[test]
+fn random_templates_end_soon() {
+    let mut state = 20_241_116u64;
+    let mut below = |n: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % n as u64) as usize
+    };
+    const LEAVES: &[&str] = &[
+        "ns.x",
+        "ns.y",
+        "ns",
+        "x",
+        "i",
+        "'ab'",
+        "[1, 'a']",
+        "{'k': ns.y}",
+        "messages",
+        "0",
+        "99",
+        "none",
+        "(1, ns.x)",
+    ];
+    const UNARY: &[&str] = &[
+        "A|list",
+        "A|join(B)",
+        "A|tojson",
+        "A|string",
+        "A|replace('a', B)",
+        "A|reverse",
+        "A|sort",
+        "A|unique",
+        "A|indent(B)",
+        "A|map('upper')",
+        "A|select('in', B)",
+        "A|batch(B, C)",
+        "A|slice(B)",
+        "A|length",
+        "A|first",
+        "A|escape",
+        "A|pprint",
+        "A|items",
+        "A|groupby('k')",
+        "A|dictsort",
+        "A|zip(B)",
+        "A|chain(B)",
+        "A|format(B)",
+        "A|default(B)",
+        "A.join(B)",
+        "A.replace('a', B)",
+        "A.split('a')",
+        "A.format(B, C)",
+        "A.items()",
+        "A[B]",
+        "A[B:C]",
+        "A ~ B",
+        "A + B",
+        "A * B",
+        "A % B",
+        "A == B",
+        "A in B",
+        "A < B",
+        "A and B",
+        "A or B",
+        "not A",
+        "-A",
+        "[A, B, A]",
+        "{A: B}",
+        "(A, A)",
+        "namespace(y=A)",
+        "dict(k=A)",
+        "range(99)",
+        "m(A)",
+        "A if B else C",
+        "A is mapping",
+        "A is in B",
+        "loop.cycle(A, B)",
+        "A|sum",
+        "A|max",
+        "A|attr('k')",
+        "A|lines",
+        "A|title",
+    ];
+    let expression = |below: &mut dyn FnMut(usize) -> usize| {
+        let mut text = UNARY[below(UNARY.len())].to_string();
+        for _ in 0..below(3) {
+            let inner = format!("({})", UNARY[below(UNARY.len())]);
+            text = text.replacen('A', &inner, 1);
+        }
+        // Placeholders are capitals that no name has.
+        text.chars()
+            .map(|c| {
+                if matches!(c, 'A' | 'B' | 'C') {
+                    LEAVES[below(LEAVES.len())].to_string()
+                } else {
+                    c.to_string()
+                }
+            })
+            .collect::<String>()
+    };
+    let rounds = std::env::var("FERROTRON_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(400);
+    let mut rendered = 0;
+    for _ in 0..rounds {
+        let mut body = String::new();
+        for _ in 0..1 + below(3) {
+            let e = expression(&mut below);
+            body += &match below(6) {
+                0 | 1 => format!("{{% set ns.x = {e} %}}"),
+                2 => format!("{{% set ns.y = {e} %}}"),
+                3 => format!("{{{{ {e} }}}}"),
+                4 => format!("{{% set x = {e} %}}{{% set ns.x = x %}}"),
+                _ => format!("{{% set x %}}{{{{ {e} }}}}{{% endset %}}{{% set ns.y = x %}}"),
+            };
+        }
+        let source = format!(
+            "{{% macro m(a) %}}{{{{ a }}}}{{% endmacro %}}{{% set ns = namespace(x='ab', y=['a', 'b']) %}}{{% set x = 'x' %}}{{% for i in range(60) %}}{body}{{% endfor %}}{{{{ ns.x }}}}"
+        );
+        rendered += usize::from(attempt(&source).is_ok_and(|t| !t.is_empty()));
+    }
+    assert!(rendered > rounds / 50, "only {rendered} of {rounds} templates work at all");
+    assert!(peak_memory() < 1500, "{} MiB", peak_memory());
 }

@@ -1,0 +1,232 @@
+//! Filters, methods and operators whose result may be much larger than their arguments: the size is known before it is
+//! made. All others make at most a small multiple of what they are given, which has been measured.
+
+use super::budget::{Budget, MAX_VALUE, refused, size};
+use super::instrument::{BOUNDED, INDEXED, ITERATED, TIMES};
+use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
+use minijinja::{Environment, Error, ErrorKind, State, filters};
+use serde_json::Value as Json;
+use std::sync::Arc;
+
+type Result<T> = std::result::Result<T, Error>;
+
+/// Longest pattern of `format`, most fields in it, and most digits of a width or precision.
+const MAX_PATTERN: usize = 4096;
+const MAX_FIELDS: usize = 64;
+const MAX_DIGITS: usize = 3;
+/// Most groups that `batch` and `slice` make, and the widest indentation.
+const MAX_COUNT: u64 = 10_000;
+
+/// Adds the filters, methods and functions of chat templates, which draw on `budget`.
+pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
+    let b = budget.clone();
+    environment.add_filter(BOUNDED, move |value: Value| b.bounded(value));
+    let b = budget.clone();
+    environment.add_filter(INDEXED, move |value: Value| b.indexed(value));
+    let b = budget.clone();
+    environment.add_filter(ITERATED, move |value: Value| b.iterated(value));
+    let b = budget.clone();
+    environment.add_filter(TIMES, move |left: Value, right: Value| times(&b, &left, &right));
+    let b = budget.clone();
+    environment.add_filter("tojson", move |value: Value, indent: Option<Value>, options: Kwargs| {
+        to_json(&b, &value, indent, options)
+    });
+    let checked: [(&str, Value, Check); 11] = [
+        ("replace", Value::from_function(filters::replace), replaced),
+        ("join", Value::from_function(filters::join), joined),
+        ("indent", Value::from_function(filters::indent), counted),
+        ("batch", Value::from_function(filters::batch), counted),
+        ("slice", Value::from_function(filters::slice), counted),
+        ("format", Value::from_function(filters::format), formatted),
+        ("map", Value::from_function(filters::map), for_each),
+        ("select", Value::from_function(filters::select), for_each),
+        ("reject", Value::from_function(filters::reject), for_each),
+        ("selectattr", Value::from_function(filters::selectattr), for_each),
+        ("rejectattr", Value::from_function(filters::rejectattr), for_each),
+    ];
+    for (name, builtin, check) in checked {
+        let b = budget.clone();
+        environment.add_filter(name, move |state: &mut State<'_, '_>, args: Rest<ValueOrKwargs>| {
+            let args = args.into_values();
+            b.charge(check(&args)?)?;
+            builtin.call(state, &args)
+        });
+    }
+    let b = budget.clone();
+    environment.set_unknown_method_callback(move |state, value, method, args| {
+        let all: Vec<Value> = [value.clone()].into_iter().chain(args.iter().cloned()).collect();
+        b.charge(match (method, value.kind()) {
+            ("replace", ValueKind::String) => replaced(&all)?,
+            // The separator is the receiver.
+            ("join", ValueKind::String) => joined(&all.iter().rev().cloned().collect::<Vec<_>>())?,
+            ("format", ValueKind::String) => formatted(&all)?,
+            _ => 0,
+        })?;
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    });
+    environment.add_function("raise_exception", |message: String| -> Result<String> {
+        Err(Error::new(ErrorKind::InvalidOperation, message))
+    });
+    // It prints every variable, measured or not.
+    environment.add_function("debug", || -> Result<String> {
+        Err(refused("debug() is not available in chat templates".into()))
+    });
+}
+
+/// The most bytes that a filter makes of its arguments; the first is what it is applied to.
+type Check = fn(&[Value]) -> Result<u64>;
+
+fn text(args: &[Value], at: usize) -> u64 {
+    args.get(at).and_then(Value::as_str).map_or(0, |s| s.len() as u64)
+}
+
+fn replaced(args: &[Value]) -> Result<u64> {
+    let (Some(all), Some(from)) = (args.first().and_then(Value::as_str), args.get(1).and_then(Value::as_str))
+    else {
+        return args.iter().map(size).sum();
+    };
+    let matches = if from.is_empty() { all.len() + 1 } else { all.matches(from).count() };
+    Ok(all.len() as u64 + (matches as u64).saturating_mul(text(args, 2)))
+}
+
+/// `join` of the first argument by the second.
+fn joined(args: &[Value]) -> Result<u64> {
+    let Some(all) = args.first() else { return Ok(0) };
+    let items = all.len().unwrap_or_else(|| all.as_str().map_or(0, str::len)) as u64;
+    Ok(size(all)?.saturating_add(items.saturating_mul(text(args, 1))))
+}
+
+/// `indent`, `batch` and `slice`, whose arguments are counts.
+fn counted(args: &[Value]) -> Result<u64> {
+    let Some(all) = args.first() else { return Ok(0) };
+    let named = args.last().and_then(|k| k.get_attr("width").ok());
+    let counts = args[1..].iter().chain(&named).filter(|v| v.kind() == ValueKind::Number);
+    let count = counts.map(|v| v.as_i64().map_or(u64::MAX, i64::unsigned_abs)).max().unwrap_or(0);
+    if count > MAX_COUNT {
+        return Err(refused(format!("it asks for {count} spaces or groups, more than {MAX_COUNT}")));
+    }
+    let lines = all.as_str().map_or(1, |s| s.lines().count() as u64 + 1);
+    Ok(size(all)?.saturating_add(lines.saturating_mul(count)))
+}
+
+fn formatted(args: &[Value]) -> Result<u64> {
+    let Some((first, rest)) = args.split_first() else { return Ok(0) };
+    pattern(first.as_str())?;
+    let fields = first.as_str().map_or(0, |s| s.matches(['%', '{']).count() as u64);
+    let each: u64 = rest.iter().map(size).sum::<Result<u64>>()?;
+    Ok(fields.saturating_mul(each.saturating_add(1000)))
+}
+
+/// Filters that apply another filter or a test to every item, with their own arguments each time.
+fn for_each(args: &[Value]) -> Result<u64> {
+    let Some((all, rest)) = args.split_first() else { return Ok(0) };
+    let items = all.len().unwrap_or(0) as u64;
+    let each: u64 = rest.iter().map(size).sum::<Result<u64>>()?;
+    // What is compared with is seldom long.
+    Ok(size(all)?.saturating_add(items.saturating_mul(each.saturating_sub(1024))))
+}
+
+/// Fails if a format string makes much more text than its arguments have.
+fn pattern(pattern: Option<&str>) -> Result<()> {
+    let Some(text) = pattern else { return Ok(()) };
+    let fields = text.matches(['%', '{']).count();
+    let digits = text.split(|c: char| !c.is_ascii_digit()).map(str::len).max().unwrap_or(0);
+    // A width or precision may itself be an argument.
+    let nested = text.contains('*') || text.split('}').any(|part| part.matches('{').count() > 1);
+    if text.len() > MAX_PATTERN || fields > MAX_FIELDS || digits > MAX_DIGITS || nested {
+        return Err(refused("it formats with a pattern that is too long or too wide".into()));
+    }
+    Ok(())
+}
+
+fn times(budget: &Budget, left: &Value, right: &Value) -> Result<Value> {
+    let (repeated, count) = match (left.as_i64(), right.as_i64()) {
+        (Some(a), Some(b)) => {
+            let product = i128::from(a).checked_mul(i128::from(b));
+            return product.map(number).ok_or_else(|| refused("a product is too large".into()));
+        }
+        (None, Some(n)) if left.kind() != ValueKind::Number => (left, n),
+        (Some(n), None) if right.kind() != ValueKind::Number => (right, n),
+        _ => {
+            let float = |v: &Value| f64::try_from(v.clone());
+            return Ok(Value::from(float(left)? * float(right)?));
+        }
+    };
+    let count = usize::try_from(count).unwrap_or(0);
+    budget.charge(size(repeated)?.saturating_mul(count as u64))?;
+    if let Some(text) = repeated.as_str() {
+        return Ok(Value::from(text.repeat(count)));
+    }
+    let items: Vec<Value> = match repeated.kind() {
+        ValueKind::Seq | ValueKind::Iterable => repeated.try_iter()?.collect(),
+        kind => return Err(refused(format!("a {kind} cannot be multiplied"))),
+    };
+    Ok(Value::from((0..count).flat_map(|_| items.iter().cloned()).collect::<Vec<_>>()))
+}
+
+/// An integer in the smallest type, as operators return it.
+fn number(n: i128) -> Value {
+    i64::try_from(n).map_or_else(|_| Value::from(n), Value::from)
+}
+
+/// The `tojson` filter as Python's `json.dumps` prints: spaces after commas and colons, no HTML escapes.
+fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value> {
+    let indent: Option<Value> = match indent {
+        Some(i) => Some(i),
+        None => options.get("indent")?,
+    };
+    // Accepted without effect: non-ASCII text is never escaped, and keys are already sorted.
+    let _: Option<Value> = options.get("ensure_ascii")?;
+    let _: Option<Value> = options.get("sort_keys")?;
+    options.assert_all_used()?;
+    let indent = match indent {
+        Some(i) if !i.is_none() => Some(usize::try_from(i)?.min(64)),
+        _ => None,
+    };
+    let wrong = |e: serde_json::Error| refused(format!("cannot be written as JSON: {e}"));
+    let json = serde_json::to_value(value).map_err(wrong)?;
+    let mut text = String::new();
+    print(&json, indent, 0, &mut text)?;
+    budget.charge(text.len() as u64)?;
+    Ok(Value::from_safe_string(text))
+}
+
+fn print(v: &Json, indent: Option<usize>, depth: usize, out: &mut String) -> Result<()> {
+    // Indentation may be much longer than the text.
+    if out.len() as u64 > MAX_VALUE {
+        return Err(refused(format!("it makes a value of more than {MAX_VALUE} bytes")));
+    }
+    let line = |depth: usize, out: &mut String| {
+        if let Some(n) = indent {
+            out.push('\n');
+            out.extend(std::iter::repeat_n(' ', n * depth));
+        }
+    };
+    let separator = if indent.is_some() { "," } else { ", " };
+    match v {
+        Json::Array(list) if !list.is_empty() => {
+            out.push('[');
+            for (i, item) in list.iter().enumerate() {
+                out.push_str(if i > 0 { separator } else { "" });
+                line(depth + 1, out);
+                print(item, indent, depth + 1, out)?;
+            }
+            line(depth, out);
+            out.push(']');
+        }
+        Json::Object(map) if !map.is_empty() => {
+            out.push('{');
+            for (i, (key, item)) in map.iter().enumerate() {
+                out.push_str(if i > 0 { separator } else { "" });
+                line(depth + 1, out);
+                out.push_str(&Json::String(key.clone()).to_string());
+                out.push_str(": ");
+                print(item, indent, depth + 1, out)?;
+            }
+            line(depth, out);
+            out.push('}');
+        }
+        other => out.push_str(&other.to_string()),
+    }
+    Ok(())
+}
