@@ -22,7 +22,7 @@ use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 /// Tokens and labels of the input file.
@@ -355,7 +355,7 @@ fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) 
 }
 
 /// Fails if writing the file `output` would replace a file of the model or the input.
-pub fn check_output(output: &Path, model: &Path, input: &Path) -> Result<()> {
+pub fn check_output(output: &Path, model: &HfCheckpoint, input: &Path) -> Result<()> {
     let wrong = |what: &str| Err(Error::Output { path: output.into(), what: what.into() });
     if !parent(output).is_dir() {
         return wrong("is in a folder that does not exist; create it or choose another for the output");
@@ -365,17 +365,14 @@ pub fn check_output(output: &Path, model: &Path, input: &Path) -> Result<()> {
         return wrong("already exists and is not a regular file; choose another name for the output");
     }
     let path = output.canonicalize().map_err(|e| Error::io(output, "open", e))?;
-    let is_output = |p: PathBuf| p.canonicalize().is_ok_and(|p| p == path);
-    if is_output(input.into()) {
+    let is_output = |p: &Path| p.canonicalize().is_ok_and(|p| p == path);
+    if is_output(input) {
         return wrong("is the input; choose another name for the output");
     }
-    let entries = std::fs::read_dir(model).map_err(|e| Error::io(model, "list", e))?;
-    for entry in entries {
-        if is_output(entry.map_err(|e| Error::io(model, "list", e))?.path()) {
-            return wrong("is a file of the model; choose another name for the output");
-        }
+    match model.files()?.iter().any(|f| is_output(f)) {
+        true => wrong("is a file of the model; choose another name for the output"),
+        false => Ok(()),
     }
-    Ok(())
 }
 
 /// Writes `logits`, `loss`, `grad.<name>` and, for MoE layers, `expert_load.<layer>` (tokens per expert) as f32. The

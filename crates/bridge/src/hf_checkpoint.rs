@@ -1,6 +1,7 @@
 //! A Hugging Face folder whose weights have been checked against its configuration.
 
 use crate::cast::is_castable;
+use crate::companions::is_companion;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::expected::{HfTensor, fuse, hf_tensors, matches};
@@ -9,7 +10,7 @@ use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
 use crate::problems::Problem;
 use crate::quantized::{self, BLOCKS, SCALE_INV, SCALES};
 use crate::read_tensor::{ShardTensor, StorageFormat, TensorLocation, read};
-use crate::shards::Shards;
+use crate::shards::{INDEX, Shards};
 use crate::view::FusedLayout;
 use ferrotron_core::model::config::ModelConfig;
 use ferrotron_core::tensorfile::{FileDType, TensorInfo};
@@ -185,6 +186,21 @@ impl HfCheckpoint {
         self.locations
             .get(logical)
             .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.dir.display())))
+    }
+
+    /// Its configuration, weights and tokenizer files; a folder may hold others.
+    pub(crate) fn files(&self) -> Result<Vec<PathBuf>> {
+        let weights = |name: &str| self.shards.files.iter().any(|s| s.name == name);
+        let own = |name: &str| name == "config.json" || name == INDEX || weights(name) || is_companion(name);
+        let list = |e| Error::io(&self.dir, "list", e);
+        let mut files = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).map_err(list)? {
+            let entry = entry.map_err(list)?;
+            if entry.file_name().to_str().is_some_and(own) {
+                files.push(entry.path());
+            }
+        }
+        Ok(files)
     }
 
     pub(crate) fn shards(&self) -> &Shards {

@@ -137,6 +137,11 @@ fn an_output_replaces_no_input_and_appears_complete() {
     let now =
         [&model.join("model.safetensors"), &model.join("config.json"), &input].map(|f| fs::read(f).unwrap());
     assert!(before == now);
+    // Another file in the model's folder is an output like any other, and may be replaced.
+    let inside = model.join("out.safetensors");
+    for _ in 0..2 {
+        assert!(run(&inside).status.success());
+    }
     // What a killed run left is removed, and an old output is replaced.
     fs::write(dir.path().join(".out.safetensors.partial-4711"), "half").unwrap();
     for _ in 0..2 {

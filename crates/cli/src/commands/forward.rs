@@ -59,7 +59,7 @@ pub struct Args {
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let checkpoint = HfCheckpoint::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
-    forward::check_output(&args.output, &args.model, &args.input)?;
+    forward::check_output(&args.output, &checkpoint, &args.input)?;
     let layout = args.layout.grid();
     forward::check_layout(&checkpoint, &layout)?;
     let options = ForwardOptions {
