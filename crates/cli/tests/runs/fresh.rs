@@ -1,6 +1,6 @@
 //! `--fresh` replaces a run only by a run.
 
-use super::support::{ferrotron, files, recipe, run, wait};
+use super::support::{SeededRng, ferrotron, files, recipe, rounds, run, wait};
 use super::{signal, train, wait_for_steps};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -88,4 +88,37 @@ fn a_run_replaced_by_one_that_saved_nothing_comes_back() {
     assert!(e.err.contains("is back: the new one had saved no checkpoint"), "{}", e.err);
     assert!(e.err.contains("small is finished: all 4 steps are done"), "{}", e.err);
     assert_eq!(state(&out), before);
+}
+
+#[test]
+fn killed_at_any_moment_the_old_or_the_new_run_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = recipe(dir.path(), 8, "[checkpoint]\nevery = 3\n");
+    let out = dir.path().join("run");
+    let begin = std::time::Instant::now();
+    assert_eq!(run(&train(&recipe, &out, &[])).code, Some(0));
+    let length = begin.elapsed();
+    let end = files(&out.join("checkpoints/step-00000008"));
+    assert!(end.len() >= 3);
+    let mut dice = SeededRng(77);
+    let mut restored = 0;
+    for round in 0..rounds(12) {
+        let mut child = ferrotron(&train(&recipe, &out, &["--fresh"])).spawn().unwrap();
+        std::thread::sleep(length.mul_f64(dice.below(1000) as f64 / 1000.0));
+        child.kill().unwrap();
+        wait(child);
+        let checkpoints = |of: &str| {
+            let entries = std::fs::read_dir(out.join(of)).into_iter().flatten();
+            entries.filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with("step-")).count()
+        };
+        let [here, aside] = [checkpoints("checkpoints"), checkpoints(".replaced/checkpoints")];
+        assert!(here + aside > 0, "round {round}: every checkpoint is lost");
+        // Both runs are of the same recipe, so either one ends with the same bytes.
+        let e = run(&train(&recipe, &out, &[]));
+        assert_eq!(e.code, Some(0), "round {round}: {}", e.err);
+        restored += usize::from(e.err.contains("is back"));
+        assert!(files(&out.join("checkpoints/step-00000008")) == end, "round {round}");
+        assert!(!out.join(".replaced").exists());
+    }
+    println!("{restored} of {} kills restored the old run", rounds(12));
 }

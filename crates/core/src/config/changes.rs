@@ -34,7 +34,8 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("moe.log", ChangeEffect::None),
     ("moe.record", ChangeEffect::None),
     ("moe.replay", ChangeEffect::None),
-    ("train.tokens", ChangeEffect::None), // its steps are compared
+    ("train.tokens", ChangeEffect::None), // the steps are compared
+    ("train.epochs", ChangeEffect::None),
     ("train.log_every", ChangeEffect::None),
     ("train.log_num_zeros", ChangeEffect::None),
     ("train.energy", ChangeEffect::None),

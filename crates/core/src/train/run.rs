@@ -92,7 +92,7 @@ pub struct Run {
     pub sent: Traffic,
     /// The checkpoint it resumed from and what has changed since; none for a new run.
     pub resumed: Option<Resume>,
-    /// Notes for the user about the folder.
+    /// Notes for the user about the folder of a new run; those of a resumed run are in [`Resume::notes`].
     pub notes: Vec<String>,
     /// Energy meter of the GPUs, with `train.energy`.
     pub(super) energy: Option<Energy>,
@@ -254,6 +254,9 @@ impl Run {
             self.notes.push(what);
         }
         folder.write_config(&self.resolved, step)?;
+        if let Some(resume) = &mut self.resumed {
+            resume.notes.append(&mut self.notes);
+        }
         if let Some(resume) = self.resumed.as_ref().filter(|_| step < self.resolved.plan.steps) {
             log.write(&Event::Resume(resume.clone()))?;
         }

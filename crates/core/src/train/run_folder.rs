@@ -110,6 +110,11 @@ impl RunFolder {
         Ok(())
     }
 
+    /// Where the replaced run is, as long as it takes up space.
+    pub(super) fn replaced(&self) -> Option<PathBuf> {
+        self.has_replaced.then(|| self.at(REPLACED))
+    }
+
     /// The new run has a checkpoint, or has ended well without one: the replaced run is deleted.
     pub(super) fn new_run_is_saved(&mut self) -> Result<()> {
         if !std::mem::take(&mut self.has_replaced) {

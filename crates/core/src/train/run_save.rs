@@ -84,6 +84,12 @@ impl Run {
                 pending.map_or(Ok(()), |event| self.emit(Event::Checkpoint(event), observer))
             }
             Err(e) => {
+                let e = match writer.folder.replaced() {
+                    Some(path) => {
+                        e.with_hint(&format!("; the run that it replaces is still in {}", path.display()))
+                    }
+                    None => e,
+                };
                 let failed = events::SaveFailed { step, reason: e.to_string() };
                 if stops {
                     self.emit(Event::SaveFailed(failed), observer)?;
