@@ -17,10 +17,10 @@ Run a Hugging Face model over token ids, forward and optionally backward.
 
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
 shifted: position t predicts labels[t+1]; -100 is ignored). `position_ids` and, for one packed row, `cu_seqlens` are read
-where they are present. All are I64 or I32. The output is a .safetensors file with `logits` [batch, sequence, vocab], `loss` (mean cross-entropy
-over the valid labels) and, with --backward, `grad.NAME` for every parameter under its Hugging Face name and
-`expert_load.LAYER` (tokens per expert) for every MoE layer. It appears only once it is complete. A model with NaN or infinite
-weights is refused.
+where they are present. All are I64 or I32. The output is a .safetensors file with `logits` [batch, sequence, vocab], `loss`
+(mean cross-entropy over the valid labels) and, with --backward, `grad.NAME` for every parameter under its Hugging Face name
+and `expert_load.LAYER` (tokens per expert) for every MoE layer. It appears only once it is complete. A model with NaN or
+infinite weights is refused.
 
 With --layout the model runs on several ranks: threads of this process, or the processes of a launcher (see `train --help`).
 Rows of the batch are dealt over the data-parallel ranks.";
