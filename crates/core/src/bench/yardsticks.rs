@@ -2,8 +2,8 @@
 //! gradients are f32, moments bf16.
 
 use super::custom;
-use crate::Result;
-use crate::config::Recipe;
+use crate::config::{RECIPES, Recipe, nearest};
+use crate::{Error, Result};
 
 /// A workload: its name, the recipe it starts from, and what it changes.
 struct Yardstick {
@@ -64,7 +64,12 @@ pub fn workload(name: &str) -> Result<Recipe> {
     if name.starts_with(custom::PREFIX) {
         return custom::recipe(name);
     }
-    let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else { return Recipe::open(name) };
+    let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else {
+        return Recipe::open(name).map_err(|e| match e {
+            Error::Config { file: None, key: None, .. } => unknown(name),
+            other => other,
+        });
+    };
     let mut recipe = Recipe::open(y.recipe)?;
     // Tokens are random; the recipe only has to name some data.
     recipe.set("data.path=embedded")?;
@@ -72,4 +77,15 @@ pub fn workload(name: &str) -> Result<Recipe> {
         recipe.set(change)?;
     }
     Ok(recipe)
+}
+
+/// The error for a name that is neither a workload, a recipe nor a file.
+fn unknown(name: &str) -> Error {
+    let mut all: Vec<&str> = YARDSTICKS.iter().map(|y| y.name).collect();
+    all.extend(RECIPES.iter().map(|r| r.name).filter(|r| YARDSTICKS.iter().all(|y| y.name != *r)));
+    let near = nearest(name, all.iter().copied()).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
+    let what = format!("no workload is called {name:?}{near}");
+    let hint =
+        format!("the workloads are {}, {}KEY=N/... shapes and .toml files", all.join(", "), custom::PREFIX);
+    Error::Config { file: None, line: None, key: None, what, hint: Some(hint) }
 }

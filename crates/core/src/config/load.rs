@@ -34,6 +34,8 @@ pub struct Recipe {
     pub config: Config,
     origins: BTreeMap<&'static str, Origin>,
     layers: usize,
+    /// The first layer is a recipe of this program, not a user's file.
+    built_in: bool,
 }
 
 /// The origin of a value.
@@ -71,7 +73,7 @@ impl Recipe {
             let what = format!("no recipe or file is called {name:?}; `ferrotron recipes` lists the recipes");
             return Err(Error::Config { file: None, line: None, key: None, what, hint: Some(hint) });
         };
-        let mut recipe = Recipe { name: name.into(), ..Recipe::default() };
+        let mut recipe = Recipe { name: name.into(), built_in: true, ..Recipe::default() };
         recipe.add(&format!("recipe {name}"), found.text)?;
         Ok(recipe)
     }
@@ -143,8 +145,18 @@ impl Recipe {
         Ok(())
     }
 
-    /// Sets one `key=value` of the command line. The value is TOML; what is not valid TOML is taken as a string.
+    /// Sets one `key=value` as a layer of its own. The value is TOML; what is not valid TOML is taken as a string.
     pub fn set(&mut self, assignment: &str) -> Result<()> {
+        self.set_all(&[assignment])
+    }
+
+    /// Sets every `key=value` of a command line as one layer: of two exclusive keys, neither is the later one.
+    pub fn set_all<S: AsRef<str>>(&mut self, assignments: &[S]) -> Result<()> {
+        self.layers += 1;
+        assignments.iter().try_for_each(|a| self.assign(a.as_ref()))
+    }
+
+    fn assign(&mut self, assignment: &str) -> Result<()> {
         let Some((key, text)) = assignment.split_once('=') else {
             let what = format!("{assignment:?} is not key=value; write for example --set train.steps=100");
             return Err(Error::Config {
@@ -157,7 +169,7 @@ impl Recipe {
         };
         let text = text.trim();
         let value = text.parse::<toml::Value>().unwrap_or_else(|_| toml::Value::String(text.into()));
-        self.put_key(key.trim(), value)
+        self.put("--set", None, key.trim(), Entry::Value(value))
     }
 
     /// Sets one value of the command line, already typed.
@@ -217,6 +229,11 @@ impl Recipe {
     /// Whether a file or the command line has set this key.
     pub fn is_set(&self, key: &str) -> bool {
         self.origins.contains_key(key)
+    }
+
+    /// Whether a recipe of this program has set this key, and no user has.
+    pub(super) fn is_built_in(&self, key: &str) -> bool {
+        self.built_in && self.origins.get(key).is_some_and(|o| o.layer == 1)
     }
 
     /// An error about a key's value, with the file and line that set it.

@@ -16,6 +16,9 @@ const MICRO_BATCHES_PER_STAGE: usize = 4;
 /// The longest derived sequence.
 const LONGEST_DERIVED: usize = 4096;
 
+/// The longest derived warm-up, in steps.
+const LONGEST_WARMUP: u64 = 2000;
+
 /// A derived value and its reason.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Derived {
@@ -188,13 +191,24 @@ impl Recipe {
         (c.train.steps, c.train.tokens) = (Some(steps), None);
 
         let (o, s) = (&mut c.optimizer, &mut c.schedule);
+        let tenth_of_run = (steps / 10).min(LONGEST_WARMUP);
         let min_lr = *o
             .min_lr
             .get_or_insert_with(|| derived.add("optimizer.min_lr", tenth(o.lr), "a tenth of optimizer.lr"));
         let wd_end = *o.weight_decay_end.get_or_insert(o.weight_decay);
-        let warmup = *s.warmup.get_or_insert_with(|| {
-            derived.add("schedule.warmup", (steps / 10).min(2000), "a tenth of the run, at most 2000 steps")
-        });
+        let warmup = match s.warmup {
+            // The recipe's warm-up is for the recipe's length; the user may have asked for a shorter run.
+            Some(n) if n > tenth_of_run && self.is_built_in("schedule.warmup") => {
+                let reason = format!("a tenth of the run, shorter than the recipe's {n} steps");
+                derived.add("schedule.warmup", tenth_of_run, reason)
+            }
+            Some(n) => n,
+            None => {
+                let reason = format!("a tenth of the run, at most {LONGEST_WARMUP} steps");
+                derived.add("schedule.warmup", tenth_of_run, reason)
+            }
+        };
+        s.warmup = Some(warmup);
         let decay = match s.decay {
             Decay::Constant => s.decay_steps.unwrap_or(steps),
             _ => *s

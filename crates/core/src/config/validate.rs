@@ -276,6 +276,7 @@ impl Recipe {
         if let Err(e) = stages.place(m, c.parallel.pp) {
             return self.refuse("parallel.stages", e.to_string());
         }
+        self.check_expert_ranks(r)?;
         let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {
             let ranks = if c.parallel.dp > 1 {
@@ -324,6 +325,31 @@ impl Recipe {
                 c.generate.tokens, m.max_positions
             );
             return self.refuse("generate.tokens", what);
+        }
+        Ok(())
+    }
+
+    /// Every rank holds a part of an expert: etp·ep·pp divides the number of ranks.
+    fn check_expert_ranks(&self, r: &Resolved) -> Result<()> {
+        let (p, batch) = (&r.config.parallel, r.config.train.global_batch);
+        let layout = p.layout();
+        let experts = layout.etp().saturating_mul(p.ep).saturating_mul(p.pp);
+        let ranks = p.tp.saturating_mul(p.cp).saturating_mul(p.pp).saturating_mul(p.dp);
+        if r.model.moe.is_none() && !ranks.is_multiple_of(experts) {
+            let what = format!(
+                "{} splits experts, which this model has none of, and does not divide the {ranks} ranks of tp x cp x pp x dp; leave it out",
+                layout.etp()
+            );
+            return self.refuse("parallel.etp", what);
+        }
+        if r.derived.iter().any(|d| d.key == "parallel.dp") && !batch.is_multiple_of(p.dp) {
+            let key = if self.is_set("parallel.etp") { "parallel.etp" } else { "parallel.ep" };
+            let what = format!(
+                "etp x ep = {} ranks hold the experts, which makes parallel.dp {}; it does not divide train.global_batch = {batch}; change one",
+                layout.etp().saturating_mul(p.ep),
+                p.dp
+            );
+            return self.refuse(key, what);
         }
         Ok(())
     }

@@ -38,6 +38,25 @@ fn later_layers_win_and_alternatives_replace_each_other() {
     assert_eq!(both, "r.toml:4: train.tokens: train.steps is set as well; keep one of the two");
 }
 
+/// Of two exclusive keys in one command line, neither is the one that was meant.
+#[test]
+fn one_command_line_cannot_set_exclusive_keys() {
+    for (a, b) in [
+        ("train.steps=7", "train.tokens=1M"),
+        ("train.steps=7", "train.epochs=2"),
+        ("train.tokens=1M", "train.epochs=2"),
+        ("model.preset=tiny", "model.hf=/models/x"),
+    ] {
+        let [first, second] = [a, b].map(|s| s.split('=').next().unwrap());
+        let mut r = add("[train]\nglobal_batch = 4\n").unwrap();
+        let error = one_sentence(&r.set_all(&[a, b]).unwrap_err());
+        assert_eq!(error, format!("--set: {second}: {first} is set as well; keep one of the two"));
+        // The recipe's own is replaced, and the same key may come twice.
+        let mut r = add("[train]\nsteps = 4\n").unwrap();
+        r.set_all(&[b, b]).unwrap();
+    }
+}
+
 #[test]
 fn set_parses_values_by_type() {
     let ok = [

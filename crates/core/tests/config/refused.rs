@@ -6,6 +6,14 @@ use super::{TINY, fails};
 fn impossible_combinations_are_refused_with_the_way_out() {
     let cases = [
         ("parallel.ep = 2", "r.toml:3: parallel.ep: ep=2 needs an MoE model, which this is not; take ep=1"),
+        (
+            "parallel.etp = 64",
+            "r.toml:3: parallel.etp: 64 splits experts, which this model has none of, and does not divide the 1 ranks",
+        ),
+        (
+            "moe.experts = 4\nparallel.etp = 64",
+            "r.toml:4: parallel.etp: etp x ep = 64 ranks hold the experts, which makes parallel.dp 64; it does not divide",
+        ),
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
         ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
         ("parallel.stages = \"Et|L\"", "parallel.stages"),

@@ -99,6 +99,27 @@ fn derived_micro_batches_fill_a_pipeline() {
     assert_eq!(resolve(&["parallel.pp=2", "parallel.vp=2"]).0, 2);
 }
 
+/// A built-in recipe's warm-up fits the run that the user asks for; a user's own is taken as it is.
+#[test]
+fn the_warm_up_of_a_built_in_recipe_follows_the_length_of_the_run() {
+    let hf = Recipe::named("llama-1b").unwrap().model_config(None).unwrap();
+    let resolve = |set: &[&str]| {
+        let mut recipe = Recipe::named("finetune-hf").unwrap();
+        recipe.set_all(&["model.hf=/models/llama", "data.path=x"]).unwrap();
+        recipe.set_all(set).unwrap();
+        recipe.resolve(Some(&hf))
+    };
+    let warmup = |set: &[&str]| resolve(set).unwrap().config.schedule.warmup;
+    assert_eq!(warmup(&[]), Some(50));
+    assert_eq!(warmup(&["train.steps=500"]), Some(50));
+    assert_eq!(warmup(&["train.steps=40"]), Some(4));
+    let r = resolve(&["train.steps=40"]).unwrap();
+    let reason = &r.derived.iter().find(|d| d.key == "schedule.warmup").unwrap().reason;
+    assert_eq!(reason, "a tenth of the run, shorter than the recipe's 50 steps");
+    assert_eq!(warmup(&["train.steps=40", "schedule.warmup=30"]), Some(30));
+    assert!(resolve(&["train.steps=40", "schedule.warmup=50"]).is_err());
+}
+
 #[test]
 fn lengths_in_samples_follow_the_batch_ramp() {
     let text = "[train]\nsteps = 10\nglobal_batch = 8\nramp = [2, 2, 12]\n[schedule]\nwarmup = 3\ndecay = \"wsd\"\nwsd_steps = 2\n[model]\npreset = \"tiny\"\n";
