@@ -1,12 +1,11 @@
-//! Runs a Hugging Face checkpoint over given tokens: logits, loss and gradients under their Hugging Face names, to
+//! Runs a model over given tokens: logits, loss and gradients under their Hugging Face names, to
 //! check the numerics against another system.
 
+use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
-use crate::finite;
-use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::load_dtype;
-use crate::weights::to_core;
+use crate::weights::{Weights, to_core};
 use ferrotron_core::fs::{TargetLock, parent, rename, sync_folder};
 use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::model::generate::to_host;
@@ -144,8 +143,8 @@ fn rank_rows(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, 
 
 /// Checks that the model can be split by `layout`, before any rank starts: tp, ep and etp must divide its heads, MLP
 /// widths and experts. A dense model ignores ep and etp.
-pub fn check_layout(checkpoint: &HfCheckpoint, layout: &RankLayout) -> Result<()> {
-    let sizes = ModelSizes::of(checkpoint.config().model());
+pub fn check_layout(model: &ModelConfig, layout: &RankLayout) -> Result<()> {
+    let sizes = ModelSizes::of(model);
     let ep = if sizes.experts == 0 { 1 } else { layout.ep };
     Ok(RankLayout { ep, ..layout.clone() }.check_model(&sizes)?)
 }
@@ -164,10 +163,9 @@ pub struct ForwardOptions {
 }
 
 /// The logical tensor `name` as bytes of the dtype it is loaded in.
-fn read_weight(checkpoint: &HfCheckpoint, name: &str, options: &ForwardOptions) -> Result<Vec<u8>> {
+fn read_weight(weights: &Weights, name: &str, options: &ForwardOptions) -> Result<Vec<u8>> {
     let dtype = load_dtype(name, options.dtype);
-    let mut bytes = checkpoint.read(name, dtype)?;
-    finite::check(name, dtype, &bytes)?;
+    let mut bytes = weights.read_finite(name, dtype)?;
     if let (Some(seed), DType::F32) = (options.ulp_seed, dtype) {
         let mut values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
         move_one_ulp(seed, name, &mut values);
@@ -179,22 +177,22 @@ fn read_weight(checkpoint: &HfCheckpoint, name: &str, options: &ForwardOptions) 
 /// Loads the weights and runs one forward pass, and a backward pass if asked for. Every rank returns the full output.
 pub fn forward(
     rank: Rank,
-    checkpoint: &HfCheckpoint,
+    weights: &Weights,
     input: &ForwardInput,
     options: &ForwardOptions,
 ) -> Result<ForwardOutput> {
     let ForwardOptions { dtype, stages, backward, .. } = options;
     let (dtype, backward) = (*dtype, *backward);
     // As transformers: MTP modules take no part in the model's own logits and loss.
-    let config = &ModelConfig { mtp: None, ..checkpoint.config().model().clone() };
+    let config = &ModelConfig { mtp: None, ..weights.model().clone() };
     let etp = rank.etp.size();
     let (tp, ep) = (rank.tp.size(), rank.etp_ep_group.size() / etp);
-    check_layout(checkpoint, &RankLayout { tp, ep, etp: Some(etp), ..RankLayout::default() })?;
+    check_layout(config, &RankLayout { tp, ep, etp: Some(etp), ..RankLayout::default() })?;
     let whole = input;
     let (part, mine) = rank_rows(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
-    let source = |name: &str| read_weight(checkpoint, name, options).map_err(to_core);
+    let source = |name: &str| read_weight(weights, name, options).map_err(to_core);
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = run_pass(&model, input, None, StepMode::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
@@ -234,7 +232,7 @@ pub fn forward(
     if backward {
         let values = logical_gradients(&model, &mut grads)?;
         let by_name = values.into_iter().map(|v| (v.name, v.values)).collect();
-        out.gradients = hf_gradients(checkpoint, &by_name)?;
+        out.gradients = hf_gradients(weights, &by_name)?;
         let counts = |(layer, load): (usize, Vec<i64>)| (layer, load.iter().map(|n| *n as f32).collect());
         out.loads = model.tokens_per_expert()?.into_iter().map(counts).collect();
     }
@@ -334,11 +332,15 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 }
 
 /// Assembles the gradients of Hugging Face tensors from those of logical tensors.
-fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
+fn hf_gradients(weights: &Weights, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
-    let config = checkpoint.config();
-    let model = ModelConfig { mtp: None, ..config.model().clone() };
-    let all = hf_tensors(config.family(), &model, checkpoint.prefix())?;
+    let model = ModelConfig { mtp: None, ..weights.model().clone() };
+    let all = match weights {
+        Weights::HuggingFace(checkpoint) => {
+            hf_tensors(checkpoint.config().family(), &model, checkpoint.prefix())?
+        }
+        Weights::Checkpoint(_) => HfConfig::from_model(&model, DType::F32)?.hf_tensors()?,
+    };
     for t in all.into_iter().filter(|t| !t.is_buffer()) {
         let mut values = vec![0f32; t.shape.iter().product()];
         for part in &t.parts {
@@ -355,7 +357,7 @@ fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) 
 }
 
 /// Fails if writing the file `output` would replace a file of the model or the input.
-pub fn check_output(output: &Path, model: &HfCheckpoint, input: &Path) -> Result<()> {
+pub fn check_output(output: &Path, model: &Weights, input: &Path) -> Result<()> {
     let wrong = |what: &str| Err(Error::Output { path: output.into(), what: what.into() });
     if !parent(output).is_dir() {
         return wrong("is in a folder that does not exist; create it or choose another for the output");
@@ -369,7 +371,11 @@ pub fn check_output(output: &Path, model: &HfCheckpoint, input: &Path) -> Result
     if is_output(input) {
         return wrong("is the input; choose another name for the output");
     }
-    match model.files()?.iter().any(|f| is_output(f)) {
+    let of_model = match model {
+        Weights::HuggingFace(folder) => folder.files()?.iter().any(|f| is_output(f)),
+        Weights::Checkpoint(native) => native.path().canonicalize().is_ok_and(|dir| path.starts_with(dir)),
+    };
+    match of_model {
         true => wrong("is a file of the model; choose another name for the output"),
         false => Ok(()),
     }

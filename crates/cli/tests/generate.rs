@@ -125,3 +125,37 @@ fn a_damaged_checkpoint_is_refused() {
     std::fs::write(&file, bytes).unwrap();
     assert!(fails(&["generate", "--model", path(&run)], 1).contains("model.safetensors"));
 }
+
+/// `forward` opens what `generate` opens, and a run gives what its export gives.
+#[test]
+fn forward_takes_a_run_and_its_checkpoint() {
+    let (dir, _, run) = trained(&["precision.dtype=f32"]);
+    let checkpoint = run.join("checkpoints/step-00000002");
+    let [exported, input, out] = ["hf", "ids.safetensors", "out.safetensors"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&exported)]);
+    let ids: Vec<u8> = (0..16i32).flat_map(|i| (i * 5 % 251).to_le_bytes()).collect();
+    let view = |name| {
+        (name, safetensors::tensor::TensorView::new(safetensors::Dtype::I32, vec![2, 8], &ids).unwrap())
+    };
+    let bytes = safetensors::serialize([view("input_ids"), view("labels")], None).unwrap();
+    std::fs::write(&input, bytes).unwrap();
+    let forward = |model, out| {
+        let args =
+            ["forward", "--backward", "--model", path(model), "--input", path(&input), "--output", out];
+        args.map(String::from).to_vec()
+    };
+    let words = |args: &[String]| ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let result = |model| {
+        words(&forward(model, path(&out)));
+        std::fs::read(&out).unwrap()
+    };
+    let wanted = result(&exported);
+    for model in [&run, &checkpoint] {
+        assert!(result(model) == wanted, "{}", model.display());
+    }
+    // A file of the checkpoint is not replaced.
+    let weights = checkpoint.join("model.safetensors");
+    let args = forward(&run, path(&weights));
+    let error = fails(&args.iter().map(String::as_str).collect::<Vec<_>>(), 1);
+    assert!(error.contains("is a file of the model"), "{error}");
+}

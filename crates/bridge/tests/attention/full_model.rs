@@ -4,7 +4,7 @@ use super::oracle::{Oracle, Tensors};
 use super::support::SeededRng;
 use super::{parse, try_parse};
 use ferrotron_bridge::forward::{ForwardInput, ForwardOptions, check_layout, forward};
-use ferrotron_bridge::{ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
+use ferrotron_bridge::{ExportOptions, HfCheckpoint, HfConfig, TensorData, Weights, export};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::ranks::on_threads;
@@ -110,6 +110,7 @@ fn logits_and_gradients_are_those_of_the_definition() {
         let at = dir.path().join(name);
         folder(&at, &config);
         let plan = HfCheckpoint::with_config(&at, parse(&config)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let weights = Weights::HuggingFace(Box::new(plan));
         let w = Tensors::open(&at.join("model.safetensors"));
         let oracle = |w: &Tensors| Oracle { config: &config, w, seq: SEQ }.loss(&input().ids);
         let logits = Oracle { config: &config, w: &w, seq: SEQ }.dense(&input().ids);
@@ -118,7 +119,7 @@ fn logits_and_gradients_are_those_of_the_definition() {
         {
             let layout: RankLayout = layout.parse().unwrap();
             let run = |rank| {
-                let out = forward(rank, &plan, &input(), &options(layout.vp));
+                let out = forward(rank, &weights, &input(), &options(layout.vp));
                 out.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
             };
             let ours = on_threads(&layout, || Ok(Rank::cpu(1, 1)?), run).unwrap().swap_remove(0);
@@ -216,7 +217,8 @@ fn a_layout_that_does_not_divide_the_model_is_refused() {
     config["num_local_experts"] = json!(6);
     folder(dir.path(), &config);
     let checkpoint = HfCheckpoint::with_config(dir.path(), parse(&config)).unwrap();
-    let check = |text: &str| check_layout(&checkpoint, &text.parse().unwrap()).map_err(|e| e.to_string());
+    let weights = Weights::HuggingFace(Box::new(checkpoint));
+    let check = |text: &str| check_layout(weights.model(), &text.parse().unwrap()).map_err(|e| e.to_string());
     for (layout, refusal) in [
         ("ep=4", "ep=4 does not divide the 6 experts of the model; take ep=1, 2, 3 or 6"),
         ("ep=2,etp=3", "etp=3 does not divide the 28 columns of an expert's MLP; take etp=2 or 4"),
@@ -227,7 +229,7 @@ fn a_layout_that_does_not_divide_the_model_is_refused() {
             &layout.parse::<RankLayout>().unwrap(),
             || Ok(Rank::cpu(1, 1)?),
             |rank| {
-                forward(rank, &checkpoint, &input(), &options(1))
+                forward(rank, &weights, &input(), &options(1))
                     .map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
             },
         );

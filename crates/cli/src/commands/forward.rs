@@ -1,11 +1,11 @@
-//! `forward`: run a Hugging Face model over token ids, so that its numerics can be checked against another system's.
+//! `forward`: run a model over token ids, so that its numerics can be checked against another system's.
 
 use crate::args::Global;
 use crate::layout::Layout;
 use crate::{output, ranks};
 use anyhow::Result;
 use ferrotron_bridge::forward::ForwardOptions;
-use ferrotron_bridge::{HfCheckpoint, forward};
+use ferrotron_bridge::{ModelSource, forward};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::PipelineLayout;
 use std::path::PathBuf;
@@ -13,13 +13,15 @@ use std::process::ExitCode;
 
 /// Text of `--help`.
 pub const LONG: &str = "\
-Run a Hugging Face model over token ids, forward and optionally backward.
+Run a Hugging Face folder, a checkpoint or the newest checkpoint of a run over token ids, forward and optionally backward.
 
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
 shifted: position t predicts labels[t+1]; -100 is ignored). `position_ids` and, for one packed row, `cu_seqlens` are read
-where they are present. All are I64 or I32. The output is a .safetensors file with `logits` [batch, sequence, vocab], `loss`
-(mean cross-entropy over the valid labels) and, with --backward, `grad.NAME` for every parameter under its Hugging Face name
-and `expert_load.LAYER` (tokens per expert) for every MoE layer. It appears only once it is complete. A model with NaN or
+where they are present. All are I64 or I32.
+
+The output is a .safetensors file with `logits` [batch, sequence, vocab], `loss` (mean cross-entropy over the valid labels) and,
+with --backward, `grad.NAME` for every parameter under its Hugging Face name (of a checkpoint, the one that `convert` gives
+it) and `expert_load.LAYER` (tokens per expert) for every MoE layer. It appears only once it is complete. A model with NaN or
 infinite weights is refused.
 
 With --layout the model runs on several ranks: threads of this process, or the processes of a launcher (see `train --help`).
@@ -28,14 +30,14 @@ Rows of the batch are dealt over the data-parallel ranks.";
 const AFTER: &str = "\
 Examples:
   ferrotron forward --model models/Qwen3-0.6B --input ids.safetensors --output out.safetensors
-  ferrotron forward --model tiny-llama --input ids.safetensors --output out.safetensors --backward --dtype bf16
+  ferrotron forward --model runs/tiny --input ids.safetensors --output out.safetensors --backward --dtype bf16
   mpirun -n 4 ferrotron forward --model DIR --input ids.safetensors --output out.safetensors --layout tp=2";
 
 /// Arguments of `forward`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// Hugging Face folder with config.json and .safetensors files
+    /// Hugging Face folder, checkpoint or run folder
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// Input file (.safetensors) with `input_ids` and optionally `labels`
@@ -57,11 +59,11 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let checkpoint = HfCheckpoint::open(&args.model)?;
+    let found = ModelSource::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
-    forward::check_output(&args.output, &checkpoint, &args.input)?;
+    forward::check_output(&args.output, &found.weights, &args.input)?;
     let layout = args.layout.grid();
-    forward::check_layout(&checkpoint, &layout)?;
+    forward::check_layout(found.model(), &layout)?;
     let options = ForwardOptions {
         dtype: args.dtype.dtype(),
         stages: PipelineLayout { vp: layout.vp, layout: None },
@@ -69,7 +71,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         ulp_seed: None,
     };
     let one = |rank| {
-        forward::forward(rank, &checkpoint, &input, &options).map_err(|e| ranks::to_core_error(e.into()))
+        forward::forward(rank, &found.weights, &input, &options).map_err(|e| ranks::to_core_error(e.into()))
     };
     let mut all = ranks::run(global, &layout, 0, one)?;
     let out = all.swap_remove(0);

@@ -5,7 +5,7 @@ use crate::layout::ParitySide;
 use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_bridge::forward::ForwardOptions;
-use ferrotron_bridge::{HfCheckpoint, forward};
+use ferrotron_bridge::{Weights, forward};
 use ferrotron_core::config::{Precision, QuantRecipe, Recipe};
 use ferrotron_core::model::PipelineLayout;
 
@@ -64,7 +64,7 @@ pub struct Args {
     /// Recipe whose first step is compared
     #[arg(long, value_name = "RECIPE or FILE.toml", default_value = "tiny", conflicts_with = "model")]
     pub recipe: String,
-    /// Hugging Face folder to run instead of a recipe
+    /// Hugging Face folder, checkpoint or run folder to run instead of a recipe
     #[arg(long, value_name = "DIR", requires = "input")]
     pub model: Option<PathBuf>,
     /// Input file for --model, as for `forward`
@@ -143,9 +143,7 @@ fn side(args: &Args, side: &ParitySide, global: &Global, ulp_seed: Option<u64>) 
         (Some(model), Some(input)) => return folder(model, input, side, &place, ulp_seed),
         _ => Recipe::open(&args.recipe)?,
     };
-    for assignment in &args.set {
-        recipe.set(assignment)?;
-    }
+    recipe.set_all(&args.set)?;
     if let Some(dtype) = side.dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
     }
@@ -188,7 +186,7 @@ fn side(args: &Args, side: &ParitySide, global: &Global, ulp_seed: Option<u64>) 
     Ok(SideResult { outcome, dtype, scaling, pow2, cp: layout.cp, micro_batch, device, ranks })
 }
 
-/// Forward and backward pass of a Hugging Face folder. There is no optimizer step, so no weights to compare.
+/// Forward and backward pass of a stored model. There is no optimizer step, so no weights to compare.
 fn folder(
     model: &Path,
     input: &Path,
@@ -208,16 +206,16 @@ fn folder(
         );
     }
     let (dtype, scaling) = (side.dtype.unwrap_or(Precision::F32), QuantRecipe::None);
-    let checkpoint = HfCheckpoint::open(model)?;
+    let weights = Weights::open(model)?;
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
     let layout = side.layout.grid();
-    forward::check_layout(&checkpoint, &layout)?;
+    forward::check_layout(weights.model(), &layout)?;
     let stages = PipelineLayout { vp: layout.vp, layout: None };
     let options = ForwardOptions { dtype: dtype.dtype(), stages, backward, ulp_seed };
     let one = |rank: Rank| {
         let kind = rank.device().kind();
-        let out = forward::forward(rank, &checkpoint, &input, &options);
+        let out = forward::forward(rank, &weights, &input, &options);
         Ok((kind, out.map_err(|e| crate::ranks::to_core_error(e.into()))?))
     };
     let mut all = match layout.world()? {
