@@ -46,10 +46,15 @@ impl Scene {
     }
 
     fn train(&self) -> mpi::Job {
+        self.train_under(&[])
+    }
+
+    /// With options of `mpirun`.
+    fn train_under(&self, options: &[&str]) -> mpi::Job {
         let timeout = TIMEOUT.to_string();
         let out = self.out();
         let args = ["train", text(&self.recipe), "--out", text(&out), "--timeout", &timeout];
-        mpi::ferrotron(4, &[], &[&args[..], &["--set", "parallel.tp=2"]].concat())
+        mpi::ferrotron(4, options, &[&args[..], &["--set", "parallel.tp=2"]].concat())
     }
 
     /// Waits until the run has made some steps.
@@ -104,6 +109,24 @@ fn a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint() {
     // Open MPI itself sees it, says so and ends the others.
     assert!(o.text.lines().any(|l| l.contains("rank 2") && l.contains("signal 9")), "{}", o.text);
     scene.ended(&o);
+}
+
+/// Where the launcher does not end the others at once, each of them names the dead rank and ends within the timeout.
+#[test]
+fn a_killed_rank_is_named_by_those_that_are_given_the_time() {
+    if !mpi::installed("a_killed_rank_is_named_by_those_that_are_given_the_time") {
+        return;
+    }
+    let scene = Scene::new();
+    let job = scene.train_under(&["--enable-recovery"]);
+    scene.under_way();
+    let begin = Instant::now();
+    signal("-KILL", job.process(BAD));
+    let o = job.wait(Duration::from_secs(90));
+    assert!(begin.elapsed().as_secs_f64() < TIMEOUT as f64 + END, "{}", o.text);
+    for rank in [0, 1, 3] {
+        assert!(o.says(rank, &[&format!("error: rank {rank}: "), "rank 2"]), "rank {rank}:\n{}", o.text);
+    }
 }
 
 #[test]
