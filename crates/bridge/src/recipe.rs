@@ -51,7 +51,7 @@ fn fill_eod(recipe: &mut Recipe) -> Result<()> {
 }
 
 /// The tokenizer that a recipe names: its own, or that of `model.hf`.
-fn tokenizer_path(c: &Config) -> Option<PathBuf> {
+pub fn tokenizer_path(c: &Config) -> Option<PathBuf> {
     match (&c.data.tokenizer, &c.model.hf) {
         (Some(named), _) => Some(PathBuf::from(named)),
         // A folder without a tokenizer is fine: the recipe then names the one of its data.

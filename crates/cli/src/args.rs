@@ -31,12 +31,16 @@ pub struct Cli {
     pub command: Command,
 }
 
+/// The heading of options that only some commands use.
+const COMPUTE: &str =
+    "Options of commands that compute (train, forward, parity, generate, bench, kernels); ignored by others";
+
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
-#[command(next_help_heading = "Options of every command")]
+#[command(next_help_heading = COMPUTE)]
 pub struct Global {
     /// Write results to standard output as JSON
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "Options of every command")]
     pub json: bool,
     /// Device to compute on: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
@@ -106,7 +110,7 @@ pub enum Command {
     /// Train a model from a recipe, or resume an interrupted run
     #[command(long_about = train::LONG)]
     Train(train::Args),
-    /// Run a Hugging Face model over token ids and write logits, loss and gradients
+    /// Run a model over token ids and write logits, loss and gradients
     #[command(long_about = forward::LONG)]
     Forward(forward::Args),
     /// Compare one training step under two layouts, precisions or devices, tensor by tensor

@@ -8,6 +8,7 @@ mod machine;
 mod output;
 mod progress;
 mod ranks;
+mod shell;
 mod signal;
 mod trace;
 

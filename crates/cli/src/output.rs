@@ -103,8 +103,21 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
             None => (None, FAILED),
         },
     };
-    report(&format!("{error:#}"), hint, global.json);
+    report(&describe(error), hint, global.json);
     ExitCode::from(code)
+}
+
+/// An error with its causes, `outer: inner`. A message that ends with its cause already is not followed by it again.
+pub fn describe(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            text += &format!(": {cause}");
+        }
+    }
+    text
 }
 
 fn report(what: &str, hint: Option<&str>, json: bool) {
@@ -138,4 +151,21 @@ pub fn table(rows: &[Vec<String>]) -> String {
         out.push('\n');
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::describe;
+    use anyhow::Context;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let io = || std::io::Error::other("the disk is gone");
+        let core = anyhow::Error::from(ferrotron_core::Error::io("a/b")(io()));
+        assert_eq!(describe(&core), "a/b: the disk is gone");
+        let outer = Err::<(), _>(core).context("cannot begin").unwrap_err();
+        assert_eq!(describe(&outer), "cannot begin: a/b: the disk is gone");
+        // A cause that the message does not tell follows it.
+        assert_eq!(describe(&anyhow::Error::from(io()).context("reading")), "reading: the disk is gone");
+    }
 }

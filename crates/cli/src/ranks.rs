@@ -25,7 +25,8 @@ impl Global {
             Device::Auto if gpus().is_ok_and(|all| !all.is_empty()) => {
                 self.card(0, seed, watch).or_else(|why| {
                     output::note(format_args!(
-                        "warning: using the CPU, because the GPU cannot be used: {why:#}"
+                        "warning: using the CPU, because the GPU cannot be used: {}",
+                        output::describe(&why)
                     ));
                     Ok(Rank::cpu_instrumented(self.threads, seed, watch)?)
                 })
@@ -148,7 +149,7 @@ pub fn run_single<T>(
 pub fn to_core_error(e: anyhow::Error) -> ferrotron_core::Error {
     match e.downcast::<ferrotron_core::Error>() {
         Ok(e) => e,
-        Err(e) => ferrotron_core::Error::Invalid(format!("{e:#}")),
+        Err(e) => ferrotron_core::Error::Invalid(output::describe(&e)),
     }
 }
 

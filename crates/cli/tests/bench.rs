@@ -72,7 +72,11 @@ fn filters_and_mistakes() {
     assert!(text.contains("norm.backward") && !text.contains("gemm"), "{text}");
     let error = fails(&[&args[..], &["nothing"]].concat(), 2);
     assert!(error.contains("nothing") && error.contains("hint: the kernels are gemm.qkv.forward"), "{error}");
-    fails(&["bench", "kernels", "--work", "tinny"], 2);
+    let error = fails(&["bench", "kernels", "--work", "tinny"], 2);
+    assert!(error.contains("no workload is called \"tinny\"; did you mean tiny?"), "{error}");
+    let error = fails(&["bench", "train", "--work", "nope"], 2);
+    assert!(error.contains("hint: the workloads are gpt2-124m, llama-1b, llama-8b-8l, moe-8l"), "{error}");
+    assert!(error.contains("tiny") && error.contains("custom/") && error.contains(".toml"), "{error}");
     fails(&["bench", "kernels", "--seconds", "-1"], 2);
     let v =
         json(&["bench", "train", "--work", path(&recipe), "--steps", "2", "--warmup", "1", "--peak", "1"]);

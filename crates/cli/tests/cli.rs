@@ -87,6 +87,8 @@ fn wrong_usage_is_exit_code_2_with_a_tip() {
 #[test]
 fn doctor_reports_hardware_and_libraries() {
     let text = ok(&["doctor"]);
+    let nccl = text.lines().find(|l| l.starts_with("libnccl.so")).unwrap();
+    assert!(nccl.contains("between several GPUs") && !nccl.contains("not used"), "{nccl}");
     for word in ["CPU", "cores", "instructions", "memory", "GPU", "libcuda.so", "libnccl.so", "Looked for"] {
         assert!(text.contains(word), "{word} not in\n{text}");
     }
@@ -143,6 +145,73 @@ fn explain_finds_every_key_and_names_of_other_systems() {
     assert!(fails(&["explain", "num_workers"], 2).contains("hint: data is read without workers"));
     let v: Value = serde_json::from_str(&fails(&["explain", "nonsense_xyz", "--json"], 2)).unwrap();
     assert!(v["error"].is_string());
+}
+
+/// What `explain` prints for the command line, a shell passes on as one value.
+#[test]
+fn examples_of_explain_work_in_a_shell() {
+    for key in [
+        "data.split",
+        "optimizer.betas",
+        "precision.dtype",
+        "schedule.decay",
+        "moe.log",
+        "train.global_batch",
+    ] {
+        let text = ok(&["explain", key]);
+        let set = text.lines().find_map(|l| l.trim().strip_prefix("on the command line:")).unwrap().trim();
+        let script = format!("\"$0\" train --dry-run {set}");
+        let out = Command::new("sh").args(["-c", &script]).arg(binary()).output().unwrap();
+        assert!(out.status.success(), "{script}: {}", String::from_utf8_lossy(&out.stderr));
+    }
+    assert!(ok(&["explain", "data.split"]).contains("--set 'data.split=[99.0, 1.0, 0.0]'\n"));
+    assert!(ok(&["explain", "precision.dtype"]).contains("--set precision.dtype=bf16\n"));
+    assert!(ok(&["explain", "model.hf"]).contains("hf = \"…\"\n"));
+}
+
+#[test]
+fn an_error_tells_its_cause_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("no");
+    let none = file.to_str().unwrap();
+    let recipe = format!("{none}.toml");
+    for args in
+        [&["train", &recipe][..], &["train", "--data", none], &["data", "build", none, "--output", none]]
+    {
+        let error = fails(args, 1);
+        assert_eq!(error.matches("No such file").count(), 1, "{error}");
+    }
+}
+
+#[test]
+fn exclusive_keys_on_one_command_line_are_refused() {
+    for more in [&["--set", "train.steps=3"][..], &["--steps", "3"]] {
+        let args = [&["train", "--dry-run", "--set", "train.tokens=1M"], more].concat();
+        assert!(fails(&args, 2).contains("train.tokens is set as well; keep one of the two"));
+    }
+    assert!(
+        fails(&["bench", "train", "--set", "train.steps=3", "--set", "train.tokens=1M"], 2)
+            .contains("keep one")
+    );
+    assert!(
+        fails(&["train", "--dry-run", "--set", "parallel.etp=64"], 2)
+            .contains("parallel.etp: 64 splits experts")
+    );
+}
+
+/// The help says which commands use an option.
+#[test]
+fn options_that_some_commands_ignore_say_so() {
+    let text = ok(&["recipes", "--help"]);
+    let [every, compute] =
+        ["Options of every command:", "Options of commands that compute"].map(|h| text.find(h).unwrap());
+    let place = |option: &str| text.find(option).unwrap();
+    for option in ["--device", "--threads", "--check", "--timeout"] {
+        let heading =
+            if every < compute { place(option) > compute } else { (compute..every).contains(&place(option)) };
+        assert!(heading, "{option}: {text}");
+    }
+    assert!(text.contains("ignored by others"), "{text}");
 }
 
 #[test]

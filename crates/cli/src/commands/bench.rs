@@ -114,9 +114,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 /// The workload with the overrides of the command line.
 pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
     let mut recipe = bench::workload(work)?;
-    for assignment in set {
-        recipe.set(assignment)?;
-    }
+    recipe.set_all(set)?;
     if let Some(dtype) = dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
     }

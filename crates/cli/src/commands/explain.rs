@@ -2,6 +2,7 @@
 
 use crate::args::Global;
 use crate::output::{self, UsageError};
+use crate::shell::quote;
 use anyhow::Result;
 use ferrotron_core::config::{KEYS, KeyInfo, SECTIONS, Suggestion, suggest, suggest_section};
 use ferrotron_core::model::preset::PRESETS;
@@ -78,12 +79,28 @@ fn one(k: &KeyInfo, asked: Option<&str>, global: &Global) -> Result<ExitCode> {
         rows.insert(1, vec!["  presets".into(), PRESETS.join(", ")]);
     }
     let rows = output::table(&rows);
-    let example = k.default().filter(|d| d != "[]").unwrap_or_else(|| "…".into());
+    let (in_recipe, on_command_line) = examples(k);
     output::print(&format!(
-        "{asked}{}\n  {}\n\n{rows}\n  in a recipe:          [{}]\n                        {} = {example}\n  on the command line:  --set {}={example}\n",
-        k.key, k.doc, k.section, k.name, k.key,
+        "{asked}{}\n  {}\n\n{rows}\n  in a recipe:          [{}]\n                        {} = {in_recipe}\n  on the command line:  --set {on_command_line}\n",
+        k.key, k.doc, k.section, k.name,
     ))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The default as a value of a recipe, and as a word of a shell.
+fn examples(k: &KeyInfo) -> (String, String) {
+    match k.default().filter(|d| d != "[]") {
+        Some(value) => {
+            // `--set` takes text without quotes, which a shell would remove.
+            let bare = value.strip_prefix('"').and_then(|v| v.strip_suffix('"')).unwrap_or(&value);
+            let word = quote(&format!("{}={bare}", k.key));
+            (value, word)
+        }
+        None => {
+            let text = (k.expects)().starts_with("text");
+            (if text { "\"…\"" } else { "…" }.into(), format!("{}=…", k.key))
+        }
+    }
 }
 
 fn default(k: &KeyInfo) -> String {

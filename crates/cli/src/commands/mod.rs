@@ -11,6 +11,7 @@ pub mod explain;
 pub mod forward;
 pub mod generate;
 pub mod kernels;
+mod next_commands;
 pub mod parity;
 pub mod recipes;
 pub mod train;

@@ -97,12 +97,9 @@ impl Args {
     /// The recipe with the overrides of the command line.
     pub fn load(&self, global: &Global) -> Result<Recipe> {
         let mut recipe = Recipe::open(&self.recipe)?;
-        for assignment in &self.set {
-            recipe.set(assignment)?;
-        }
-        if let Some(steps) = self.steps {
-            recipe.put_key("train.steps", i64::try_from(steps).unwrap_or(i64::MAX))?;
-        }
+        let steps = self.steps.map(|n| format!("train.steps={}", n.min(i64::MAX as u64)));
+        let set: Vec<&str> = self.set.iter().chain(&steps).map(String::as_str).collect();
+        recipe.set_all(&set)?;
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
         }
@@ -243,7 +240,7 @@ impl Training<'_> {
         let ended = self.train(&mut run, &mut view, begin);
         if let Err(e) = &ended {
             let seconds = begin.elapsed().as_secs_f64();
-            let (ending, reason) = (Ending::Failed, Some(format!("{e:#}")));
+            let (ending, reason) = (Ending::Failed, Some(output::describe(e)));
             let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s: 0.0, reason };
             // The error at hand is the one to report.
             drop(run.emit(Event::RunEnd(end), &mut view));
@@ -252,15 +249,10 @@ impl Training<'_> {
         // From here on there is nothing to finish or save.
         let (outcome, text, traced) = ended?;
         if !self.global.json && outcome.finished {
-            let started = self.global.started;
-            let (args, recipe) = (self.args, self.recipe);
-            output::print(&super::train_summary::text(
-                args,
-                recipe,
-                &run,
-                &outcome,
-                started,
-                text.as_deref(),
+            let summary = super::train_summary::text(&run, &outcome, self.global.started, text.as_deref());
+            output::print(&format!(
+                "{summary}{}",
+                super::next_commands::text(self.args, self.global, &run)?
             ))?;
         }
         traced.map_or(Ok(()), |t| t.print(self.global))

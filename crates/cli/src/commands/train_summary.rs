@@ -1,23 +1,14 @@
-//! The summary that `train` prints at the end: sample, losses, speed and next commands.
+//! The summary that `train` prints at the end: sample, losses and speed.
 
-use super::train::Args;
 use crate::format;
 use crate::output;
-use ferrotron_core::config::Recipe;
 use ferrotron_core::data::synthetic;
 use ferrotron_core::train::{Outcome, Run};
 use ferrotron_tensor::format_bytes;
 use std::time::Instant;
 
 /// The summary.
-pub fn text(
-    args: &Args,
-    recipe: &Recipe,
-    run: &Run,
-    outcome: &Outcome,
-    started: Instant,
-    sample: Option<&str>,
-) -> String {
+pub fn text(run: &Run, outcome: &Outcome, started: Instant, sample: Option<&str>) -> String {
     let mut out = String::new();
     if let Some(sample) = sample {
         out += &format!("\na sample:\n{}\n", indent(&format::printable(sample)));
@@ -84,24 +75,6 @@ pub fn text(
     row("peak memory", format_bytes(run.trainer.rank.device().memory().total_peak));
     row("run folder", run.dir().display().to_string());
     out += &format!("\n{}", output::table(&rows));
-    let dir = run.dir().display();
-    out += &format!(
-        "\nnext:\n{}",
-        output::table(&[
-            vec![format!("  ferrotron generate --model {dir}"), "generate more text".into()],
-            vec![
-                format!("  ferrotron train {} --steps {}", args.recipe, 2 * run.resolved.plan.steps),
-                "train longer (a new --out keeps this run)".into()
-            ],
-            vec!["  ferrotron data build my.txt --output my".into(), "tokenize your own data, then:".into()],
-            vec![format!("  ferrotron train {} --data my --out runs/mine", recipe.name), String::new()],
-            vec![
-                "  ferrotron train finetune-hf --set model.hf=DIR --data my".into(),
-                "fine-tune a Hugging Face model".into()
-            ],
-            vec!["  ferrotron recipes".into(), "list other models and sizes".into()],
-        ])
-    );
     out
 }
 

@@ -7,13 +7,20 @@ use std::ffi::OsString;
 use std::fs::read_dir;
 use std::path::{Path, PathBuf};
 
-/// File name, purpose, and whether GPU compute needs it.
-const WANTED: [(&str, &str, bool); 5] = [
-    ("libcuda.so", "the GPU driver", true),
-    ("libnvrtc.so", "compiles the CUDA kernels", true),
-    ("libcublasLt.so", "GPU GEMMs", true),
-    ("libnccl.so", "GPU-to-GPU communication", false),
-    ("libcudnn.so", "NVIDIA's attention", false),
+const WITHOUT_GPU: &str = "everything runs on the CPU";
+
+/// File name, purpose, whether GPU compute needs it, and what its absence costs; nothing for a library that is not used.
+const WANTED: [(&str, &str, bool, Option<&str>); 5] = [
+    ("libcuda.so", "the GPU driver", true, Some(WITHOUT_GPU)),
+    ("libnvrtc.so", "compiles the CUDA kernels", true, Some(WITHOUT_GPU)),
+    ("libcublasLt.so", "GPU GEMMs", true, Some(WITHOUT_GPU)),
+    (
+        "libnccl.so",
+        "collectives between several GPUs, one process each",
+        false,
+        Some("ranks can only share a single GPU"),
+    ),
+    ("libcudnn.so", "NVIDIA's attention", false, None),
 ];
 
 /// A library and where it was found.
@@ -25,6 +32,8 @@ pub struct Library {
     pub purpose: &'static str,
     /// GPU compute needs it.
     pub needed: bool,
+    /// What its absence costs; nothing if it is not used.
+    pub without: Option<&'static str>,
     /// Where it is.
     pub path: Option<PathBuf>,
     /// Its version, as its file name says.
@@ -34,10 +43,10 @@ pub struct Library {
 impl Library {
     /// What the library is for, and what its absence costs.
     pub fn meaning(&self) -> String {
-        match (&self.path, self.needed) {
-            (Some(_), true) => self.purpose.into(),
-            (None, true) => format!("{}; without it everything runs on the CPU", self.purpose),
-            (_, false) => format!("{}; not used by this version", self.purpose),
+        match (&self.path, self.without) {
+            (Some(_), Some(_)) => self.purpose.into(),
+            (None, Some(without)) => format!("{}; without it {without}", self.purpose),
+            (_, None) => format!("{}; not used by this version", self.purpose),
         }
     }
 }
@@ -76,10 +85,10 @@ fn find(folders: &[PathBuf]) -> Vec<Library> {
             }
         }
     }
-    let library = |(file, purpose, needed)| {
+    let library = |(file, purpose, needed, without)| {
         let path = found.remove(file);
         let version = path.as_deref().and_then(version);
-        Library { file, purpose, needed, path, version }
+        Library { file, purpose, needed, without, path, version }
     };
     WANTED.map(library).into()
 }
@@ -116,5 +125,8 @@ mod tests {
         assert_eq!(at("libnccl.so").path, Some(root.join("first/libnccl.so.2")));
         assert_eq!(at("libnvrtc.so").version.as_deref(), Some("13.0.88"));
         assert_eq!(at("libcublasLt.so").path, None);
+        assert_eq!(at("libnccl.so").meaning(), "collectives between several GPUs, one process each");
+        assert!(at("libcublasLt.so").meaning().ends_with("; without it everything runs on the CPU"));
+        assert!(at("libcudnn.so").meaning().ends_with("; not used by this version"));
     }
 }
