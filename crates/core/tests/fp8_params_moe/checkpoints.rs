@@ -120,7 +120,9 @@ fn checkpoints_are_interchangeable() {
             for (_, [stopped, end]) in &runs {
                 for (ours, wanted) in [(stopped, &runs[0].1[0]), (end, &runs[0].1[1])] {
                     let found = checkpoint::compare(ours, wanted).unwrap();
-                    assert!(found.same(), "{scaling} {layout}: {found:?}");
+                    // A checkpoint names the configuration of its run; nothing else may differ.
+                    let only_config = found.state.iter().all(|key| key == "/run/config/precision.fp8_params");
+                    assert!(found.tensors.is_empty() && only_config, "{scaling} {layout}: {found:?}");
                 }
             }
         }
