@@ -39,4 +39,4 @@ fi
 step scripts/words.sh
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
-step cargo test --workspace --locked --quiet
+step cargo test --workspace --locked --quiet --no-fail-fast
