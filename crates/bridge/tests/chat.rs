@@ -1,6 +1,9 @@
 //! Chat templates: the features that published templates use, and limits on what a template may do.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+#[path = "../../../tests/support/soak.rs"]
+mod soak;
+
 use ferrotron_bridge::{ChatTemplate, Message};
 use serde_json::{Map, json};
 
@@ -397,7 +400,7 @@ fn random_templates_end_soon() {
             })
             .collect::<String>()
     };
-    let rounds = std::env::var("FERROTRON_ROUNDS").ok().and_then(|n| n.parse().ok()).unwrap_or(400);
+    let rounds = soak::rounds(400);
     let mut rendered = 0;
     for _ in 0..rounds {
         let mut body = String::new();

@@ -3,6 +3,9 @@
 
 mod support;
 
+#[path = "../../../tests/support/soak.rs"]
+mod soak;
+
 use ferrotron_bridge::{Error, ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
 use ferrotron_tensor::DType;
 use support::{SeededRng, copy_dir, covered};
@@ -14,7 +17,7 @@ fn corrupt_configurations() {
     for dir in covered() {
         for file in ["config.json", "config_hub.json"] {
             let good = std::fs::read(dir.join(file)).unwrap();
-            for _ in 0..1500 {
+            for _ in 0..soak::rounds(1500) {
                 let bad = dice.corrupt(&good);
                 total += 1;
                 let Ok(text) = String::from_utf8(bad) else { continue };

@@ -2,6 +2,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
 mod common;
+#[path = "../../../tests/support/soak.rs"]
+mod soak;
 
 use common::*;
 use std::path::{Path, PathBuf};
@@ -293,7 +295,7 @@ fn killed_at_any_moment_it_leaves_the_old_folder_or_the_new_one() {
         ok(&["convert", path(from), path(to), "--overwrite", "--dtype", "f32"]);
         let length = begin.elapsed();
         let mut killed = 0;
-        for round in 0..40 {
+        for round in 0..soak::rounds(40) {
             let dtype = ["f32", "bf16"][round % 2];
             let mut child = start(&["convert", path(from), path(to), "--overwrite", "--dtype", dtype]);
             std::thread::sleep(length.mul_f64(0.5 + 0.5 * (round as f64 * 0.618).fract()));
@@ -316,7 +318,7 @@ fn several_at_once_never_damage_the_target() {
     let (dir, runs) = both_directions();
     for (from, to) in &runs {
         let wanted = contents(to);
-        for _ in 0..10 {
+        for _ in 0..soak::rounds(10) {
             let args = ["convert", path(from), path(to), "--overwrite"];
             let children: Vec<_> = (0..3).map(|_| start(&args)).collect();
             let ended: Vec<_> = children.into_iter().map(|c| c.wait_with_output().unwrap()).collect();

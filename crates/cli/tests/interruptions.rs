@@ -31,42 +31,68 @@ fn assert_same_end(a: &Path, b: &Path) {
     assert_eq!(losses(a), losses(b));
 }
 
+/// Configurations that are killed: what is added to the command line.
+const CONFIGURATIONS: [&[&str]; 15] = [
+    &[],
+    &["--set", "precision.dtype=f32", "--set", "checkpoint.every=1", "--set", "checkpoint.keep=1"],
+    &["--set", "precision.dtype=f16"],
+    &["--set", "precision.recipe=fp8-delayed"],
+    &["--set", "precision.recipe=fp8-current", "--set", "train.recompute=full"],
+    &["--set", "optimizer.state_dtype=bf16"],
+    &["--set", "optimizer.kind=sgd", "--set", "train.ramp=[2, 2, 20]"],
+    &["--set", "mtp.layers=1"],
+    &["--set", "moe.experts=4"],
+    &["--set", "moe.experts=4", "--set", "parallel.ep=2", "--ranks", "2"],
+    &["--set", "parallel.tp=2", "--ranks", "2"],
+    &["--set", "parallel.cp=2", "--ranks", "2"],
+    &["--set", "parallel.pp=2", "--ranks", "2"],
+    &["--set", "parallel.zero=1", "--ranks", "2"],
+    &["--set", "parallel.zero=2", "--set", "parallel.tp=2", "--ranks", "4"],
+];
+
+/// At least 45 kills over all configurations; FERROTRON_SOAK multiplies them.
 #[test]
 fn killed_at_any_moment_it_ends_the_same() {
     const STEPS: usize = 24;
     let dir = tempfile::tempdir().unwrap();
     let recipe = recipe(dir.path(), STEPS, "[checkpoint]\nevery = 2\n[eval]\nevery = 7\nbatches = 1\n");
-    let whole = dir.path().join("whole");
-    let start = Instant::now();
-    finished(&run(&train(&recipe, &whole)));
-    let length = start.elapsed();
-    assert_eq!(losses(&whole).len(), STEPS);
     let mut dice = SeededRng(20_240_711);
-    let rounds = rounds(6);
-    let mut kills = 0;
-    // A machine that has become faster sees fewer kills in a round: then there are more rounds.
-    for round in 0..4 * rounds {
-        if round >= rounds && kills >= rounds {
-            break;
-        }
-        let out = dir.path().join(format!("killed-{round}"));
-        for attempt in 0.. {
-            let mut child = ferrotron(&train(&recipe, &out)).spawn().unwrap();
-            // Longer from kill to kill: it must end on a machine that has become slow, too.
-            let share = 0.6 * dice.below(1000) as f64 / 1000.0 + 0.05 * f64::from(attempt);
-            std::thread::sleep(length.mul_f64(share));
-            let ended = child.try_wait().unwrap().is_some();
-            child.kill().unwrap();
-            wait(child);
-            if ended {
+    for (number, configuration) in CONFIGURATIONS.iter().enumerate() {
+        let train = |out: &Path| {
+            let more = configuration.iter().map(|s| s.to_string());
+            train(&recipe, out).into_iter().chain(more).collect::<Vec<String>>()
+        };
+        let whole = dir.path().join(format!("whole-{number}"));
+        let start = Instant::now();
+        finished(&run(&train(&whole)));
+        let length = start.elapsed();
+        assert_eq!(losses(&whole).len(), STEPS);
+        let mut kills = 0;
+        for round in 0.. {
+            let out = dir.path().join(format!("killed-{number}-{round}"));
+            for attempt in 0.. {
+                let mut child = ferrotron(&train(&out)).spawn().unwrap();
+                // Longer from kill to kill: it must end on a machine that has become slow, too.
+                let share = 0.6 * dice.below(1000) as f64 / 1000.0 + 0.05 * f64::from(attempt);
+                std::thread::sleep(length.mul_f64(share));
+                let ended = child.try_wait().unwrap().is_some();
+                child.kill().unwrap();
+                wait(child);
+                if ended {
+                    break;
+                }
+                kills += 1;
+            }
+            finished(&run(&train(&out)));
+            assert_same_end(&whole, &out);
+            std::fs::remove_dir_all(&out).unwrap();
+            if kills >= rounds(3) {
                 break;
             }
-            kills += 1;
+            assert!(round < 20 * rounds(3), "{configuration:?}: {kills} kills came before the end");
         }
-        finished(&run(&train(&recipe, &out)));
-        assert_same_end(&whole, &out);
+        println!("{configuration:?}: {kills} kills");
     }
-    assert!(kills > 0, "none came before the end");
 }
 
 /// Waits until the log of a run holds `steps` steps.

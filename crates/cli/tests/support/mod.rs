@@ -15,10 +15,9 @@ pub fn binary() -> std::ffi::OsString {
 /// Time limit of a command; none of these tests needs a hundredth of it.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// `n` rounds of a seeded test; FERROTRON_SOAK=k makes it k times as many.
-pub fn rounds(n: usize) -> usize {
-    n * std::env::var("FERROTRON_SOAK").ok().and_then(|k| k.parse().ok()).unwrap_or(1)
-}
+#[path = "../../../../tests/support/soak.rs"]
+mod soak;
+pub use soak::rounds;
 
 /// A recipe on the built-in corpus; `more` is appended.
 pub fn recipe(dir: &Path, steps: usize, more: &str) -> PathBuf {

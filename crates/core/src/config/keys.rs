@@ -73,7 +73,7 @@ keys! {
         /// Number of experts in an MoE layer; unset means a dense model.
         experts: Option<usize> = None, "num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts";
         /// Experts per token (top-k); 2 unless a preset says otherwise.
-        topk: Option<usize> = None, "moe_router_topk", "num_experts_per_tok";
+        topk: Option<usize> = None, "moe_router_topk", "router_topk", "num_experts_per_tok", "experts_per_token";
         /// Intermediate size of an expert (of one branch if gated); derived as model.ffn.
         ffn: Option<usize> = None, "moe_ffn_hidden_size", "moe_intermediate_size";
         /// Every how many layers is an MoE layer, counted from the first.

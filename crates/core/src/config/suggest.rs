@@ -156,6 +156,12 @@ pub fn suggest(key: &str) -> Suggestion {
     if let Some((_, advice)) = ELSEWHERE.iter().find(|(names, _)| names.contains(&name)) {
         return Suggestion::Advice(advice);
     }
+    // Nearly a key of the section that was named: `moe.top_k` is moe.topk rather than generate.top_k.
+    let mut of_section = KEYS.iter().filter(|k| Some(k.section) == section);
+    let near_enough = |k: &&KeyInfo| (3..64).contains(&name.len()) && distance(name, k.name) == 1;
+    if let Some(k) = of_section.find(near_enough) {
+        return Suggestion::Near(vec![k.key]);
+    }
     // The right name without a section, or in a wrong one.
     let same: Vec<_> = KEYS.iter().filter(|k| k.name == name).map(|k| k.key).collect();
     match same.as_slice() {
