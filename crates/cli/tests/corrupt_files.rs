@@ -8,8 +8,9 @@ mod support;
 
 use ferrotron_core::data::{IndexedWriter, TokenType};
 use std::path::{Path, PathBuf};
+use support::soak::rounds;
 use support::{
-    Finished, SeededRng, assert_no_internals, assert_one_sentence_error, copy, files, recipe, rounds, run,
+    Finished, SeededRng, assert_no_internals, assert_one_sentence_error, copy, files, recipe, run,
 };
 
 /// The folder of a golden model of this type.

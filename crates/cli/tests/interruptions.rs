@@ -7,7 +7,8 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
-use support::{Finished, SeededRng, ferrotron, files, losses, recipe, rounds, run, wait};
+use support::soak::rounds;
+use support::{Finished, SeededRng, ferrotron, files, losses, recipe, run, wait};
 
 /// Arguments of one training command.
 fn train(recipe: &Path, out: &Path) -> Vec<String> {

@@ -1,6 +1,7 @@
 //! `--fresh` replaces a run only by a run.
 
-use super::support::{SeededRng, ferrotron, files, recipe, rounds, run, wait};
+use super::support::soak::rounds;
+use super::support::{SeededRng, ferrotron, files, recipe, run, wait};
 use super::{signal, train, wait_for_steps};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

@@ -16,8 +16,7 @@ pub fn binary() -> std::ffi::OsString {
 const LIMIT: Duration = Duration::from_secs(120);
 
 #[path = "../../../../tests/support/soak.rs"]
-mod soak;
-pub use soak::rounds;
+pub mod soak;
 
 /// A recipe on the built-in corpus; `more` is appended.
 pub fn recipe(dir: &Path, steps: usize, more: &str) -> PathBuf {
