@@ -14,7 +14,11 @@ fn endless(dir: &std::path::Path) -> std::path::PathBuf {
 fn sigusr1_saves_and_goes_on_and_sighup_saves_and_ends() {
     let dir = tempfile::tempdir().unwrap();
     let (recipe, out) = (endless(dir.path()), dir.path().join("run"));
-    let child = ferrotron(&train(&recipe, &out, &[])).spawn().unwrap();
+    // These tests may themselves run under nohup, which the program would respect.
+    let mut command = Command::new("env");
+    command.arg("--default-signal=HUP").arg(binary()).args(train(&recipe, &out, &["--threads", "1"]));
+    let child =
+        command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
     wait_for_steps(&out, 3);
     signal("USR1", child.id());
     wait_until("a checkpoint", || of_kind(&out, "checkpoint").len() == 1);
