@@ -33,8 +33,9 @@ fuzz() {
 }
 failed=0
 report() {
-  local target=$1 log="$logs/$1"
-  printf '%-14s %s\n' "$target" "$(sed -n 's/.*INITED *\(cov: [0-9]* .*\) exec.*/start \1/p' "$log" | head -1), end $(grep -E '(DONE|pulse|NEW|REDUCE)' "$log" |
+  local target=$1 log="$logs/$1" start
+  start=$(sed -n 's/.*INITED *\(cov: [0-9]* .*\) exec.*/start \1, /p' "$log" | head -1)
+  printf '%-14s %s\n' "$target" "${start}end $(grep -E '(DONE|pulse|NEW|REDUCE)' "$log" |
     tail -1 | sed 's/.*\(cov: [0-9]*\).*\(corp: [^ ]*\).*/\1 \2/'), $(sed -n 's/stat::number_of_executed_units: *//p' "$log") executions"
 }
 for ((i = 0; i < ${#targets[@]}; i += 2)); do

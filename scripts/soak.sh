@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Attacks the program for about an hour: 765 random kills over 15 configurations, a crash at every file-system call of `train`,
+# Attacks the program: at least 765 random kills over 15 configurations, a crash at every file-system call of `train`,
 # `convert` and `data build`, corrupt inputs of every parser, 1,020 concurrent conversions.
 # scripts/test.sh runs a seeded sample of the same.
 # Usage: scripts/soak.sh [FACTOR]     (default 17: so many times the rounds of the sample)
