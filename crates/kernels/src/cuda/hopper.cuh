@@ -37,6 +37,41 @@ __device__ __forceinline__ u32 cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
     return x;
 }
+// A store to, and an arrival at an mbarrier of, a block of the cluster: what was stored before the arrival is visible to
+// the threads of that block whose `mbarrier_wait_cluster` it ends.
+__device__ __forceinline__ void st_shared_cluster(u32 at, u32 block, u32 x) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.u32 [there], %2;\n"
+        "}\n" ::"r"(at),
+        "r"(block), "r"(x)
+        : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar, u32 block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(bar),
+        "r"(block)
+        : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait_cluster(u32 bar, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra.uni done;\n"
+        "bra.uni again;\n"
+        "done:\n"
+        "}\n" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
 // Synchronizes all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

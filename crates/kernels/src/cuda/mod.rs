@@ -30,6 +30,8 @@ mod moe_elementwise;
 mod moments;
 mod multi_tensor;
 mod norm;
+#[cfg(test)]
+mod occupy;
 mod optim;
 mod permute;
 mod permute_maps;

@@ -104,6 +104,16 @@ impl Modules {
         Ok(module)
     }
 
+    /// Compiles and loads a source of a test.
+    #[cfg(test)]
+    pub(super) fn add(&self, source: &Source) -> Result<()> {
+        let (code, _) = make(&Compiler::open()?, source, &self.arch, None)?;
+        let module = loaded(&code)?;
+        let mut modules = self.modules.write().unwrap_or_else(PoisonError::into_inner);
+        modules.entry((source.name, source.variant)).or_insert(module);
+        Ok(())
+    }
+
     /// Whether the source's base variant is loaded.
     pub(super) fn has(&self, source: &'static str) -> bool {
         self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(&(source, Variant::Base))

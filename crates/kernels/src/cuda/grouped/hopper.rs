@@ -33,8 +33,9 @@ kernel_args! {
         pub(super) out: u64,
         /// bf16 `[E, width]`, or 0.
         pub(super) bias: u64,
-        /// wgrad: i32, zeroed: slices of the sum already in dw, for each half of each tile.
-        pub(super) slices_done: u64,
+        /// wgrad: i32, zeroed: the next tile, then slices of the sum already in dw for each half of each tile. 0 where
+        /// no segment can have slices.
+        pub(super) counters: u64,
         /// FP8: f32 scales.
         pub(super) a_scale: u64,
         pub(super) b_scale: u64,
@@ -198,10 +199,11 @@ pub(super) fn slice(z: &GroupedSizes) -> usize {
     (z.rows / SLICES).clamp(1024, 8192).next_multiple_of(2 * STEP)
 }
 
-/// Slice counters of wgrad's tiles, if any segment may be long enough to be sliced.
-pub(super) fn slice_counters(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
+/// Counters of wgrad (the next tile; slices done of each half of each tile), if any segment may be long enough to be
+/// sliced.
+pub(super) fn wgrad_counters(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
     let tiles = z.n.div_ceil(ROWS) * z.k.div_ceil(variant.columns);
-    (z.rows > slice(z)).then_some(z.segments * tiles * 2)
+    (z.rows > slice(z)).then_some(1 + z.segments * tiles * 2)
 }
 
 impl CudaKernels {
@@ -238,7 +240,7 @@ impl CudaKernels {
         variant.launch_kernel(self, l, tiles, &m)
     }
 
-    /// The launch's arguments are offsets, counts, dy, x, dw and the slice counters if there are any.
+    /// The launch's arguments are offsets, counts, dy, x, dw and the counters if there are any.
     pub(super) fn hopper_grouped_wgrad(
         &self,
         l: &Launch,
@@ -253,7 +255,7 @@ impl CudaKernels {
             b: tensor_map(l.address(3)?, [z.k, z.rows, 1, 1], [z.x.row, 0, 0], STEP as u32)?,
             segments,
             out: l.address(4)?,
-            slices_done: if slice_counters(variant, z).is_some() { l.address(5)? } else { 0 },
+            counters: if wgrad_counters(variant, z).is_some() { l.address(5)? } else { 0 },
             row: z.w.row as i64,
             matrix: z.w.matrix as i64,
             width: z.k as i32,

@@ -2,7 +2,7 @@
 
 use super::generic::Segments;
 use super::hopper::{
-    GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, slice, slice_counters,
+    GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, slice, wgrad_counters,
 };
 use crate::cuda::tensor_map::fp8_tensor_map;
 use crate::cuda::{CudaKernels, Kernel};
@@ -190,7 +190,7 @@ impl CudaKernels {
         variant.launch_kernel(self, l, tiles, &m)
     }
 
-    /// The launch's arguments are offsets, counts, dy and its scales, x and its scales, dw and the slice counters if
+    /// The launch's arguments are offsets, counts, dy and its scales, x and its scales, dw and the counters if
     /// there are any.
     pub(super) fn hopper_grouped_wgrad_fp8(
         &self,
@@ -207,7 +207,7 @@ impl CudaKernels {
             b: fp8_tensor_map(l.address(4)?, [width, z.k, 1, 1], [width, 0, 0], b_rows)?,
             segments,
             out: l.address(6)?,
-            slices_done: if slice_counters(variant, z).is_some() { l.address(7)? } else { 0 },
+            counters: if wgrad_counters(variant, z).is_some() { l.address(7)? } else { 0 },
             a_scale: l.address(3)?,
             b_scale: l.address(5)?,
             row: z.w.row as i64,

@@ -1,8 +1,10 @@
 // sm_90a only: grouped GEMM by persistent blocks: a producer warp that loads tiles by TMA, and two consumer warpgroups
 // of 64 rows each of a tile [128, BN] of the result.
 //
-// Every block derives the tiles of all segments from the segment table on the device and takes every gridDim-th of
-// them, so that nothing waits for the host. Tiles of a segment are ordered in groups of 16 rows of tiles, down before
+// Every block derives the tiles of all segments from the segment table on the device, so that nothing waits for the host,
+// and takes every gridDim-th of them. wgrad, whose tiles wait for the slices before them, takes the next tile from a
+// counter instead: a tile waits only for tiles that were claimed before it, by blocks that already run, so that it ends
+// with any number of resident blocks (NCCL may hold the other multiprocessors for as long as it waits). Tiles of a segment are ordered in groups of 16 rows of tiles, down before
 // across: what the blocks read at a time is about square, and an expert's matrix is read once while it is in the L2
 // cache. Two blocks of a cluster (PAIR) have tiles one below the other and multicast half of B each.
 //
@@ -39,13 +41,17 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     static constexpr u32 SCALES = KIND == WGRAD_FP8 ? (BM + BN) * 4 : 0;
     // Staging buffer of each consumer warp for the epilogue.
     static constexpr u32 STAGING = BN == 192 ? 1024 : 2048;
-    static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
+    // mbarriers of the stages, then those of a claimed tile, and its index.
+    static constexpr u32 CLAIM_AT = 96, TABLE_AT = 128, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
     static constexpr u32 SCALES_AT = STAGING_AT + 8 * STAGING;
     static constexpr u32 TILES_AT = (SCALES_AT + STAGES * SCALES + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
-    static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= TABLE_AT, "shared memory");
+    static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= CLAIM_AT, "shared memory");
 
     static __device__ __forceinline__ u32 full(u32 base, u32 s) { return base + s * 8; }
     static __device__ __forceinline__ u32 free(u32 base, u32 s) { return base + (STAGES + s) * 8; }
+    static __device__ __forceinline__ u32 claim_full(u32 base) { return base + CLAIM_AT; }
+    static __device__ __forceinline__ u32 claim_free(u32 base) { return base + CLAIM_AT + 8; }
+    static __device__ __forceinline__ u32 claim_at(u32 base) { return base + CLAIM_AT + 16; }
     static __device__ __forceinline__ u32 a_at(u32 base, u32 s) { return base + TILES_AT + s * STAGE; }
     static __device__ __forceinline__ u32 b_at(u32 base, u32 s) { return a_at(base, s) + A_BYTES; }
 
@@ -100,15 +106,54 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         if (lane == 0) befores()[n + 32] = 0x7fffffff;
     }
 
+    // Tiles of a unit.
+    static __device__ __forceinline__ i32 across(const GroupedHopperArgs& g) { return (g.width + BN - 1) / BN; }
+    static __device__ __forceinline__ i32 down(const GroupedHopperArgs& g) {
+        return (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
+    }
+    static __device__ __forceinline__ i32 tiles_of_unit(const GroupedHopperArgs& g) {
+        return IS_WGRAD ? down(g) * across(g) : across(g);
+    }
+
+    // Claims wgrad's tiles, one ahead of the consumers, for both blocks of a pair; run by one thread of the first block.
+    static __device__ __forceinline__ void claim(const GroupedHopperArgs& g, u32 base) {
+        const i32 total = befores()[g.segments.count] * tiles_of_unit(g), step = i32(gridDim.x) / BLOCKS;
+        i32 index = i32(blockIdx.x) / BLOCKS;
+        u32 phase = 1;
+        while (true) {
+            mbarrier_wait_cluster(claim_free(base), phase);
+            phase ^= 1;
+            // Without slices no tile waits for another.
+            if (g.counters) index = atomicAdd(reinterpret_cast<i32*>(g.counters), 1);
+#pragma unroll
+            for (u32 block = 0; block < BLOCKS; block++) {
+                st_shared_cluster(claim_at(base), block, u32(index));
+                mbarrier_arrive_cluster(claim_full(base), block);
+            }
+            if (index >= total) return;
+            index += step;
+        }
+    }
+
     // Iterates over this block's tiles; called by a whole warp.
     struct Walk {
         i32 index, segment = 0;
+        u32 phase = 0;
         __device__ __forceinline__ Walk() : index(i32(blockIdx.x) / BLOCKS - i32(gridDim.x) / BLOCKS) {}
-        __device__ __forceinline__ bool next(const GroupedHopperArgs& g, GroupedTile& t) {
-            index += i32(gridDim.x) / BLOCKS;
-            const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
-            // Tiles of a unit.
-            const i32 each = IS_WGRAD ? down * across : across;
+        __device__ __forceinline__ void advance(u32 base) {
+            if constexpr (IS_WGRAD) {
+                mbarrier_wait_cluster(claim_full(base), phase);
+                phase ^= 1;
+                index = uniform(i32(ld_shared(claim_at(base))));
+                __syncwarp();
+                if ((threadIdx.x & 31) == 0) mbarrier_arrive_cluster(claim_free(base), 0);
+            } else {
+                index += i32(gridDim.x) / BLOCKS;
+            }
+        }
+        __device__ __forceinline__ bool next(const GroupedHopperArgs& g, u32 base, GroupedTile& t) {
+            advance(base);
+            const i32 across = GroupedLoad::across(g), down = GroupedLoad::down(g), each = tiles_of_unit(g);
             const i32 unit = index / each;
             if (unit >= uniform(befores()[g.segments.count])) return false;
             // The unit's segment is the first that ends behind it.
@@ -150,6 +195,9 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
                 mbarrier_init(full(base, s), 1);
                 mbarrier_init(free(base, s), 8 * BLOCKS);
             }
+            // The producer and eight consumer warps of each block read a claimed tile.
+            mbarrier_init(claim_full(base), 1);
+            mbarrier_init(claim_free(base), 9 * BLOCKS);
             mbarrier_init_fence();
         }
     }
@@ -181,7 +229,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         Ring<STAGES> ring;
         Walk walk;
         GroupedTile t;
-        while (walk.next(g, t)) {
+        while (walk.next(g, base, t)) {
 #pragma unroll 1
             for (i32 block = 0; block < t.blocks; block++) {
                 mbarrier_wait(free(base, ring.stage), ring.phase ^ 1);

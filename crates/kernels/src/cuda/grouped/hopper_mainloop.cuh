@@ -85,7 +85,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         Ring<STAGES> ring;
         typename Load::Walk walk;
         GroupedTile t;
-        while (walk.next(g, t)) {
+        while (walk.next(g, base, t)) {
             if (t.m * BM + wg * 64 >= (IS_WGRAD ? g.height : t.rows)) pass(t, base, ring);
             else tile(t, ring);
         }
@@ -110,7 +110,9 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
             setmaxnreg_dec<40>();
             const i32 warp = threadIdx.x >> 5;
             if (warp == 0) Load::produce(g, base);
-            else if constexpr (!IS_WGRAD)
+            else if constexpr (IS_WGRAD) {
+                if (threadIdx.x == 32 && (!PAIR || cluster_rank() == 0)) Load::claim(g, base);
+            } else
                 zero_gaps(typename Load::Table(), g.segments.count, g.segments.rows, reinterpret_cast<bf16*>(g.out), g.row,
                            g.width, true, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
         } else {

@@ -80,13 +80,14 @@ template <class Load> struct GroupedStore : Load {
         }
     }
 
-    // dw = acc (+ dw). Slices of a long segment are added in order: a tile waits for the slices before it. The
+    // dw = acc (+ dw). Slices of a long segment are added in order: a tile waits for the slices before it, which were
+    // claimed before it (`GroupedLoad::claim`). The
     // additions are reductions in the L2 cache, one summand of an element at a time, so that the sum is deterministic.
     static __device__ __forceinline__ void store_gradient(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                           float (&c)[BN / 2]) {
         const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
         const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
-        i32* turn = reinterpret_cast<i32*>(g.slices_done) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
+        i32* turn = reinterpret_cast<i32*>(g.counters) + 1 + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
         if (t.slice > 0) {
             if (self == 0) wait_for(turn, t.slice);
             named_barrier_sync(2 + wg, 128);

@@ -15,7 +15,7 @@ use crate::grouped_gemm::GroupedSizes;
 use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, GroupedBias, GroupedGemm, GroupedGemmKernels, GroupedWgrad};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 use generic::Segments;
-use hopper::{KernelVariant, slice_counters};
+use hopper::{KernelVariant, wgrad_counters};
 use hopper_fp8::Fp8KernelVariant;
 
 /// Offsets and counts are the launch's first two arguments.
@@ -54,10 +54,9 @@ impl CudaKernels {
     ) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.dy), read(g.x), write(g.dw.0)];
-        let slice_counters = variant.and_then(|variant| slice_counters(variant, z));
-        let slice_counters =
-            slice_counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
-        args.extend(slice_counters.as_ref().map(write));
+        let counters = variant.and_then(|variant| wgrad_counters(variant, z));
+        let counters = counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
+        args.extend(counters.as_ref().map(write));
         s.launch(GroupedWgrad::NAME, &args, |l| match variant {
             Some(variant) => self.hopper_grouped_wgrad(l, g, z, segments(l, z)?, variant),
             None => self.generic_grouped_wgrad(l, g, z, segments(l, z)?),
@@ -95,9 +94,8 @@ impl CudaKernels {
         z: &GroupedSizes,
         variant: Option<&Fp8KernelVariant>,
     ) -> Result<()> {
-        let slice_counters = variant.and_then(|variant| slice_counters(&variant.variant, z));
-        let slice_counters =
-            slice_counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
+        let counters = variant.and_then(|variant| wgrad_counters(&variant.variant, z));
+        let counters = counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         let mut args = vec![
             read(g.segments.offsets),
             read(g.segments.counts),
@@ -107,7 +105,7 @@ impl CudaKernels {
             read(&g.x.scale_inv),
             write(g.dw.0),
         ];
-        args.extend(slice_counters.as_ref().map(write));
+        args.extend(counters.as_ref().map(write));
         s.launch(Fp8GroupedWgrad::NAME, &args, |l| match variant {
             Some(variant) => self.hopper_grouped_wgrad_fp8(l, g, z, segments(l, z)?, variant),
             None => self.generic_grouped_wgrad_fp8(l, g, z, segments(l, z)?),

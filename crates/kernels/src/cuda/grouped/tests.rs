@@ -2,6 +2,7 @@
 
 use super::hopper::{GroupedOp, VARIANTS};
 use crate::cuda::CudaKernels;
+use crate::cuda::occupy::Occupied;
 use crate::{GroupedGemm, GroupedWgrad, Segments};
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
 
@@ -125,5 +126,42 @@ fn every_variant_matches_the_generic_kernel() {
                 }
             }
         }
+    }
+}
+
+/// Free multiprocessors beside which a kernel must end: one block, or enough that two of them share a GPC for a cluster.
+pub(super) fn free(pair: bool) -> u32 {
+    if pair { 16 } else { 1 }
+}
+
+#[test]
+fn wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
+    let Some((k, s)) = gpu() else { return };
+    if !k.has("grouped/hopper_wgrad") {
+        return;
+    }
+    // About twenty slices of a segment, and more tiles than blocks.
+    let counts = [5, 20_000, 0, 2500];
+    let (at, owned) = spread(&s, &counts, 16, 0);
+    let (rows, [depth, width]) = (owned.len(), [264, 520]);
+    let segments = Segments { offsets: &at[0], counts: &at[1] };
+    // Sums that are rounded, so that their order shows.
+    let values = |seed, width| {
+        let thirds: Vec<f32> = numbers(seed, rows, width, |_| true).iter().map(|x| (x + 0.1) / 3.0).collect();
+        upload(&s, &thirds, &[rows, width])
+    };
+    let (x, dy) = (values(1, depth), values(2, width));
+    let run = |variant| {
+        let dw = poisoned(&s, DType::F32, &[counts.len(), width, depth]);
+        let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
+        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), Some(variant)).unwrap();
+        host(&s, &dw)
+    };
+    for variant in VARIANTS.iter().filter(|v| v.op == GroupedOp::Wgrad) {
+        let alone = run(variant);
+        let occupied = Occupied::all_but(&k, &s, free(variant.pair));
+        let beside = run(variant);
+        assert!(occupied.release(), "{variant:?} did not end");
+        assert!(beside == alone, "{variant:?}");
     }
 }

@@ -2,7 +2,8 @@
 
 use super::hopper::GroupedOp;
 use super::hopper_fp8::FP8_VARIANTS;
-use super::tests::{gpu, host, numbers, poisoned, spread};
+use super::tests::{free, gpu, host, numbers, poisoned, spread};
+use crate::cuda::occupy::Occupied;
 use crate::{ALIGN, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode, Segments};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Stream};
@@ -125,5 +126,33 @@ fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn fp8_wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
+    let Some((k, s)) = gpu() else { return };
+    if !k.has("grouped/hopper_wgrad_fp8") {
+        return;
+    }
+    let counts = [5, 20_000, 0, 2500];
+    let (at, owned) = spread(&s, &counts, 128, 0);
+    let (rows, [depth, width]) = (owned.len(), [264, 520]);
+    let segments = Segments { offsets: &at[0], counts: &at[1] };
+    for variant in FP8_VARIANTS.iter().filter(|k| k.variant.op == GroupedOp::WgradFp8) {
+        let scaling = ScalingMode::Block1x128;
+        let dy = fp8_tensor(&s, 1, [width, rows], first(variant.e5), (scaling, 1), |c| owned[c]);
+        let x = fp8_tensor(&s, 2, [depth, rows], DType::E4M3, (scaling, 1), |c| owned[c]);
+        let run = || {
+            let dw = poisoned(&s, DType::F32, &[counts.len(), width, depth]);
+            let g = Fp8GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false), fast: false };
+            k.launch_grouped_wgrad_fp8(&s, &g, &g.sizes().unwrap(), Some(variant)).unwrap();
+            host(&s, &dw)
+        };
+        let alone = run();
+        let occupied = Occupied::all_but(&k, &s, free(variant.variant.pair));
+        let beside = run();
+        assert!(occupied.release(), "{variant:?} did not end");
+        assert!(beside == alone, "{variant:?}");
     }
 }
