@@ -6,6 +6,7 @@
 mod budget;
 mod filters;
 mod instrument;
+mod slice;
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};

@@ -46,6 +46,24 @@ fn python_idioms() {
 }
 
 #[test]
+fn slices_are_pythons() {
+    let slices = [
+        ("'abcde'[1:4:2]", "bd"),
+        ("'abcde'[3:1:-1]", "dc"),
+        ("'abcde'[1:3:-1]", ""),
+        ("'abcde'[::-2]", "eca"),
+        ("''[::-1]", ""),
+        ("[][::-1] | length", "0"),
+        ("nowhere[1:][::-1] | length", "0"),
+        ("([1, 2, 3] | map('string'))[5:0:-1] | join(',')", "3,2"),
+        ("messages[:0][::-1] | length", "0"),
+    ];
+    for (source, want) in slices {
+        assert_eq!(render(&format!("{{{{ {source} }}}}"), &[("user", "hi")], false), want, "{source}");
+    }
+}
+
+#[test]
 fn json_is_printed_as_python_does() {
     let t = ChatTemplate::new("{{ tools | tojson }}\n{{ tools[0] | tojson(indent=2) }}", "", "").unwrap();
     let mut more = Map::new();

@@ -2,7 +2,8 @@
 //! made. All others make at most a small multiple of what they are given, which has been measured.
 
 use super::budget::{Budget, MAX_VALUE, refused, size};
-use super::instrument::{BOUNDED, INDEXED, ITERATED, TIMES};
+use super::instrument::{BOUNDED, INDEXED, ITERATED, SLICED, TIMES};
+use super::slice::slice;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, filters};
 use serde_json::Value as Json;
@@ -27,6 +28,9 @@ pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
     environment.add_filter(ITERATED, move |value: Value| b.iterated(value));
     let b = budget.clone();
     environment.add_filter(TIMES, move |left: Value, right: Value| times(&b, &left, &right));
+    environment.add_filter(SLICED, |value: Value, start: Value, stop: Value, step: Value| {
+        slice(&value, &start, &stop, &step)
+    });
     let b = budget.clone();
     environment.add_filter("tojson", move |value: Value, indent: Option<Value>, options: Kwargs| {
         to_json(&b, &value, indent, options)

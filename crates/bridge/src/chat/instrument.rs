@@ -6,8 +6,8 @@
 use minijinja::machinery::Span;
 use minijinja::machinery::ast::{
     BinOp, BinOpKind, Call, CallArg, CallBlock, Compare, CompareOp, Const, Do, EmitExpr, Expr, Filter,
-    FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map, Set, SetBlock, Slice, Spanned,
-    Stmt, Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
+    FilterBlock, ForLoop, GetAttr, GetItem, IfCond, IfExpr, List, Macro, Map, Set, SetBlock, Spanned, Stmt,
+    Template, Test, Tuple, UnaryOp, UnaryOpKind, Var, WithBlock,
 };
 use minijinja::value::Value;
 
@@ -19,6 +19,8 @@ pub(super) const INDEXED: &str = "__indexed";
 pub(super) const ITERATED: &str = "__iterated";
 /// Repeats a string or list, or multiplies.
 pub(super) const TIMES: &str = "__times";
+/// Takes `start`, `stop` and `step` of a slice; `none` where one is not given.
+pub(super) const SLICED: &str = "__sliced";
 
 /// Filters that look at a value without reading or copying all of it.
 const SHALLOW_FILTERS: &[&str] = &["length", "count", "first", "last", "default", "d"];
@@ -141,9 +143,13 @@ fn value<'a>(expr: &Expr<'a>) -> Result<Expr<'a>> {
         Expr::Var(v) => Expr::Var(Spanned::new(Var { id: v.id }, span)),
         Expr::Const(c) => Expr::Const(Spanned::new(Const { value: c.value.clone() }, span)),
         Expr::Slice(s) => {
-            let bound = |e: &Option<Expr<'a>>| e.as_ref().map(operand).transpose();
-            let (start, stop, step) = (bound(&s.start)?, bound(&s.stop)?, bound(&s.step)?);
-            wrap(Expr::Slice(Spanned::new(Slice { expr: operand(&s.expr)?, start, stop, step }, span)))
+            let none = || Expr::Const(Spanned::new(Const { value: Value::from(()) }, span));
+            let bound = |e: &Option<Expr<'a>>| -> Result<CallArg<'a>> {
+                Ok(CallArg::Pos(e.as_ref().map(operand).transpose()?.unwrap_or_else(none)))
+            };
+            let args = vec![bound(&s.start)?, bound(&s.stop)?, bound(&s.step)?];
+            let new = Filter { name: SLICED, expr: Some(operand(&s.expr)?), args };
+            wrap(Expr::Filter(Spanned::new(new, span)))
         }
         Expr::UnaryOp(u) => {
             let not = matches!(u.op, UnaryOpKind::Not);
