@@ -209,6 +209,11 @@ impl Device {
         self.inner.checker.is_some() || self.inner.recorders.is_some()
     }
 
+    /// True if the device was created with [`Instrumentation::race_check`].
+    pub fn is_race_checked(&self) -> bool {
+        self.inner.checker.is_some()
+    }
+
     /// True if the device was created with [`Instrumentation::trace`].
     pub fn is_traced(&self) -> bool {
         self.tracer().is_some()

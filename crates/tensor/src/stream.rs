@@ -32,6 +32,11 @@ pub struct Event {
 }
 
 impl Event {
+    /// True if all work before it is complete. Does not block, and may be called from any thread.
+    pub fn is_reached(&self) -> bool {
+        self.at.is_reached()
+    }
+
     /// Time from `earlier` to `self` on the device's clock. Blocks until both are reached.
     pub fn since(&self, earlier: &Event) -> Result<Duration> {
         self.at.since(&earlier.at)
@@ -61,6 +66,11 @@ impl Stream {
     /// True if both are handles to the same stream.
     pub fn same_as(&self, other: &Stream) -> bool {
         self.id == other.id && Arc::ptr_eq(&self.device.inner, &other.device.inner)
+    }
+
+    /// True while its work is captured into a graph instead of run.
+    pub fn is_capturing(&self) -> bool {
+        self.cuda.as_ref().is_some_and(|cuda| cuda.is_capturing())
     }
 
     pub(crate) fn id(&self) -> u32 {

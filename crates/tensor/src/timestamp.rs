@@ -22,6 +22,14 @@ impl Timestamp {
         })
     }
 
+    /// True if the device has reached it. Does not block.
+    pub(crate) fn is_reached(&self) -> bool {
+        match self {
+            Timestamp::Host(_) => true,
+            Timestamp::Cuda(event) => event.is_reached(),
+        }
+    }
+
     /// Time from `earlier` to `self`, zero if `earlier` is later. Blocks until both are reached.
     pub(crate) fn since(&self, earlier: &Timestamp) -> Result<Duration> {
         match (self, earlier) {

@@ -43,10 +43,14 @@ impl CudaStream {
         self.capturing.store(on, Relaxed);
     }
 
+    pub(crate) fn is_capturing(&self) -> bool {
+        self.capturing.load(Relaxed)
+    }
+
     /// Refuses operations that a captured graph cannot hold: host copies, host waits, other streams, and autotuning
     /// by time.
     pub(super) fn refuse_capture(&self, op: &'static str) -> Result<()> {
-        match self.capturing.load(Relaxed) {
+        match self.is_capturing() {
             true => Err(Error::Cuda {
                 op,
                 what: "not allowed while the stream is captured into a CUDA graph".into(),
