@@ -2,7 +2,7 @@
 
 use super::{Loaded, load};
 use crate::error::Result;
-use crate::tensorfile::{FileDType, TensorInfo};
+use crate::tensorfile::{FileDType, TensorDecl};
 use ferrotron_tensor::{
     Float, bf16, f16,
     fp8::{E4m3, E5m2},
@@ -94,11 +94,11 @@ pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     Ok(out)
 }
 
-fn form(t: &TensorInfo) -> String {
+fn form(t: &TensorDecl) -> String {
     format!("{} {:?}", t.dtype, t.shape)
 }
 
-fn compare_values(a: &Loaded, b: &Loaded, info: &TensorInfo) -> Result<Option<DifferenceKind>> {
+fn compare_values(a: &Loaded, b: &Loaded, info: &TensorDecl) -> Result<Option<DifferenceKind>> {
     const PIECE: u64 = 1 << 20; // a multiple of every element size
     let (mut xs, mut ys) = (vec![0u8; PIECE as usize], vec![0u8; PIECE as usize]);
     let width = usize::try_from(info.dtype.bits() / 8).unwrap_or(1).max(1);

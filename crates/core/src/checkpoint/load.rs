@@ -1,11 +1,13 @@
 //! Loading a checkpoint: everything is checked before any tensor is returned.
 
+use super::assemble::{Assembled, Part};
 use super::folder;
-use super::manifest::{self, Manifest};
+use super::manifest::{self, Manifest, StoredPart, StoredTensor};
 use super::parallel_verify::{self, RankCheck};
+use super::slice::Slice;
 use crate::error::{Error, Result};
 use crate::fs::open_regular;
-use crate::tensorfile::{TensorFile, TensorInfo};
+use crate::tensorfile::{TensorDecl, TensorFile, TensorInfo};
 use ferrotron_comm::Communicator;
 use ferrotron_tensor::DType;
 use serde_json::Value;
@@ -21,8 +23,8 @@ pub struct Loaded {
     step: u64,
     state: Value,
     files: Vec<TensorFile>,
-    /// Tensor name → index of its file.
-    index: BTreeMap<String, usize>,
+    /// By name.
+    tensors: BTreeMap<String, Assembled>,
     checked: u64,
 }
 
@@ -91,7 +93,7 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
     Ok(VerifyReport {
         step: loaded.step,
         files: loaded.files.len(),
-        tensors: loaded.index.len(),
+        tensors: loaded.tensors.len(),
         bytes: loaded.files.iter().map(TensorFile::bytes).sum(),
     })
 }
@@ -113,28 +115,46 @@ impl Loaded {
     }
 
     /// The tensors in order of their names.
-    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
-        self.index.keys().filter_map(|name| self.get(name))
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorDecl> {
+        self.tensors.values().map(|t| &t.decl)
     }
 
     /// The tensor of that name.
-    pub fn get(&self, name: &str) -> Option<&TensorInfo> {
-        self.file(name)?.get(name)
+    pub fn get(&self, name: &str) -> Option<&TensorDecl> {
+        self.tensors.get(name).map(|t| &t.decl)
     }
 
     /// All bytes of a tensor.
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
-        self.want(name)?.read(name)
+        let bytes = self.want(name)?.decl.bytes();
+        self.read_ranges(name, std::slice::from_ref(&(0..bytes)))
     }
 
     /// Fills `out` with the tensor's bytes from `start_byte` on, counted from the tensor's first byte.
     pub fn read_range(&self, name: &str, start_byte: u64, out: &mut [u8]) -> Result<()> {
-        self.want(name)?.read_range(name, start_byte, out)
+        let tensor = self.want(name)?;
+        let range = start_byte..start_byte.saturating_add(out.len() as u64);
+        let runs = std::slice::from_ref(&range);
+        tensor.length(&self.path, runs)?;
+        tensor.read(&self.files, runs, out)
     }
 
     /// Byte ranges of a tensor, concatenated; offsets count from the tensor's first byte. Only these bytes are read.
     pub fn read_runs(&self, name: &str, runs: &[Range<usize>]) -> Result<Vec<u8>> {
-        self.want(name)?.read_runs(name, runs)
+        self.read_ranges(name, &runs.iter().map(|r| r.start as u64..r.end as u64).collect::<Vec<_>>())
+    }
+
+    fn read_ranges(&self, name: &str, runs: &[Range<u64>]) -> Result<Vec<u8>> {
+        let tensor = self.want(name)?;
+        let bytes = tensor.length(&self.path, runs)?;
+        let mut out = Vec::new();
+        out.try_reserve_exact(bytes).map_err(|_| {
+            let path = self.path.display();
+            Error::Invalid(format!("{path}: no memory for the {bytes} bytes of tensor {name:?}"))
+        })?;
+        out.resize(bytes, 0);
+        tensor.read(&self.files, runs, &mut out)?;
+        Ok(out)
     }
 
     /// Bytes read so far.
@@ -163,7 +183,7 @@ impl Loaded {
                 Some(_) => {}
             }
         }
-        let extra = self.index.keys().filter(|n| !known.contains(n.as_str()));
+        let extra = self.tensors.keys().filter(|n| !known.contains(n.as_str()));
         wrong.extend(extra.map(|n| format!("{n} is unknown to this run")));
         if wrong.is_empty() {
             return Ok(());
@@ -177,12 +197,8 @@ impl Loaded {
         })
     }
 
-    fn file(&self, name: &str) -> Option<&TensorFile> {
-        self.index.get(name).and_then(|&i| self.files.get(i))
-    }
-
-    fn want(&self, name: &str) -> Result<&TensorFile> {
-        self.file(name).ok_or_else(|| Error::Missing {
+    fn want(&self, name: &str) -> Result<&Assembled> {
+        self.tensors.get(name).ok_or_else(|| Error::Missing {
             path: self.path.clone(),
             what: format!("has no tensor {name:?}"),
         })
@@ -211,8 +227,9 @@ pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Ra
     // open files stay readable.
     let open = |(name, shard): (&String, &manifest::Shard)| {
         let file = path.join(name);
-        check_size(&file, shard.bytes)?;
-        TensorFile::open(&file)
+        check_size(&file, shard.bytes)
+            .and_then(|()| TensorFile::open(&file))
+            .map_err(|e| e.with_hint(&manifest.contents(name)))
     };
     let files = manifest.files.iter().map(open).collect::<Result<Vec<_>>>()?;
     let (mut stripes, mut checked) = (Vec::new(), 0);
@@ -230,36 +247,93 @@ impl Opened {
     pub(super) fn finish(self, words: &[RankCheck]) -> Result<Loaded> {
         let Opened { path, manifest, files, checked } = self;
         let sums = parallel_verify::join(&path, words, files.iter().map(TensorFile::bytes))?;
-        for ((file, shard), sum) in files.iter().zip(manifest.files.values()).zip(sums) {
+        for ((name, shard), (file, sum)) in manifest.files.iter().zip(files.iter().zip(sums)) {
             let (found, want) = (manifest::hex(sum), &shard.crc32c);
             if found != *want {
-                return Err(Error::damaged(
-                    file.path(),
-                    format!(
-                        "is damaged in its header or tensor data: its checksum is {found} instead of {want}"
-                    ),
-                ));
+                let place = damaged_place(&manifest, name, file)?;
+                let what = format!("is damaged in {place}: its checksum is {found} instead of {want}");
+                return Err(Error::damaged(file.path(), what));
             }
         }
-        let mut index = BTreeMap::new();
-        for (i, (file, name)) in files.iter().zip(manifest.files.keys()).enumerate() {
-            for tensor in file.tensors() {
-                if manifest.tensors.get(&tensor.name) != Some(name) {
-                    return Err(Error::damaged(
-                        file.path(),
-                        format!("has tensor {:?}, which the manifest does not list there", tensor.name),
-                    ));
-                }
-                index.insert(tensor.name.clone(), i);
+        let index: BTreeMap<&String, usize> = manifest.files.keys().zip(0..).collect();
+        for (file, name) in files.iter().zip(manifest.files.keys()) {
+            let listed = |t: &&TensorInfo| manifest.part(&t.name, name).is_none();
+            if let Some(tensor) = file.tensors().iter().find(listed) {
+                let what = format!("has tensor {:?}, which the manifest does not list there", tensor.name);
+                return Err(Error::damaged(file.path(), what));
             }
         }
-        if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
-            return Err(Error::damaged(
-                path.join(file),
-                format!("has no tensor {tensor:?}, though the manifest lists it there"),
-            ));
+        let mut tensors = BTreeMap::new();
+        for (name, stored) in &manifest.tensors {
+            tensors.insert(name.clone(), assemble(&path, name, stored, &index, &files)?);
         }
-        Ok(Loaded { path, step: manifest.step, state: manifest.state, files, index, checked })
+        Ok(Loaded { path, step: manifest.step, state: manifest.state, files, tensors, checked })
+    }
+}
+
+/// Finds the parts of a tensor in the files' headers.
+fn assemble(
+    path: &Path,
+    name: &str,
+    stored: &StoredTensor,
+    index: &BTreeMap<&String, usize>,
+    files: &[TensorFile],
+) -> Result<Assembled> {
+    let mut parts = Vec::new();
+    let mut decl = None;
+    for StoredPart { file, slice, .. } in &stored.parts {
+        let found = index.get(file).and_then(|&i| Some((i, files.get(i)?.get(name)?)));
+        let Some((i, info)) = found else {
+            let what = format!("has no tensor {name:?}, though the manifest lists it there");
+            return Err(Error::damaged(path.join(file), what));
+        };
+        let (dtype, shape) = stored.form.clone().unwrap_or((info.dtype, info.shape.clone()));
+        let slice = slice.clone().unwrap_or_else(|| Slice::whole(&shape));
+        let wanted = slice.stored_shape(&shape);
+        if (info.dtype, &info.shape) != (dtype, &wanted) {
+            let what = format!(
+                "has {} {:?} of tensor {name:?} where the manifest lists {dtype} {wanted:?}",
+                info.dtype, info.shape
+            );
+            return Err(Error::damaged(path.join(file), what));
+        }
+        let tensor = decl.get_or_insert_with(|| TensorDecl { name: name.into(), dtype, shape });
+        let layout = slice.layout(dtype, &tensor.shape, tensor.bytes());
+        parts.push(Part { file: i, begin: info.begin, layout });
+    }
+    match decl {
+        Some(decl) => Ok(Assembled { decl, parts }),
+        None => Err(Error::damaged(path, format!("has no part of tensor {name:?}"))),
+    }
+}
+
+/// Which of the tensors in a damaged file differs from its checksum.
+fn damaged_place(manifest: &Manifest, name: &str, file: &TensorFile) -> Result<String> {
+    for tensor in file.tensors() {
+        let Some(want) = manifest.part(&tensor.name, name).map(|p| &p.crc32c) else { continue };
+        let Some(want) = want else { return Ok("its header or tensor data".into()) };
+        if manifest::hex(file.crc32c(tensor.begin..tensor.end)?) != *want {
+            return Ok(format!("tensor {:?}", tensor.name));
+        }
+    }
+    Ok("its header".into())
+}
+
+impl Manifest {
+    /// The part of a tensor in a file.
+    fn part(&self, tensor: &str, file: &str) -> Option<&StoredPart> {
+        self.tensors.get(tensor)?.parts.iter().find(|p| p.file == file)
+    }
+
+    /// Which tensors a file holds, to append to an error: the first by name, and how many.
+    fn contents(&self, file: &str) -> String {
+        let mut held =
+            self.tensors.iter().filter(|(_, t)| t.parts.iter().any(|p| p.file == file)).map(|(n, _)| n);
+        match (held.next(), held.count()) {
+            (None, _) => String::new(),
+            (Some(first), 0) => format!("; it holds tensor {first:?}"),
+            (Some(first), more) => format!("; it holds tensor {first:?} and {more} more"),
+        }
     }
 }
 

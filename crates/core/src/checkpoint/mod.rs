@@ -13,6 +13,7 @@
 //! called `step-…` is complete. Tensors keep their full logical shape; a rank reads the bytes it owns with
 //! [`Loaded::read_runs`], and ranks share the verification with [`load_parallel`].
 
+mod assemble;
 mod canonical;
 mod compare;
 mod folder;
@@ -21,6 +22,7 @@ mod manifest;
 mod parallel_verify;
 mod saver;
 mod single_file;
+mod slice;
 #[cfg(test)]
 mod tests;
 mod write;
@@ -30,6 +32,8 @@ pub use folder::{latest, list, name as folder_name};
 pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
 pub use saver::Saver;
 pub use single_file::{ListedFiles, SingleFile, check_folder_name, listed_files, write_single_file};
+pub use slice::Slice;
+pub use write::PartDecl;
 
 use ferrotron_tensor::DType;
 

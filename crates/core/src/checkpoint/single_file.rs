@@ -1,6 +1,7 @@
 //! A checkpoint outside of a run: one folder of any name, written tensor by tensor.
 
-use super::{folder, load, manifest, write};
+use super::write::{self, PartDecl};
+use super::{folder, load, manifest};
 use crate::error::{Error, Result};
 use crate::tensorfile::TensorDecl;
 use serde_json::Value;
@@ -21,9 +22,10 @@ pub struct SingleFile<'a> {
 
 /// Writes the data files and the manifest into an existing folder, each synced.
 pub fn write_single_file(folder: &Path, contents: &SingleFile) -> Result<()> {
-    let plan = write::plan(contents.tensors, write::SHARD_BYTES)?;
-    let source = |name: &str| (contents.source)(name).map(Cow::Owned);
-    write::fill(folder, contents.step, contents.state.clone(), &plan, &source)
+    let parts: Vec<PartDecl> = contents.tensors.iter().cloned().map(PartDecl::whole).collect();
+    let source = |i: usize| (contents.source)(&contents.tensors[i].name).map(Cow::Owned);
+    let written = write::write_parts(folder, &parts, write::SHARD_BYTES, write::Writer::ALONE, &source)?;
+    write::write_manifest(folder, contents.step, contents.state.clone(), written)
 }
 
 /// Fails if `path` has the name of another step's checkpoint than the one it will hold.

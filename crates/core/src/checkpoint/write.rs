@@ -1,6 +1,7 @@
-//! Writing one checkpoint atomically.
+//! Writing the files of one checkpoint.
 
-use super::manifest::{self, Manifest, Shard};
+use super::manifest::{self, Manifest, Shard, StoredPart, StoredTensor};
+use super::slice::Slice;
 use super::{Snapshot, folder};
 use crate::error::{Error, Result};
 use crate::fs;
@@ -14,34 +15,70 @@ use std::path::{Path, PathBuf};
 /// Approximate size of data files before another is started.
 pub(super) const SHARD_BYTES: u64 = 4 << 30;
 
-/// Returns the bytes of a tensor by name.
-pub(super) type Source<'a> = dyn Fn(&str) -> Result<Cow<'a, [u8]>> + 'a;
+/// Returns the bytes of a part by its index.
+pub(super) type Source<'a> = dyn Fn(usize) -> Result<Cow<'a, [u8]>> + 'a;
 
-/// The data files to write: name and tensors of each.
-type ShardPlan<'a> = Vec<(String, Vec<&'a TensorDecl>)>;
+/// A part of a logical tensor that is to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PartDecl {
+    /// The tensor.
+    pub tensor: TensorDecl,
+    /// Which of its elements.
+    pub slice: Slice,
+}
+
+impl PartDecl {
+    /// All of a tensor.
+    pub fn whole(tensor: TensorDecl) -> PartDecl {
+        let slice = Slice::whole(&tensor.shape);
+        PartDecl { tensor, slice }
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.slice.numel().saturating_mul(self.tensor.dtype.bits()) / 8
+    }
+}
+
+/// The rank that writes, of so many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Writer {
+    pub rank: usize,
+    pub size: usize,
+}
+
+impl Writer {
+    /// The only one.
+    pub const ALONE: Writer = Writer { rank: 0, size: 1 };
+}
+
+/// What one rank has written: its files, and where the parts of tensors are in them.
+#[derive(Default)]
+pub(super) struct WrittenParts {
+    pub files: BTreeMap<String, Shard>,
+    pub tensors: BTreeMap<String, StoredTensor>,
+}
+
+/// A data file to write: its name and the indices of its parts.
+type ShardPlan = Vec<(String, Vec<usize>)>;
 
 /// Writes the snapshot as a checkpoint of `dir` and returns its folder. If anything fails, what was written so far is
 /// removed and existing checkpoints stay unchanged.
 pub(super) fn write(dir: &Path, snapshot: &Snapshot, shard_bytes: u64) -> Result<PathBuf> {
-    let decls: Vec<TensorDecl> = snapshot
-        .items
-        .iter()
-        .map(|i| TensorDecl { name: i.name.clone(), dtype: i.dtype.into(), shape: i.shape.clone() })
-        .collect();
-    let by_name: HashMap<&str, &[u8]> =
-        snapshot.items.iter().map(|i| (i.name.as_str(), i.bytes.as_slice())).collect();
-    let source = |name: &str| Ok(Cow::Borrowed(by_name.get(name).copied().unwrap_or_default()));
-    let plan = plan(&decls, shard_bytes)?;
-    let fill = |temporary: &Path| fill(temporary, snapshot.step, snapshot.state.clone(), &plan, &source);
+    let decl = |i: &super::Item| {
+        PartDecl::whole(TensorDecl { name: i.name.clone(), dtype: i.dtype.into(), shape: i.shape.clone() })
+    };
+    let parts: Vec<PartDecl> = snapshot.items.iter().map(decl).collect();
+    let source = |i: usize| Ok(Cow::Borrowed(snapshot.items[i].bytes.as_slice()));
+    let fill = |temporary: &Path| {
+        let written = write_parts(temporary, &parts, shard_bytes, Writer::ALONE, &source)?;
+        write_manifest(temporary, snapshot.step, snapshot.state.clone(), written)
+    };
     write_atomically(dir, &folder::name(snapshot.step), &fill)
 }
 
 /// Fills a temporary folder of `dir` and renames it, or removes it again.
-pub(super) fn write_atomically(
-    dir: &Path,
-    name: &str,
-    fill: &dyn Fn(&Path) -> Result<()>,
-) -> Result<PathBuf> {
+fn write_atomically(dir: &Path, name: &str, fill: &dyn Fn(&Path) -> Result<()>) -> Result<PathBuf> {
     let temporary = folder::temporary(dir, name)?;
     fill(&temporary).and_then(|()| folder::commit(dir, &temporary, name)).inspect_err(|_| {
         // Return the first error; a folder that cannot be removed either is cleaned up at the next start.
@@ -51,26 +88,27 @@ pub(super) fn write_atomically(
     })
 }
 
-/// Assigns tensors to files: "model/…" apart from the rest, each group in name order, split by size.
-pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'_>> {
-    let mut sorted: Vec<&TensorDecl> = decls.iter().collect();
-    sorted.sort_by(|a, b| a.name.cmp(&b.name));
-    if let Some(twice) = sorted.windows(2).find(|w| w[0].name == w[1].name) {
-        return Err(Error::Invalid(format!("checkpoint: tensor {:?} appears twice", twice[0].name)));
+/// Assigns parts to files: "model/…" apart from the rest, each group in name order, split by size.
+fn plan(parts: &[PartDecl], shard_bytes: u64, writer: Writer) -> Result<ShardPlan> {
+    let name = |i: usize| parts[i].tensor.name.as_str();
+    let mut sorted: Vec<usize> = (0..parts.len()).collect();
+    sorted.sort_by_key(|&i| name(i));
+    if let Some(twice) = sorted.windows(2).find(|w| name(w[0]) == name(w[1])) {
+        return Err(Error::Invalid(format!("checkpoint: tensor {:?} appears twice", name(twice[0]))));
     }
-    let (model, rest): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|i| i.name.starts_with("model/"));
+    let (model, rest): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|&i| name(i).starts_with("model/"));
+    let rank = if writer.size > 1 { format!("-rank-{:05}", writer.rank) } else { String::new() };
     let mut plan = ShardPlan::new();
-    for (group, items) in [("model", model), ("optimizer", rest)] {
-        let mut shards: Vec<Vec<&TensorDecl>> = Vec::new();
+    for (group, indices) in [("model", model), ("optimizer", rest)] {
+        let mut shards: Vec<Vec<usize>> = Vec::new();
         let mut room = 0u64;
-        for item in items {
-            // The file writer refuses tensors whose size overflows.
-            let bytes = item.dtype.tensor_bytes(&item.shape).unwrap_or(u64::MAX);
+        for i in indices {
+            let bytes = parts[i].bytes();
             match shards.last_mut() {
-                Some(shard) if bytes <= room => shard.push(item),
+                Some(shard) if bytes <= room => shard.push(i),
                 _ => {
                     room = shard_bytes;
-                    shards.push(vec![item]);
+                    shards.push(vec![i]);
                 }
             }
             room = room.saturating_sub(bytes);
@@ -78,8 +116,8 @@ pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'
         let of = shards.len();
         for (i, shard) in shards.into_iter().enumerate() {
             let name = match of {
-                1 => format!("{group}.safetensors"),
-                _ => format!("{group}-{:05}-of-{of:05}.safetensors", i + 1),
+                1 => format!("{group}{rank}.safetensors"),
+                _ => format!("{group}{rank}-{:05}-of-{of:05}.safetensors", i + 1),
             };
             plan.push((name, shard));
         }
@@ -87,36 +125,61 @@ pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'
     Ok(plan)
 }
 
-/// Writes the data files and, last, the manifest.
-pub(super) fn fill(
-    temporary: &Path,
-    step: u64,
-    state: Value,
-    plan: &ShardPlan<'_>,
+/// Writes and syncs the data files of one rank.
+pub(super) fn write_parts(
+    folder: &Path,
+    parts: &[PartDecl],
+    shard_bytes: u64,
+    writer: Writer,
     source: &Source<'_>,
-) -> Result<()> {
-    let mut files = BTreeMap::new();
-    let mut tensors = BTreeMap::new();
-    for (file, decls) in plan {
-        files.insert(file.clone(), write_shard(&temporary.join(file), decls, source)?);
-        tensors.extend(decls.iter().map(|i| (i.name.clone(), file.clone())));
+) -> Result<WrittenParts> {
+    let mut out = WrittenParts::default();
+    for (file, indices) in plan(parts, shard_bytes, writer)? {
+        let shard = write_shard(&folder.join(&file), parts, &indices, source)?;
+        for (i, crc) in shard.1 {
+            let PartDecl { tensor, slice } = &parts[i];
+            let slice = Some(slice.clone()).filter(|s| !s.is_whole(&tensor.shape));
+            let part = StoredPart { file: file.clone(), crc32c: Some(manifest::hex(crc)), slice };
+            let form = Some((tensor.dtype, tensor.shape.clone()));
+            out.tensors.insert(tensor.name.clone(), StoredTensor { form, parts: vec![part] });
+        }
+        out.files.insert(file, shard.0);
     }
-    let path = temporary.join(manifest::FILE);
-    let text = Manifest::new(step, state, files, tensors)
+    Ok(out)
+}
+
+/// Writes one file; returns its entry, and the index and CRC-32C of each part.
+fn write_shard(
+    path: &Path,
+    parts: &[PartDecl],
+    indices: &[usize],
+    source: &Source<'_>,
+) -> Result<(Shard, Vec<(usize, u32)>)> {
+    let decl = |i: usize| {
+        let PartDecl { tensor, slice } = &parts[i];
+        TensorDecl { shape: slice.stored_shape(&tensor.shape), ..tensor.clone() }
+    };
+    let decls: Vec<TensorDecl> = indices.iter().map(|&i| decl(i)).collect();
+    let by_name: HashMap<&str, usize> = indices.iter().map(|&i| (parts[i].tensor.name.as_str(), i)).collect();
+    let mut out = TensorFileWriter::create(path, &decls, &BTreeMap::new())?;
+    let order: Vec<String> = out.tensors().iter().map(|t| t.name.clone()).collect();
+    let order: Vec<(&String, usize)> = order.iter().map(|name| (name, by_name[name.as_str()])).collect();
+    for (name, i) in &order {
+        out.write(name, &source(*i)?)?;
+    }
+    let (written, sums) = out.finish_with_checksums()?;
+    let sums = order.iter().map(|(_, i)| *i).zip(sums).collect();
+    Ok((Shard { bytes: written.bytes, crc32c: manifest::hex(written.crc32c) }, sums))
+}
+
+/// Writes the manifest of a complete checkpoint, after all data files.
+pub(super) fn write_manifest(folder: &Path, step: u64, state: Value, parts: WrittenParts) -> Result<()> {
+    let path = folder.join(manifest::FILE);
+    let WrittenParts { files, tensors } = parts;
+    let text = Manifest { step, state, files, tensors }
         .render()
         .map_err(|e| Error::Invalid(format!("{}: the manifest {e}", path.display())))?;
     let mut file = fs::create_new(&path)?;
     let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
     written.map_err(|e| Error::io_doing(&path, "write", e))
-}
-
-fn write_shard(path: &Path, decls: &[&TensorDecl], source: &Source<'_>) -> Result<Shard> {
-    let decls: Vec<TensorDecl> = decls.iter().copied().cloned().collect();
-    let mut out = TensorFileWriter::create(path, &decls, &BTreeMap::new())?;
-    let order: Vec<String> = out.tensors().iter().map(|t| t.name.clone()).collect();
-    for name in &order {
-        out.write(name, &source(name)?)?;
-    }
-    let written = out.finish()?;
-    Ok(Shard { bytes: written.bytes, crc32c: manifest::hex(written.crc32c) })
 }

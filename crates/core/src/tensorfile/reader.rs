@@ -181,7 +181,7 @@ impl TensorFile {
     }
 
     /// Fills `out` with tensor bytes from offset `at` of the file on.
-    fn read_data(&self, out: &mut [u8], at: u64) -> Result<()> {
+    pub(crate) fn read_data(&self, out: &mut [u8], at: u64) -> Result<()> {
         self.delivered.fetch_add(out.len() as u64, Relaxed);
         read_exact_at(&self.file, &self.path, out, at)
     }

@@ -18,6 +18,13 @@ pub struct TensorDecl {
     pub shape: Vec<usize>,
 }
 
+impl TensorDecl {
+    /// Size in bytes; of a tensor that can be written, it can be counted.
+    pub fn bytes(&self) -> u64 {
+        self.dtype.tensor_bytes(&self.shape).unwrap_or(u64::MAX)
+    }
+}
+
 /// Size and checksum of a finished file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
@@ -37,6 +44,8 @@ pub struct TensorFileWriter {
     /// Index of the tensor being written, and its bytes written so far.
     current: usize,
     filled: u64,
+    /// CRC-32C of each tensor's bytes written so far.
+    sums: Vec<u32>,
     written: Written,
 }
 
@@ -107,10 +116,11 @@ impl TensorFileWriter {
         let mut writer = TensorFileWriter {
             path: path.to_path_buf(),
             out: BufWriter::with_capacity(1 << 20, file),
+            sums: vec![0; sized.len()],
             tensors,
             current: 0,
             filled: 0,
-            written: Written { bytes: 0, crc32c: 0 },
+            written: Written { bytes: 0, crc32c: crc32c::crc32c(&head) },
         };
         writer.put(&head)?;
         writer.skip_full();
@@ -145,13 +155,19 @@ impl TensorFileWriter {
             return refuse(format!("tensor {name:?} was given {} bytes, but {left} are left", bytes.len()));
         }
         self.put(bytes)?;
+        self.sums[self.current] = crc32c::crc32c_append(self.sums[self.current], bytes);
         self.filled += bytes.len() as u64;
         self.skip_full();
         Ok(())
     }
 
     /// Flushes and syncs the file to disk. Fails if a tensor is incomplete.
-    pub fn finish(mut self) -> Result<Written> {
+    pub fn finish(self) -> Result<Written> {
+        self.finish_with_checksums().map(|(written, _)| written)
+    }
+
+    /// [`TensorFileWriter::finish`], and the CRC-32C of each tensor in file order.
+    pub fn finish_with_checksums(mut self) -> Result<(Written, Vec<u32>)> {
         if let Some(info) = self.tensors.get(self.current) {
             return Err(Error::Invalid(format!(
                 "{}: tensor {:?} was given {} of its {} bytes",
@@ -163,18 +179,21 @@ impl TensorFileWriter {
         }
         self.out.flush().map_err(|e| Error::io_doing(&self.path, "write", e))?;
         self.out.get_ref().sync_all().map_err(|e| Error::io_doing(&self.path, "write to disk", e))?;
-        Ok(self.written)
+        Ok((self.written, self.sums))
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
         self.out.write_all(bytes).map_err(|e| Error::io_doing(&self.path, "write", e))?;
         self.written.bytes += bytes.len() as u64;
-        self.written.crc32c = crc32c::crc32c_append(self.written.crc32c, bytes);
         Ok(())
     }
 
+    /// Goes on to the next tensor that is not full. The file's checksum follows from those of the tensors, so that every
+    /// byte is summed once.
     fn skip_full(&mut self) {
         while self.tensors.get(self.current).is_some_and(|t| self.filled == t.bytes()) {
+            let (file, tensor) = (self.written.crc32c, self.sums[self.current]);
+            self.written.crc32c = crc32c::crc32c_combine(file, tensor, self.filled as usize);
             self.current += 1;
             self.filled = 0;
         }

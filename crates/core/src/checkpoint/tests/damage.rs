@@ -68,16 +68,22 @@ fn errors_say_what_happened() {
     try_with(&[&good[..], &[0]].concat(), "too long: ");
     let mut bad = good.clone();
     *bad.last_mut().unwrap() ^= 1;
-    try_with(&bad, "or tensor data: its checksum is");
+    try_with(&bad, "is damaged in tensor \"model/embedding\": its checksum is");
     let mut bad = good.clone();
     bad[9] = b'!'; // a tensor's quote
     try_with(&bad, "header is damaged");
     let at = good.windows(9).position(|w| w == b"embedding").unwrap();
     let mut bad = good.clone();
     bad[at] = b'E';
-    try_with(&bad, "in its header or tensor data");
+    try_with(&bad, "is damaged in its header: its checksum is");
     fs::remove_file(&model).unwrap();
-    assert!(refused(&path, "model.safetensors", "gone").contains("is missing, though the manifest lists it"));
+    let e = refused(&path, "model.safetensors", "gone");
+    assert!(
+        e.contains(
+            "is missing, though the manifest lists it; it holds tensor \"model/embedding\" and 3 more"
+        ),
+        "{e}"
+    );
     fs::create_dir(&model).unwrap();
     refused(&path, "model.safetensors", "a folder");
     fs::remove_dir(&model).unwrap();
@@ -107,8 +113,8 @@ fn forged_manifests_are_refused() {
     let other = fs::read_to_string(save(dir.path(), &snapshot(6, 4)).join("manifest.json")).unwrap();
     for (bad, want) in [
         (
-            body.replace("\"version\": 1", "\"version\": 2"),
-            "format version 2, but this program reads version 1",
+            body.replace("\"version\": 2", "\"version\": 3"),
+            "format version 3, but this program reads versions up to 2",
         ),
         (body.replace("ferrotron checkpoint", "something"), "not the manifest of a checkpoint"),
         (body.replace("\"step\": 7", "\"step\": -7"), "not a valid manifest"),
@@ -120,8 +126,16 @@ fn forged_manifests_are_refused() {
             body.replace("\"model/scale\"", "\"model/scales\""),
             "\"model/scale\", which the manifest does not list",
         ),
-        (body.replace("\"mask\":", "\"mask\": \"optimizer.safetensors\", \"mask2\":"), "no tensor \"mask2\""),
-        (body.replace("\"count\": \"optimizer", "\"count\": \"model"), "tensor \"count\", which"),
+        (body.replace("\"mask\":", "\"mask2\":"), "tensor \"mask\", which the manifest does not list"),
+        (body.replace("\"version\": 2", "\"version\": 1"), "not a valid manifest"),
+        (body.replacen("\"dtype\": \"BOOL\"", "\"dtype\": \"U8\"", 1), "where the manifest lists U8 [5]"),
+        (
+            body.replacen("\"dtype\": \"BOOL\"", "\"dtype\": \"U9\"", 1),
+            "tensor \"mask\" what is no dtype: \"U9\"",
+        ),
+        (body.replacen("[7, 3]", "[7, 4]", 1), "where the manifest lists F32 [7, 4]"),
+        (body.replacen("[7, 3]", "[7, 18446744073709551615]", 1), "more elements than can be counted"),
+        (body.replacen("\"crc32c\": \"", "\"axis\": 0, \"crc32c\": \"", 4), "not a valid manifest"),
         (body.trim_end().trim_end_matches('}').to_string(), "not valid JSON"),
         (format!("{body}x"), "not valid JSON"),
         (format!("  \"a\": {}", "[".repeat(100_000)), "not valid JSON"),
