@@ -20,6 +20,8 @@ struct Shared {
     save: Arc<AtomicBool>,
     /// The step in progress, from 1; 0 before the first.
     step: AtomicU64,
+    /// Other processes are being waited for: there is nothing to finish or save yet.
+    joining: AtomicBool,
     say: Mutex<Say>,
 }
 
@@ -37,7 +39,13 @@ impl Signals {
         }
         flag::register(SIGUSR1, Arc::clone(&save))?;
         let say: Say = Box::new(|line| output::note(line));
-        let shared = Arc::new(Shared { stop, save, step: AtomicU64::new(0), say: Mutex::new(say) });
+        let shared = Arc::new(Shared {
+            stop,
+            save,
+            step: AtomicU64::new(0),
+            joining: AtomicBool::new(false),
+            say: Mutex::new(say),
+        });
         let mut arrived = signal_hook::iterator::Signals::new([&ending[..], &[SIGUSR1]].concat())?;
         let answering = Arc::clone(&shared);
         let answer = move || {
@@ -49,6 +57,10 @@ impl Signals {
                         output::note(""); // the progress bar's line ends here
                     }
                     signal_hook::low_level::exit(128 + SIGINT);
+                }
+                if signal != SIGUSR1 && answering.joining.load(Ordering::Relaxed) {
+                    answering.say("stopped while joining the job; nothing was to be saved");
+                    signal_hook::low_level::exit(128 + signal);
                 }
                 asked |= signal != SIGUSR1;
                 answering.say(&answer(signal, answering.step.load(Ordering::Relaxed)));
@@ -71,6 +83,11 @@ impl Signals {
     /// The run is about to do this step, from 1.
     pub fn set_step(&self, step: u64) {
         self.0.step.store(step, Ordering::Relaxed);
+    }
+
+    /// Whether this process waits for the others of its job to join: then a signal ends it at once.
+    pub fn set_joining(&self, joining: bool) {
+        self.0.joining.store(joining, Ordering::Relaxed);
     }
 
     /// How signals are answered from here on.

@@ -55,6 +55,10 @@ pub(crate) trait ControlTransport: Send + Sync {
     /// True if the rank is known to have exited.
     fn has_exited(&self, rank: usize) -> bool;
 
+    /// The rank by which the transport broke, and how: it broke the protocol, sent more than may wait, or all
+    /// messages went through it and it has exited. The job is over then.
+    fn broken(&self) -> Option<(usize, String)>;
+
     /// Closes the connections, after every rank has said goodbye.
     fn close(&self);
 
@@ -62,16 +66,63 @@ pub(crate) trait ControlTransport: Send + Sync {
     fn abort(&self);
 }
 
+/// Bytes that may wait for this rank from one other, so that no rank can fill another's memory.
+pub(crate) const MAX_WAITING: usize = 1 << 29;
+/// What a message costs beside its bytes.
+const OVERHEAD: usize = 64;
+
 /// Messages that have arrived and were not taken yet.
 #[derive(Default)]
-pub(crate) struct Mailbox(HashMap<(usize, Topic), VecDeque<Vec<u8>>>);
+pub(crate) struct Mailbox {
+    messages: HashMap<(usize, Topic), VecDeque<Vec<u8>>>,
+    /// Bytes waiting, by sender.
+    waiting: HashMap<usize, usize>,
+}
 
 impl Mailbox {
-    pub(crate) fn put(&mut self, from: usize, topic: Topic, bytes: Vec<u8>) {
-        self.0.entry((from, topic)).or_default().push_back(bytes);
+    /// Keeps a message; if too much of `from` is waiting already, drops it and says so.
+    pub(crate) fn put(&mut self, from: usize, topic: Topic, bytes: Vec<u8>) -> Result<(), String> {
+        let waiting = self.waiting.entry(from).or_default();
+        let more = *waiting + bytes.len() + OVERHEAD;
+        if more > MAX_WAITING {
+            return Err(format!("more than {} MiB of its messages were waiting", MAX_WAITING >> 20));
+        }
+        *waiting = more;
+        self.messages.entry((from, topic)).or_default().push_back(bytes);
+        Ok(())
     }
 
     pub(crate) fn take(&mut self, from: usize, topic: Topic) -> Option<Vec<u8>> {
-        self.0.get_mut(&(from, topic))?.pop_front()
+        let queue = self.messages.get_mut(&(from, topic))?;
+        let bytes = queue.pop_front()?;
+        if queue.is_empty() {
+            self.messages.remove(&(from, topic));
+        }
+        if let Some(waiting) = self.waiting.get_mut(&from) {
+            *waiting = waiting.saturating_sub(bytes.len() + OVERHEAD);
+        }
+        Some(bytes)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mailbox_is_bounded_by_sender() {
+        let mut mailbox = Mailbox::default();
+        let quarter = || vec![0; MAX_WAITING / 4];
+        (0..3).for_each(|i| mailbox.put(1, Topic(i), quarter()).unwrap());
+        assert!(mailbox.put(1, Topic(9), quarter()).unwrap_err().contains("512 MiB"));
+        mailbox.put(2, Topic(9), quarter()).unwrap();
+        assert_eq!(mailbox.take(1, Topic(2)).map(|b| b.len()), Some(MAX_WAITING / 4));
+        mailbox.put(1, Topic(9), quarter()).unwrap();
+        // Empty messages count too.
+        let mut mailbox = Mailbox::default();
+        let held = (0..).find(|_| mailbox.put(1, Topic(0), Vec::new()).is_err());
+        assert_eq!(held, Some(MAX_WAITING / OVERHEAD));
+        assert!(mailbox.take(1, Topic(0)).is_some() && mailbox.take(1, Topic(1)).is_none());
     }
 }

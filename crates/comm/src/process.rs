@@ -78,14 +78,7 @@ impl Process {
 
     /// Reports this rank's failure to all others.
     pub(crate) fn fail(&self, failure: FailureReport) {
-        if self.shared.set_failure(failure.clone()) {
-            let text = encode_failure(&failure);
-            let control = self.control();
-            for to in (0..control.size()).filter(|r| *r != control.rank()) {
-                // A rank that cannot be reached detects it by itself.
-                let _ = control.send(to, Topic::FAILURE, text.clone());
-            }
-        }
+        self.shared.fail(failure);
     }
 
     /// Records that `rank` of the job has made this call.
@@ -188,6 +181,18 @@ impl Shared {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Reports a failure to all others, unless there was one before.
+    fn fail(&self, failure: FailureReport) {
+        if self.set_failure(failure.clone()) {
+            let text = encode_failure(&failure);
+            let control = &*self.control;
+            for to in (0..control.size()).filter(|r| *r != control.rank()) {
+                // A rank that cannot be reached detects it by itself.
+                let _ = control.send(to, Topic::FAILURE, text.clone());
+            }
+        }
+    }
+
     /// Stores the first failure; returns whether this is it.
     fn set_failure(&self, failure: FailureReport) -> bool {
         let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
@@ -207,6 +212,9 @@ impl Shared {
                     self.set_failure(decode_failure(rank, &text));
                 }
             }
+            if let Some((rank, reason)) = self.control.broken() {
+                self.fail(FailureReport { rank, stall: false, reason });
+            }
             if self.failed().is_some_and(|(_, at)| at.elapsed() > FORCE_EXIT) {
                 eprintln!(
                     "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
@@ -219,19 +227,21 @@ impl Shared {
     }
 }
 
+/// Encodes a report as whether it is a stall, the rank that failed (which need not be the one that reports it), and
+/// the reason.
 fn encode_failure(failure: &FailureReport) -> Vec<u8> {
     let mut text = vec![u8::from(failure.stall)];
+    text.extend((failure.rank as u32).to_le_bytes());
     text.extend(failure.reason.as_bytes());
     text
 }
 
-fn decode_failure(rank: usize, text: &[u8]) -> FailureReport {
+/// Decodes a report from rank `from`.
+fn decode_failure(from: usize, text: &[u8]) -> FailureReport {
     let stall = text.first() == Some(&1);
-    FailureReport {
-        rank,
-        stall,
-        reason: String::from_utf8_lossy(text.get(1..).unwrap_or_default()).into_owned(),
-    }
+    let rank = text.get(1..5).and_then(|b| b.try_into().ok()).map(|b| u32::from_le_bytes(b) as usize);
+    let reason = String::from_utf8_lossy(text.get(5..).unwrap_or_default()).into_owned();
+    FailureReport { rank: rank.unwrap_or(from), stall, reason }
 }
 
 const STATUSES: [OpStatus; 4] = [OpStatus::Waiting, OpStatus::Running, OpStatus::Done, OpStatus::Failed];

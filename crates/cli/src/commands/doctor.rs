@@ -5,6 +5,7 @@ use crate::format;
 use crate::machine::{Cpu, Disk, Libraries, Memory};
 use crate::output;
 use anyhow::Result;
+use ferrotron_core::ranks::{LaunchEnv, Launcher};
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_tensor::{GpuInfo, format_bytes, gpus};
 use serde::Serialize;
@@ -37,6 +38,37 @@ struct Report {
     no_gpu: Option<String>,
     libraries: Libraries,
     device: &'static str,
+    /// The launcher that started this process; absent if none did.
+    launcher: Option<Started>,
+    /// Why the launcher's variables cannot be used.
+    launcher_error: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Started {
+    name: &'static str,
+    rank: usize,
+    size: usize,
+    local_rank: usize,
+    /// Where the ranks meet.
+    rendezvous: Option<String>,
+    /// They meet through the store of torchrun's agent.
+    store: bool,
+    supported: bool,
+}
+
+impl From<LaunchEnv> for Started {
+    fn from(job: LaunchEnv) -> Started {
+        Started {
+            name: job.launcher.name(),
+            rank: job.rank,
+            size: job.size,
+            local_rank: job.local_rank,
+            rendezvous: job.rendezvous,
+            store: job.store_key.is_some(),
+            supported: job.launcher != Launcher::Mpich,
+        }
+    }
 }
 
 #[derive(Serialize)]
@@ -69,6 +101,10 @@ pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
         Err(why) => (Vec::new(), Some(why.to_string())),
     };
     let ready = !gpus.is_empty() && libraries.list.iter().all(|l| l.path.is_some() || !l.needed);
+    let (launcher, launcher_error) = match LaunchEnv::detect() {
+        Ok(job) => (job.map(Started::from), None),
+        Err(why) => (None, Some(why.to_string())),
+    };
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
@@ -81,6 +117,8 @@ pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
         no_gpu,
         libraries,
         device: if ready { "cuda:0" } else { "cpu" },
+        launcher,
+        launcher_error,
     };
     if global.json {
         output::print_json(&report)?
@@ -130,6 +168,7 @@ fn page(r: &Report) -> String {
         let found = library.path.as_ref().map_or("not found".into(), |p| format!("{}{version}", p.display()));
         rows.push(row(library.file, found, library.meaning()));
     }
+    rows.push(launcher_row(r));
     let looked: Vec<_> = r.libraries.looked_in.iter().map(|p| p.display().to_string()).collect();
     let looked = if looked.is_empty() {
         "no folder: none of the library folders exists".into()
@@ -141,6 +180,29 @@ fn page(r: &Report) -> String {
         output::table(&rows),
         r.device
     )
+}
+
+fn launcher_row(r: &Report) -> Vec<String> {
+    let (found, meaning) = match (&r.launcher, &r.launcher_error) {
+        (_, Some(why)) => ("unusable".into(), why.clone()),
+        (None, None) => ("none".into(), "a single process; --ranks N makes ranks of its threads".into()),
+        (Some(job), None) => {
+            let meaning = match &job.rendezvous {
+                _ if !job.supported => {
+                    "not supported; use Open MPI's mpirun, srun, torchrun or RANK and WORLD_SIZE".into()
+                }
+                Some(at) if job.store => format!("the ranks meet through torchrun's store at {at}"),
+                Some(at) => format!("the ranks meet at {at}, where rank 0 listens"),
+                None if job.name == Launcher::OpenMpi.name() => "the ranks meet through MPI".into(),
+                None => "set MASTER_ADDR and MASTER_PORT to where rank 0 can be reached".into(),
+            };
+            (
+                format!("{}: rank {} of {}, local rank {}", job.name, job.rank, job.size, job.local_rank),
+                meaning,
+            )
+        }
+    };
+    vec!["launcher".into(), found, meaning]
 }
 
 fn cores(cpu: &Cpu) -> String {

@@ -69,9 +69,11 @@ pub fn text(args: &Args, global: &Global, run: &Run) -> Result<String> {
 fn train(args: &Args, global: &Global, replaced: &[&str]) -> Result<String> {
     let launcher = match global.launch.job()? {
         Some(job) => match job.launcher {
-            Launcher::Mpi => format!("mpirun -n {} ", job.size),
-            Launcher::Slurm => format!("srun -n {} ", job.size),
+            Launcher::OpenMpi => format!("mpirun -n {} ", job.size),
+            Launcher::Slurm | Launcher::SlurmMpi => format!("srun -n {} ", job.size),
             Launcher::Torchrun => format!("torchrun --no-python --nproc-per-node {} ", job.local_size),
+            // Every process is started by itself, with its own variables.
+            Launcher::Variables | Launcher::Kubernetes | Launcher::Mpich => String::new(),
         },
         None => String::new(),
     };

@@ -165,10 +165,12 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     if global.json || !global.launch.leads() {
         signals.set_say(Box::new(|_| {}));
     }
+    signals.set_joining(global.launch.job()?.is_some());
     let layout = resolved.config.parallel.layout();
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
     ranks::run(&args.trace.with_tracing(global)?, &layout, seed, |rank| {
+        signals.set_joining(false);
         let lead = rank.world.rank() == 0;
         // Before the run folder is touched: a typo in a path must not cost anything.
         let sources = source::open(&resolved)?;

@@ -15,6 +15,8 @@ pub(super) struct MpiControl {
     size: usize,
     pending: Mutex<Pending>,
     arrived: Mutex<Mailbox>,
+    /// The first rank that sent more than may wait.
+    broken: Mutex<Option<(usize, String)>>,
 }
 
 /// A communicator handle, usable from all threads (MPI_THREAD_MULTIPLE).
@@ -41,7 +43,7 @@ impl MpiControl {
     pub(super) fn new(mpi: &'static Mpi, comm: Comm, rank: usize, size: usize) -> MpiControl {
         let incoming = (0..size).map(|_| VecDeque::new()).collect();
         let pending = Mutex::new(Pending { incoming, ..Pending::default() });
-        MpiControl { mpi, comm, rank, size, pending, arrived: Mutex::default() }
+        MpiControl { mpi, comm, rank, size, pending, arrived: Mutex::default(), broken: Mutex::default() }
     }
 
     fn arrived(&self) -> MutexGuard<'_, Mailbox> {
@@ -126,7 +128,9 @@ impl MpiControl {
         if let Some(head) = bytes.last_chunk::<8>() {
             let topic = Topic(u64::from_le_bytes(*head));
             bytes.truncate(bytes.len() - 8);
-            self.arrived().put(from, topic, bytes);
+            if let Err(what) = self.arrived().put(from, topic, bytes) {
+                self.broken.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((from, what));
+            }
         }
     }
 }
@@ -142,8 +146,8 @@ impl ControlTransport for MpiControl {
 
     fn send(&self, to: usize, topic: Topic, mut bytes: Vec<u8>) -> Result<()> {
         if to == self.rank {
-            self.arrived().put(to, topic, bytes);
-            return Ok(());
+            let put = self.arrived().put(to, topic, bytes);
+            return put.map_err(|what| Error::Backend { call: "MPI control message".into(), what });
         }
         // The topic goes last, so that the payload need not be moved.
         bytes.extend(topic.0.to_le_bytes());
@@ -172,6 +176,10 @@ impl ControlTransport for MpiControl {
     fn has_exited(&self, _: usize) -> bool {
         // Open MPI ends the whole job when a process dies, without telling the others first.
         false
+    }
+
+    fn broken(&self) -> Option<(usize, String)> {
+        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn close(&self) {

@@ -61,16 +61,9 @@ pub fn nccl_version() -> Result<String> {
 /// Opens the control transport between the ranks of a job.
 fn open_control(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn ControlTransport>> {
     match job {
-        None => Ok(Arc::new(TcpControl::connect(0, 1, "", timeout)?)),
-        Some(LaunchEnv { launcher: Launcher::Mpi, .. }) => crate::mpi::open_control(),
-        Some(LaunchEnv { rank, size: 1, .. }) => Ok(Arc::new(TcpControl::connect(rank, 1, "", timeout)?)),
-        Some(LaunchEnv { rank, size, rendezvous: Some(at), .. }) => {
-            Ok(Arc::new(TcpControl::connect(rank, size, &at, timeout)?))
-        }
-        Some(LaunchEnv { .. }) => {
-            let what = "set MASTER_ADDR (and MASTER_PORT) to where rank 0 can be reached, on all ranks";
-            Err(Error::Launch(what.to_string()))
-        }
+        None => Ok(Arc::new(TcpControl::solo()?)),
+        Some(LaunchEnv { launcher: Launcher::OpenMpi, .. }) => crate::mpi::open_control(),
+        Some(job) => Ok(Arc::new(TcpControl::connect(&job, timeout)?)),
     }
 }
 

@@ -3,9 +3,12 @@
 
 use super::*;
 use crate::backend::{Descriptors, FailureReport, OpError};
+use crate::control::MAX_WAITING;
 use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
+use std::io::Write;
+use std::net::TcpListener;
 
 /// An address with a free port.
 fn rendezvous() -> String {
@@ -13,7 +16,8 @@ fn rendezvous() -> String {
 }
 
 fn join(rank: usize, size: usize, at: &str, timeout: Duration) -> Arc<Process> {
-    let control = TcpControl::connect(rank, size, at, Duration::from_secs(20)).unwrap();
+    let job = LaunchEnv::for_test(rank, size, at);
+    let control = TcpControl::connect(&job, Duration::from_secs(20)).unwrap();
     Arc::new(Process::new(Arc::new(control), timeout).unwrap())
 }
 
@@ -91,58 +95,97 @@ fn who_does_not_come_is_named_and_failures_are_heard() {
     });
 }
 
-#[test]
-fn a_process_that_went_is_noticed() {
-    let at = rendezvous();
-    std::thread::scope(|scope| {
-        // A rank that connects and exits without a message.
-        scope.spawn(|| drop(connect_to_rank0(1, 3, &at, soon()).unwrap()));
-        for rank in [0, 2] {
-            let at = &at;
-            scope.spawn(move || {
-                let p = join(rank, 3, at, Duration::from_millis(100));
-                let gone = p.wait(soon(), || Ok(p.control().try_receive(1, Topic(5))), || vec![(1, 1)]);
-                let Err(OpError::RanksMissing { ended, .. }) = gone else { panic!() };
-                assert_eq!(ended, [(1, false)]);
-                p.fail(FailureReport { rank, stall: false, reason: "alone".into() });
-            });
-        }
+/// The connections of a job of `size` ranks, as `(those of rank 0, those to rank 0)`.
+fn connected(size: usize) -> (HashMap<usize, TcpStream>, Vec<TcpStream>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let pairs = (1..size).map(|r| {
+        let there = TcpStream::connect(at).unwrap();
+        ((r, listener.accept().unwrap().0), there)
     });
+    pairs.unzip()
+}
+
+/// Waits until `ready` is true.
+fn until(what: &str, ready: impl Fn() -> bool) {
+    let start = Instant::now();
+    while !ready() {
+        assert!(start.elapsed() < Duration::from_secs(20), "{what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
-fn those_who_do_not_come_are_named_on_all_who_did() {
-    let at = rendezvous();
-    let timeout = Duration::from_millis(500);
-    std::thread::scope(|scope| {
-        for rank in [0, 1] {
-            let at = &at;
-            scope.spawn(move || {
-                let error = TcpControl::connect(rank, 4, at, timeout).err().unwrap().to_string();
-                assert!(error.contains("[2, 3]"), "rank {rank}: {error}");
-            });
-        }
-    });
-    let error = TcpControl::connect(1, 2, &rendezvous(), timeout).err().unwrap().to_string();
-    assert!(error.contains("cannot reach rank 0") && error.contains("MASTER_ADDR"), "{error}");
-    let error = TcpControl::connect(1, 2, "no.such.host.invalid:1", timeout).err().unwrap().to_string();
-    assert!(error.contains("no.such.host.invalid"), "{error}");
+fn a_process_that_went_is_noticed_and_rank_0_by_all() {
+    let (zero, mut others) = connected(3);
+    let two = TcpControl::over(2, 3, HashMap::from([(0, others.pop().unwrap())])).unwrap();
+    let zero = TcpControl::over(0, 3, zero).unwrap();
+    drop(others);
+    until("rank 1 has gone", || zero.has_exited(1) && two.has_exited(1));
+    assert!(!zero.has_exited(2) && !two.has_exited(0) && two.broken().is_none() && zero.broken().is_none());
+    zero.abort();
+    until("rank 0 has gone", || two.has_exited(0));
+    let (rank, what) = two.broken().unwrap();
+    assert!(rank == 0 && what.contains("exited"), "{what}");
 }
 
 #[test]
-fn strangers_twins_and_other_jobs_are_not_let_in() {
-    let at = rendezvous();
-    std::thread::scope(|scope| {
-        let zero = scope.spawn(|| TcpControl::connect(0, 2, &at, Duration::from_secs(20)).map(drop));
-        let stranger = || -> std::io::Result<()> {
-            let mut s = TcpStream::connect(&at)?;
-            s.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        };
-        while stranger().is_err() {
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        let error = TcpControl::connect(1, 3, &at, Duration::from_secs(10)).err().unwrap().to_string();
-        assert!(error.contains("rank 1 of 3"), "{error}");
-        assert!(zero.join().unwrap().is_err());
-    });
+fn a_rank_that_speaks_for_another_is_named() {
+    let (zero, mut others) = connected(3);
+    let zero = TcpControl::over(0, 3, zero).unwrap();
+    let good = Frame { from: 1, to: 0, topic: Topic(5), payload: b"x".to_vec() };
+    others[0].write_all(&good.encode()).unwrap();
+    until("rank 1 is heard", || zero.try_receive(1, Topic(5)).is_some());
+    others[1].write_all(&good.encode()).unwrap();
+    until("rank 2 is found out", || zero.broken().is_some());
+    let (rank, what) = zero.broken().unwrap();
+    assert!(rank == 2 && what.contains("as rank 1"), "rank {rank}: {what}");
+    assert!(zero.try_receive(1, Topic(5)).is_none(), "the frame does not count");
+}
+
+#[test]
+fn a_mailbox_takes_so_much_and_no_more() {
+    let (zero, mut others) = connected(2);
+    let zero = TcpControl::over(0, 2, zero).unwrap();
+    let frame = Frame { from: 1, to: 0, topic: Topic(5), payload: vec![0; 1 << 26] }.encode();
+    let mut sent = 0;
+    // The attack was six gigabytes.
+    while sent < 6 << 30 && others[0].write_all(&frame).is_ok() {
+        sent += frame.len();
+    }
+    assert!(sent < 2 * MAX_WAITING, "{sent} bytes were taken");
+    let (rank, what) = zero.broken().unwrap();
+    assert!(rank == 1 && what.contains("512 MiB"), "rank {rank}: {what}");
+}
+
+#[test]
+fn a_peer_that_does_not_read_holds_nobody_up_and_is_not_dead() {
+    let (zero, others) = connected(3);
+    let zero = TcpControl::over(0, 3, zero).unwrap();
+    // Rank 1 is stopped: its kernel answers, but nobody reads.
+    let start = Instant::now();
+    (0..64).for_each(|_| zero.send(1, Topic(5), vec![0; 1 << 20]).unwrap());
+    zero.send(2, Topic(5), b"x".to_vec()).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(2), "sends do not wait");
+    let mut frame = [0; 21];
+    std::io::Read::read_exact(&mut &others[1], &mut frame).unwrap();
+    assert!(!zero.has_exited(1) && zero.broken().is_none());
+    drop(others);
+}
+
+#[test]
+fn a_dead_host_is_noticed_by_its_silence() {
+    let (zero, others) = connected(2);
+    for stream in zero.values().chain(&others) {
+        prepare(stream).unwrap();
+    }
+    let value = |s: &TcpStream| {
+        use rustix::net::sockopt;
+        (
+            sockopt::socket_keepalive(s).unwrap(),
+            sockopt::tcp_keepidle(s).unwrap() + sockopt::tcp_keepintvl(s).unwrap() * 3,
+            sockopt::tcp_user_timeout(s).unwrap(),
+        )
+    };
+    assert_eq!(value(&others[0]), (true, DEAD_HOST, 5000));
 }

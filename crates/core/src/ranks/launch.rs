@@ -1,4 +1,4 @@
-//! Ranks as processes, started by `mpirun`, `srun` or torchrun.
+//! Ranks as processes, started by a launcher.
 
 use super::as_member;
 use crate::grid::{Grid, RankLayout};
@@ -60,6 +60,9 @@ impl Launch {
             }
             return Ok(j.world.clone());
         }
+        if job.launcher == Launcher::Mpich {
+            return Err(Error::Invalid(NO_MPICH.into()));
+        }
         let world = match kind {
             DeviceKind::Cpu => on_host(job, timeout)?,
             DeviceKind::Cuda { .. } => World::nccl(rank.device(), timeout)?,
@@ -69,19 +72,19 @@ impl Launch {
     }
 }
 
+/// Handles of MPICH are integers, those of Open MPI addresses: one binary serves only one of them.
+const NO_MPICH: &str = "PMI_RANK is set as by MPICH's mpiexec (or that of Intel MPI), which is not supported; start \
+    the processes with Open MPI's mpirun, srun, torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT";
+
 /// Joins over MPI, whatever the launcher. MPI must agree with the launcher on rank and size.
 fn on_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
     let world = World::mpi(timeout)?;
     if (world.rank(), world.size()) == (job.rank, job.size) {
         return Ok(world);
     }
-    let said = match job.launcher {
-        Launcher::Torchrun => "RANK and WORLD_SIZE say",
-        Launcher::Slurm => "Slurm says",
-        Launcher::Mpi => "the environment says",
-    };
     Err(Error::Invalid(format!(
-        "{said} rank {} of {}, MPI says rank {} of {}; on the CPU start the processes with mpirun (or srun --mpi)",
+        "{} says rank {} of {}, MPI says rank {} of {}; on the CPU start the processes with mpirun (or srun --mpi)",
+        job.launcher.name(),
         job.rank,
         job.size,
         world.rank(),
