@@ -1,8 +1,10 @@
 //! GEMMs, and the fused kernels of a linear layer.
 
+pub(crate) mod choices;
 pub(crate) mod linear;
 
 use crate::{ActivationKernels, Fp8Gemm};
+use choices::{GemmChoice, GemmLibrary, NewChoices};
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
 use linear::{LinearAct, LinearActBackward, LinearWgrad};
 
@@ -125,5 +127,23 @@ pub trait GemmKernels: ActivationKernels {
     fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
         self.gemm(s, &f.gemm(f.dw.0))?;
         self.column_sum(s, f.dy, f.db.1, f.db.0)
+    }
+
+    /// What the choice of algorithms depends on besides the GEMM; none where there is nothing to choose.
+    fn gemm_library(&self) -> Option<GemmLibrary> {
+        None
+    }
+
+    /// Uses these choices from now on, and no others made before.
+    fn use_gemm_choices(&self, _choices: &[GemmChoice], _new: NewChoices) {}
+
+    /// Whether choices were made since [`GemmKernels::take_gemm_choices`].
+    fn has_new_gemm_choices(&self) -> bool {
+        false
+    }
+
+    /// Takes the choices made since the last call, in the order of their making.
+    fn take_gemm_choices(&self) -> Vec<GemmChoice> {
+        Vec::new()
     }
 }

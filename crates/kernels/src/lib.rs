@@ -35,6 +35,7 @@ pub use cross_entropy::{
 };
 pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
 pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
+pub use gemm::choices::{GemmChoice, GemmLibrary, NewChoices};
 pub use gemm::linear::{LinearAct, LinearActBackward, LinearWgrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use grouped_gemm::bias::GroupedBias;

@@ -5,6 +5,7 @@ mod energy;
 mod execute;
 mod fp8_scales;
 mod gather;
+mod gemm_choices;
 mod global_batch;
 mod graph_inputs;
 mod hooks;

@@ -145,13 +145,20 @@ impl Run {
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
         let latest = if options.fresh { None } else { checkpoint::latest(&dir.join(CHECKPOINTS))? };
+        let mut gemms = None;
         let resumed = match &latest {
-            Some(path) => Some(Run::resume(&mut trainer, &resolved, path, &together, &options)?),
+            Some(path) => {
+                let (resume, origin) = Run::resume(&mut trainer, &resolved, path, &together, &options)?;
+                gemms = origin.and_then(|o| o.gemms);
+                Some(resume)
+            }
             None => {
                 options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
                 None
             }
         };
+        let in_folder = folder.as_mut().filter(|_| !options.fresh).and_then(RunFolder::gemm_table);
+        let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
         wait("the checkpoint is read")?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
@@ -161,7 +168,7 @@ impl Run {
             folder.set_aside()?;
             saver = Some(Run::saver(dir, &resolved)?);
         }
-        let notes = folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)).collect();
+        notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
         let mut run = Run {
             trainer,
@@ -186,14 +193,15 @@ impl Run {
         Saver::new(&dir.join(CHECKPOINTS), keep)
     }
 
-    /// Restores the checkpoint at `path`, unless what has changed since breaks the data position.
+    /// Restores the checkpoint at `path`, unless what has changed since breaks the data position. Also returns where it
+    /// comes from.
     fn resume(
         trainer: &mut Trainer,
         resolved: &Resolved,
         path: &Path,
         together: &Communicator,
         options: &OpenOptions,
-    ) -> Result<Resume> {
+    ) -> Result<(Resume, Option<Origin>)> {
         let loaded = checkpoint::load_parallel(path, together)?;
         let origin = state::origin(&loaded);
         let mut changes = Vec::new();
@@ -215,8 +223,8 @@ impl Run {
         }
         Run::restore(trainer, &loaded, &changes)?;
         record::refuse(path, &changes, options.allow_changes)?;
-        notes.extend(origin.and_then(|o| Run::schedule_note(trainer, resolved, &o)));
-        Ok(Resume { step: trainer.step(), changes, notes })
+        notes.extend(origin.as_ref().and_then(|o| Run::schedule_note(trainer, resolved, o)));
+        Ok((Resume { step: trainer.step(), changes, notes }, origin))
     }
 
     /// Restores a checkpoint; the error of one that does not fit lists what has changed.

@@ -9,6 +9,7 @@
 //! | `.replaced/checkpoints`, and no checkpoint of the new run | moves everything back |
 //! | `.replaced/checkpoints`, and a checkpoint of the new run | deletes `.replaced` |
 
+use super::gemm_choices::GemmTable;
 use crate::config::{Resolved, STORED_CONFIG};
 use crate::{Error, Result, checkpoint, events, fs};
 use std::ffi::OsStr;
@@ -22,6 +23,10 @@ pub const CONFIG: &str = STORED_CONFIG;
 const REPLACED: &str = ".replaced";
 /// The same while it is being deleted.
 const DOOMED: &str = ".tmp-replaced";
+/// The GEMM algorithms of the run.
+const GEMMS: &str = "gemm-algorithms.json";
+/// Bytes of that file that are read at most.
+const MAX_GEMMS: u64 = 64 << 20;
 const LOCK: &str = ".lock";
 
 /// A run folder that this process has locked.
@@ -152,6 +157,23 @@ impl RunFolder {
         Ok(())
     }
 
+    /// The GEMM algorithms of the run that is here. A damaged file is noted and ignored.
+    pub(super) fn gemm_table(&mut self) -> Option<GemmTable> {
+        let path = self.at(GEMMS);
+        if !fs::exists(&path) {
+            return None;
+        }
+        let read = fs::read_limited(&path, MAX_GEMMS).map_err(|e| e.to_string());
+        let table = read.and_then(|bytes| {
+            GemmTable::from_json(&bytes).map_err(|what| format!("{}: {what}", path.display()))
+        });
+        table.map_err(|what| self.notes.push(format!("{what}; those of the checkpoint are used"))).ok()
+    }
+
+    pub(super) fn write_gemm_table(&self, table: &GemmTable) -> Result<()> {
+        fs::write_atomic(&self.at(GEMMS), &table.to_json()?)
+    }
+
     /// Writes the configuration of a run that begins or goes on after `step` steps. One that was there before and differs is
     /// kept as `config-until-STEP.toml`.
     pub(super) fn write_config(&self, resolved: &Resolved, step: u64) -> Result<()> {
@@ -176,6 +198,7 @@ fn is_run_file(name: &str) -> bool {
     let segment = name.strip_prefix("config-until-").and_then(|n| n.strip_suffix(".toml"));
     name == events::FILE_NAME
         || name == CONFIG
+        || name == GEMMS
         || segment.is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
 }
 

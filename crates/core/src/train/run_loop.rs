@@ -136,7 +136,9 @@ impl Run {
                     // Read before the ranks agree, so that all of them save if one has no data.
                     next = Some(self.trainer.read_batch(data));
                 }
-                pending = pending.max(self.agree(request(&next, alone, observer))?);
+                pending = pending.max(self.agree(request(&next, alone, observer), observer)?);
+            } else {
+                self.share_gemms(self.trainer.gemms.is_some(), observer)?;
             }
             // A step that is already launched is ended first.
             let asked = if queued.is_none() { pending } else { Request::GoOn };
@@ -170,18 +172,35 @@ impl Run {
         Ok(())
     }
 
-    /// The most urgent request of any rank. All then act on it after the same step.
-    fn agree(&self, mine: Request) -> Result<Request> {
+    /// The most urgent request of any rank. All then act on it after the same step. Between steps, too, they share the GEMM
+    /// algorithms that any of them has chosen.
+    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<Request> {
         let rank = &self.trainer.rank;
+        let has_gemms = self.trainer.has_new_gemm_choices();
         if rank.world.size() == 1 {
+            self.share_gemms(has_gemms, observer)?;
             return Ok(mine);
         }
-        let asked = rank.compute.upload(&[mine as i32], &[1], Category::Communication)?;
+        let mine = [mine as i32, i32::from(has_gemms)];
+        let asked = rank.compute.upload(&mine, &[2], Category::Communication)?;
         let all = rank.world.all();
         all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
-        let most = rank.compute.download::<i32>(&asked)?[0];
+        let asked = rank.compute.download::<i32>(&asked)?;
+        self.share_gemms(asked[1] > 0, observer)?;
+        let most = asked[0];
         let known = [Request::Save, Request::Stop, Request::Fail];
         Ok(known.into_iter().find(|r| *r as i32 == most).unwrap_or(Request::GoOn))
+    }
+
+    /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.
+    fn share_gemms(&mut self, has_new: bool, observer: &mut dyn Observer) -> Result<()> {
+        if has_new && self.trainer.share_gemm_choices()? {
+            let writer = self.writer.as_ref().zip(self.trainer.gemms.as_ref());
+            if let Some(Err(e)) = writer.map(|(w, table)| w.folder.write_gemm_table(table)) {
+                observer.warning(&format!("{e}; the next checkpoint has the GEMM algorithms"));
+            }
+        }
+        Ok(())
     }
 
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {

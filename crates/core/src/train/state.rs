@@ -1,5 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
+use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
 use super::step_runner::{Progress, Schedules};
 use super::{Trainer, fp8_scales, gather, moe_state};
@@ -105,6 +106,9 @@ struct State {
     /// Configuration and data; none in checkpoints of earlier versions and of trainers without a run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     run: Option<RunRecord>,
+    /// Algorithms of the GEMMs, which decide the last bits; none on the CPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    gemms: Option<GemmTable>,
 }
 
 /// What a checkpoint says of the run that wrote it, before it is restored.
@@ -116,6 +120,8 @@ pub(super) struct Origin {
     pub(super) lr: LrSchedule,
     #[serde(default)]
     pub(super) run: Option<RunRecord>,
+    #[serde(default)]
+    pub(super) gemms: Option<GemmTable>,
 }
 
 /// The origin of a checkpoint; none if it holds no run or its state is unreadable, which [`restore`] reports.
@@ -144,6 +150,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         scaled_steps: delayed.enabled.then_some(delayed.steps),
         loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
         run: t.record.clone(),
+        gemms: t.gemms.clone(),
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
     Ok(Snapshot { step: t.step(), state, items })

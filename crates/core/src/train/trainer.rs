@@ -6,6 +6,7 @@ pub(in crate::train) use step::HostBatch;
 pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
+use super::gemm_choices::GemmTable;
 use super::hooks::StepHooks;
 use super::micro_batch::upload;
 use super::model_state::{self, ModelState};
@@ -36,6 +37,8 @@ pub struct Trainer {
     memory_estimate: MemoryEstimate,
     /// Configuration and data of the run it is part of, for its checkpoints.
     pub(super) record: Option<RunRecord>,
+    /// Algorithms of its GEMMs, where they are chosen.
+    pub(super) gemms: Option<GemmTable>,
 }
 
 impl Trainer {
@@ -59,7 +62,8 @@ impl Trainer {
             .with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         let runner = StepRunner::new(&rank, r)?;
-        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate, record: None })
+        let gemms = GemmTable::begin(&rank);
+        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate, record: None, gemms })
     }
 
     /// Moves the data position and counters, as when weights come from elsewhere.

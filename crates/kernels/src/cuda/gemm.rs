@@ -4,7 +4,9 @@
 use super::CudaKernels;
 use super::cublaslt::{Epilogue, GemmKey};
 use super::gemm_cache::Operands;
-use crate::{Fp8Gemm, Gemm, GemmKernels, GemmSizes, LinearAct, LinearWgrad};
+use crate::{
+    Fp8Gemm, Gemm, GemmChoice, GemmKernels, GemmLibrary, GemmSizes, LinearAct, LinearWgrad, NewChoices,
+};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, write};
 
 /// Whether rows of `t` start on 16-byte boundaries.
@@ -69,5 +71,21 @@ impl GemmKernels for CudaKernels {
 
     fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
         self.launch_linear_wgrad(s, f)
+    }
+
+    fn gemm_library(&self) -> Option<GemmLibrary> {
+        Some(self.gemm_cache.description().clone())
+    }
+
+    fn use_gemm_choices(&self, choices: &[GemmChoice], new: NewChoices) {
+        self.gemm_cache.use_choices(choices, new);
+    }
+
+    fn has_new_gemm_choices(&self) -> bool {
+        self.gemm_cache.has_new_choices()
+    }
+
+    fn take_gemm_choices(&self) -> Vec<GemmChoice> {
+        self.gemm_cache.take_choices()
     }
 }

@@ -2,16 +2,16 @@
 //!
 //! Algorithms round differently, so the choice must be the same in every run on a machine: it is made before the first
 //! result is used, and a stored choice stands. Where nothing can be stored nothing is tuned, and the heuristics'
-//! favourite is used.
+//! favourite is used. The choices of a job's table come first; what is chosen besides is noted for that table.
 
 use super::autotune::autotune;
 use super::cache;
 use super::cublaslt::{Algorithm, CublasLt, GemmKey, GemmPointers, MatmulDesc};
-use crate::GemmSizes;
+use crate::{GemmChoice, GemmLibrary, GemmSizes, NewChoices};
 use ferrotron_tensor::{Arg, Category, DType, Error, Event, GpuInfo, Result, Stream, Tensor, read, write};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 /// Smaller GEMMs take no longer than their launch: tuning gains nothing.
 const MIN_TUNED_FLOPS: f64 = 4e9;
@@ -23,12 +23,22 @@ const CACHE_VERSION: u32 = 2;
 /// cuBLASLt, and the algorithm of each GEMM.
 pub(super) struct GemmCache {
     library: CublasLt,
-    /// GPU, driver and library: what tuned choices depend on besides the GEMM.
-    card: String,
+    /// What tuned choices depend on besides the GEMM.
+    description: GemmLibrary,
     folder: Option<PathBuf>,
     known: RwLock<HashMap<GemmKey, Option<Arc<GemmPlan>>>>,
     /// Batch sizes seen of each layer's GEMM.
     batches: Mutex<HashMap<GemmKey, HashSet<usize>>>,
+    job: Mutex<JobChoices>,
+}
+
+/// The choices of a job.
+struct JobChoices {
+    /// By the GEMM's name. What is no choice of this version is as if untuned.
+    table: HashMap<String, Choice>,
+    new: NewChoices,
+    /// Made and not taken yet.
+    made: Vec<GemmChoice>,
 }
 
 struct GemmPlan {
@@ -52,19 +62,22 @@ pub(super) struct Operands<'a> {
     pub(super) accumulate: bool,
 }
 
-/// A tuned choice, as stored.
+/// A choice, as stored.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Choice {
     /// The alternative.
     Candidate,
     /// The library's algorithm with that code.
     Algorithm([u64; 8]),
+    /// Not tuned: the alternative if there is one, else the heuristics' favourite. Never on disk.
+    Untuned,
 }
 
 impl Choice {
     fn encode(self) -> Vec<u8> {
         match self {
             Choice::Candidate => vec![0],
+            Choice::Untuned => vec![2],
             Choice::Algorithm(code) => {
                 std::iter::once(1).chain(code.iter().flat_map(|word| word.to_le_bytes())).collect()
             }
@@ -74,6 +87,7 @@ impl Choice {
     fn decode(bytes: &[u8]) -> Option<Choice> {
         match bytes {
             [0] => Some(Choice::Candidate),
+            [2] => Some(Choice::Untuned),
             [1, code @ ..] if code.len() == 64 => {
                 let mut words = [0; 8];
                 for (word, bytes) in words.iter_mut().zip(code.as_chunks::<8>().0) {
@@ -84,21 +98,60 @@ impl Choice {
             _ => None,
         }
     }
+
+    /// In hexadecimal.
+    fn to_word(self) -> String {
+        self.encode().iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    fn from_word(word: &str) -> Option<Choice> {
+        let digits: Vec<u8> = word.chars().map(|c| c.to_digit(16).map(|d| d as u8)).collect::<Option<_>>()?;
+        let (pairs, rest) = digits.as_chunks::<2>();
+        let bytes: Vec<u8> = pairs.iter().map(|[high, low]| high << 4 | low).collect();
+        if rest.is_empty() { Choice::decode(&bytes) } else { None }
+    }
 }
 
 impl GemmCache {
     pub(super) fn open(card: &GpuInfo) -> Result<GemmCache> {
         let library = CublasLt::open()?;
         let (major, minor) = card.capability;
-        let card = format!(
-            "{}, sm_{major}{minor}, {} multiprocessors, driver {}, cuBLASLt {}, method {CACHE_VERSION}",
-            card.name,
-            card.multiprocessors,
-            card.driver,
-            library.version(),
-        );
+        let description = GemmLibrary {
+            card: format!("{}, sm_{major}{minor}, {} multiprocessors", card.name, card.multiprocessors),
+            driver: card.driver,
+            cublaslt: library.version(),
+            method: CACHE_VERSION,
+        };
+        let job = JobChoices { table: HashMap::new(), new: NewChoices::Used, made: Vec::new() };
         let (known, batches) = Default::default();
-        Ok(GemmCache { library, card, folder: cache::folder(), known, batches })
+        let (folder, job) = (cache::folder(), Mutex::new(job));
+        Ok(GemmCache { library, description, folder, known, batches, job })
+    }
+
+    pub(super) fn description(&self) -> &GemmLibrary {
+        &self.description
+    }
+
+    fn job(&self) -> MutexGuard<'_, JobChoices> {
+        self.job.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn use_choices(&self, choices: &[GemmChoice], new: NewChoices) {
+        let choice = |c: &GemmChoice| Choice::from_word(&c.algorithm).unwrap_or(Choice::Untuned);
+        let table = choices.iter().map(|c| (c.gemm.clone(), choice(c))).collect();
+        {
+            let mut job = self.job();
+            (job.table, job.new) = (table, new);
+        }
+        self.known.write().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
+    pub(super) fn has_new_choices(&self) -> bool {
+        !self.job().made.is_empty()
+    }
+
+    pub(super) fn take_choices(&self) -> Vec<GemmChoice> {
+        std::mem::take(&mut self.job().made)
     }
 
     #[cfg(test)]
@@ -140,44 +193,78 @@ impl GemmCache {
         candidate: Option<Candidate>,
     ) -> Result<Option<GemmPlan>> {
         let desc = MatmulDesc::new(key)?;
-        let folder = self.folder.as_deref().filter(|_| self.worth_tuning(key));
-        let on_disk = format!("{}; {key:?}", self.card);
-        let GemmSizes { m, n, k, .. } = key.sizes;
-        let name = format!("gemm-{m}x{n}x{k}");
-        // A stored choice as an algorithm (None: the candidate), if it applies here.
-        let meant = |bytes: Vec<u8>| match Choice::decode(&bytes)? {
-            Choice::Candidate => candidate.is_some().then_some(None),
-            Choice::Algorithm(code) => self.library.algorithm(&desc, code).map(Some),
+        let is_large = is_large(key);
+        // Untuned: the candidate where there is one, or the heuristics' favourite.
+        let untuned = || match candidate {
+            Some(_) => Ok(None),
+            None => Ok(self.library.algorithms(key, &desc)?.first().copied()),
         };
-        let kept = folder.and_then(|f| cache::load_choice(f, &name, on_disk.as_bytes())).and_then(meant);
-        let algorithm = match kept {
-            Some(kept) => kept,
+        // A choice as an algorithm (None: the candidate).
+        let meant = |choice| match choice {
+            Choice::Candidate if candidate.is_some() => Ok(None),
+            Choice::Algorithm(code) => match self.library.algorithm(&desc, code) {
+                Some(algorithm) => Ok(Some(algorithm)),
+                None => untuned(),
+            },
+            Choice::Candidate | Choice::Untuned => untuned(),
+        };
+        let gemm = format!("{key:?}");
+        let of_job = if is_large { self.job().table.get(&gemm).copied() } else { None };
+        let algorithm = match of_job {
+            Some(choice) => meant(choice)?,
+            None if !is_large => untuned()?,
             None => {
-                let all = self.library.algorithms(key, &desc)?;
-                let settled = match folder.filter(|_| !all.is_empty()) {
-                    None => None,
-                    Some(folder) => match self.autotune(s, &desc, &all, o, candidate) {
-                        Ok(choice) => {
-                            cache::store_choice(folder, &name, on_disk.as_bytes(), &choice.encode())
-                        }
-                        // No memory to tune in.
-                        Err(Error::OutOfMemory { .. }) => None,
-                        Err(e) => return Err(e),
-                    },
-                };
-                // Untuned: the heuristics' favourite, or the candidate where there is one.
-                settled.and_then(meant).unwrap_or(all.first().copied().filter(|_| candidate.is_none()))
+                let choice = self.choose(s, key, &desc, o, candidate)?;
+                let mut job = self.job();
+                job.made.push(GemmChoice { gemm, algorithm: choice.to_word() });
+                let new = job.new;
+                drop(job);
+                if new == NewChoices::Used { meant(choice)? } else { untuned()? }
             }
         };
         Ok(algorithm.map(|algorithm| GemmPlan { desc, algorithm }))
     }
 
-    /// Whether the GEMM is large enough, and its batch size one of the first few.
-    fn worth_tuning(&self, key: &GemmKey) -> bool {
+    /// The choice on disk, or one made now and stored there.
+    fn choose(
+        &self,
+        s: &Stream,
+        key: &GemmKey,
+        desc: &MatmulDesc,
+        o: &Operands,
+        candidate: Option<Candidate>,
+    ) -> Result<Choice> {
+        let Some(folder) = self.folder.as_deref().filter(|_| self.is_tuned_batch(key)) else {
+            return Ok(Choice::Untuned);
+        };
+        let GemmLibrary { card, driver, cublaslt, method } = &self.description;
+        let on_disk = format!("{card}, driver {driver}, cuBLASLt {cublaslt}, method {method}; {key:?}");
         let GemmSizes { m, n, k, .. } = key.sizes;
-        if 2.0 * m as f64 * n as f64 * k as f64 <= MIN_TUNED_FLOPS {
-            return false;
+        let name = format!("gemm-{m}x{n}x{k}");
+        let applies = |choice: &Choice| match choice {
+            Choice::Candidate => candidate.is_some(),
+            Choice::Algorithm(code) => self.library.algorithm(desc, *code).is_some(),
+            Choice::Untuned => false,
+        };
+        let decoded = |bytes: Vec<u8>| Choice::decode(&bytes).filter(applies);
+        if let Some(kept) = cache::load_choice(folder, &name, on_disk.as_bytes()).and_then(decoded) {
+            return Ok(kept);
         }
+        let all = self.library.algorithms(key, desc)?;
+        if all.is_empty() {
+            return Ok(Choice::Untuned);
+        }
+        let stored = match self.autotune(s, desc, &all, o, candidate) {
+            Ok(choice) => cache::store_choice(folder, &name, on_disk.as_bytes(), &choice.encode()),
+            // No memory to tune in.
+            Err(Error::OutOfMemory { .. }) => None,
+            Err(e) => return Err(e),
+        };
+        Ok(stored.and_then(decoded).unwrap_or(Choice::Untuned))
+    }
+
+    /// Whether the batch size is one of the first few of the layer's GEMM.
+    fn is_tuned_batch(&self, key: &GemmKey) -> bool {
         // The batch is k of a wgrad, m of the others. FP8 operands are never transposed; there wgrad is the GEMM with
         // an f32 result.
         let mut map = GemmKey { align: [0; 4], ..*key };
@@ -271,6 +358,12 @@ impl GemmCache {
     }
 }
 
+/// Whether the GEMM takes longer than its launch.
+fn is_large(key: &GemmKey) -> bool {
+    let GemmSizes { m, n, k, .. } = key.sizes;
+    2.0 * m as f64 * n as f64 * k as f64 > MIN_TUNED_FLOPS
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -279,6 +372,7 @@ mod tests {
     fn choices_round_trip_and_invalid_bytes_are_rejected() {
         let codes = [
             Choice::Candidate,
+            Choice::Untuned,
             Choice::Algorithm([0; 8]),
             Choice::Algorithm([1, 2, 3, 4, 5, 6, 7, u64::MAX]),
         ];
@@ -287,7 +381,11 @@ mod tests {
             assert_eq!(Choice::decode(&bytes), Some(choice));
             assert_eq!(Choice::decode(&bytes[..bytes.len() - 1]), None);
             assert_eq!(Choice::decode(&[&bytes[..], &[0]].concat()), None);
+            let word = choice.to_word();
+            assert_eq!(Choice::from_word(&word), Some(choice));
+            assert_eq!(Choice::from_word(&word[1..]), None);
         }
-        assert_eq!(Choice::decode(&[2]), None);
+        assert_eq!(Choice::decode(&[3]), None);
+        assert_eq!(["", "0", "zz", "é0", "03"].map(Choice::from_word), [None; 5]);
     }
 }

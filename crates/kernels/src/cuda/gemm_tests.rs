@@ -3,7 +3,7 @@
 
 use super::CudaKernels;
 use super::cublaslt::{Algorithm, Epilogue, GemmPointers, MatmulDesc};
-use crate::{Act, Gemm, GemmKernels, LinearAct, LinearWgrad};
+use crate::{Act, Gemm, GemmChoice, GemmKernels, LinearAct, LinearWgrad, NewChoices};
 use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
 };
@@ -243,4 +243,59 @@ fn bench_launch_overhead() {
         "us of the host: {:.2} in the library, {:.2} in all; {:.2} for a kernel of ours",
         bare[100], whole[100], other[100]
     );
+}
+
+/// A GEMM that is large enough to be tuned.
+fn large(s: &Stream) -> [Tensor; 3] {
+    let n = 1536;
+    let [a, b] = [1, 2].map(|seed| upload(s, &numbers(seed, n * n, 1.0), &[n, n]));
+    [a, b, s.zeros(&[n, n], DType::F32, Category::Workspace).unwrap()]
+}
+
+#[test]
+fn a_choice_of_the_job_is_used_and_a_proposal_is_not_until_it_is_shared() {
+    let Some((k, s)) = gpu() else { return };
+    let (library, [a, b, c]) = (k.gemm_library().unwrap(), large(&s));
+    let product = Gemm { a: &a, trans_a: true, b: &b, trans_b: false, bias: None, accumulate: false, c: &c };
+    let case = Case { g: product, bias: None, aux: None, epilogue: Epilogue::None };
+    let (desc, all) = case.algorithms(&k);
+    let of_algorithm = |algorithm| {
+        case.run(&k, &s, &desc, algorithm);
+        s.download::<f32>(&c).unwrap()
+    };
+    let run = |k: &CudaKernels| {
+        s.zero(&c).unwrap();
+        k.gemm(&s, &case.g).unwrap();
+        s.download::<f32>(&c).unwrap()
+    };
+    // Proposed: the heuristics' favourite computes until the choice is shared.
+    k.use_gemm_choices(&[], NewChoices::Proposed);
+    assert!(run(&k) == of_algorithm(&all[0]));
+    assert!(k.has_new_gemm_choices());
+    let proposed = k.take_gemm_choices();
+    assert_eq!((proposed.len(), k.has_new_gemm_choices()), (1, false));
+    assert!(run(&k) == of_algorithm(&all[0]) && !k.has_new_gemm_choices());
+    // Another rank uses what was chosen, whatever it is, and chooses nothing itself.
+    let other = CudaKernels::load(s.device()).unwrap();
+    assert_eq!(other.gemm_library().as_ref(), Some(&library));
+    for algorithm in &all {
+        let code: Vec<u8> = algorithm.code.data.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let word: String = [1].iter().chain(&code).map(|b| format!("{b:02x}")).collect();
+        let choice = GemmChoice { gemm: proposed[0].gemm.clone(), algorithm: word };
+        for k in [&k, &other] {
+            k.use_gemm_choices(std::slice::from_ref(&choice), NewChoices::Proposed);
+            assert!(run(k) == of_algorithm(algorithm));
+            assert!(!k.has_new_gemm_choices());
+        }
+    }
+    // What is no choice of this version is as if untuned.
+    let unknown = GemmChoice { gemm: proposed[0].gemm.clone(), algorithm: "unknown".into() };
+    k.use_gemm_choices(&[unknown], NewChoices::Used);
+    assert!(run(&k) == of_algorithm(&all[0]));
+    // Alone: the choice is used at once.
+    k.use_gemm_choices(&[], NewChoices::Used);
+    let at_once = run(&k);
+    assert_eq!(k.take_gemm_choices(), proposed);
+    other.use_gemm_choices(&proposed, NewChoices::Proposed);
+    assert!(run(&other) == at_once);
 }

@@ -11,6 +11,7 @@ fn old_run(dir: &Path) {
     std::fs::write(dir.join("events.jsonl"), "old log").unwrap();
     std::fs::write(dir.join("config.toml"), "old configuration").unwrap();
     std::fs::write(dir.join("config-until-00000003.toml"), "older configuration").unwrap();
+    std::fs::write(dir.join(GEMMS), "old algorithms").unwrap();
     std::fs::write(dir.join("notes.txt"), "mine").unwrap();
 }
 
@@ -47,7 +48,7 @@ fn a_replaced_run_comes_back_after_a_crash_at_any_point() {
         files(&dir)
     };
     // The renames of `set_aside`, in order, and what a new run does before its first checkpoint.
-    let names = ["events.jsonl", "config.toml", "config-until-00000003.toml", CHECKPOINTS];
+    let names = ["events.jsonl", "config.toml", "config-until-00000003.toml", GEMMS, CHECKPOINTS];
     for point in 0..=names.len() + 2 {
         let dir = root.path().join(format!("crash-{point}"));
         old_run(&dir);
@@ -135,4 +136,14 @@ fn linked_checkpoints_are_refused() {
     std::os::unix::fs::symlink("elsewhere", dir.path().join(CHECKPOINTS)).unwrap();
     let e = RunFolder::open(dir.path()).err().unwrap().to_string();
     assert!(e.contains("is a link"), "{e}");
+}
+
+#[test]
+fn a_damaged_table_of_gemm_algorithms_is_noted_and_ignored() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut folder = RunFolder::open(dir.path()).unwrap();
+    assert!(folder.gemm_table().is_none() && folder.notes.is_empty());
+    std::fs::write(dir.path().join(GEMMS), "{").unwrap();
+    assert!(folder.gemm_table().is_none());
+    assert!(folder.notes.len() == 1 && folder.notes[0].contains(GEMMS), "{:?}", folder.notes);
 }

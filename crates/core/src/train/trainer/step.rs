@@ -96,6 +96,7 @@ impl Trainer {
 
     /// [`Trainer::begin_step`] on data that was read before.
     pub(in crate::train) fn begin_step_on(&mut self, batch: HostBatch) -> Result<InFlightStep> {
+        self.begin_gemm_choices();
         let step = self.launch_step(batch.0);
         advise(step, &self.rank, &self.memory_estimate)
     }
