@@ -61,6 +61,9 @@ pub trait ElementwiseKernels {
     /// `x += y`
     fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()>;
 
+    /// `x = max(x, y)`, NaN where either is NaN; both of one dtype.
+    fn max_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()>;
+
     /// `x *= factor`
     fn scale(&self, s: &Stream, x: &Tensor, factor: f32) -> Result<()>;
 

@@ -61,6 +61,22 @@ multiversion! {
     }
 }
 
+/// `x = max(x, y)`, NaN where either is NaN.
+pub fn max_assign<T: Float>(cpu: CpuContext, y: &[T], x: &mut [T]) -> Result<()> {
+    check_len("max_assign", "x", x.len(), y.len())?;
+    cpu.threads.parallel_chunks(x, PIECE, &|i, x| max_piece(cpu.isa, &y[i * PIECE..][..x.len()], x));
+    Ok(())
+}
+
+multiversion! {
+    fn max_piece<T: Float>(y: &[T], x: &mut [T]) {
+        for (x, y) in x.iter_mut().zip(y) {
+            let (a, b) = (x.to_f32(), y.to_f32());
+            *x = T::from_f32(if b > a || b.is_nan() { b } else { a });
+        }
+    }
+}
+
 /// `y[r, j] += bias[j]` over dense `[rows, width]`.
 pub fn add_bias<T: Float>(cpu: CpuContext, bias: &[T], y: &mut [T]) -> Result<()> {
     let width = bias.len();

@@ -109,6 +109,10 @@ template <class A> __device__ __forceinline__ void add(const MapArgs& p) {
 template <class X, class Y> __device__ __forceinline__ void add_assign(const MapArgs& p) {
     map2<X, Y>(p, [](float x, float y) { return x + y; });
 }
+// x = max(x, y): a = out = x, b = y. fmaxf would drop a NaN.
+template <class T> __device__ __forceinline__ void max_assign(const MapArgs& p) {
+    map2<T, T>(p, [](float x, float y) { return y > x || y != y ? y : x; });
+}
 template <class T> __device__ __forceinline__ void scale(const MapArgs& p) {
     float factor = p.factor;
     map<T, T>(p.a, p.out, p.n, p.vectorized, [=](auto& v, i64) {
@@ -141,6 +145,7 @@ MAP(add_f16, add<f16>)
 MAP(add_assign_f32_f16, (add_assign<f16, float>))
 MAP(add_assign_f16_f32, (add_assign<float, f16>))
 MAP(add_assign_f16_f16, (add_assign<f16, f16>))
+MAP(max_assign_f16, max_assign<f16>)
 MAP(scale_f16, scale<f16>)
 MAP(softcap_forward_f16, softcap_forward<f16>)
 MAP(softcap_backward_f16, softcap_backward<f16>)
@@ -151,6 +156,8 @@ MAP(add_assign_f32_f32, (add_assign<float, float>))
 MAP(add_assign_f32_bf16, (add_assign<bf16, float>))
 MAP(add_assign_bf16_f32, (add_assign<float, bf16>))
 MAP(add_assign_bf16_bf16, (add_assign<bf16, bf16>))
+MAP(max_assign_f32, max_assign<float>)
+MAP(max_assign_bf16, max_assign<bf16>)
 MAP(scale_f32, scale<float>)
 MAP(scale_bf16, scale<bf16>)
 MAP(cast_f32_bf16, (cast<float, bf16>))

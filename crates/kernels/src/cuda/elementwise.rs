@@ -100,6 +100,17 @@ impl ElementwiseKernels for CudaKernels {
         })
     }
 
+    fn max_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
+        const OP: &str = "max_assign";
+        same_contiguous(OP, &[x, y])?;
+        dtypes(OP, x.dtype(), &[y])?;
+        let kernel = typed!(OP, x.dtype(), "elementwise", "max_assign")?;
+        s.launch(OP, &[write(x), read(y)], |l| {
+            let at = [l.address(0)?, l.address(1)?, l.address(0)?];
+            self.map(l, kernel, at, (x.numel(), x.dtype().size()), 0.0)
+        })
+    }
+
     fn scale(&self, s: &Stream, x: &Tensor, factor: f32) -> Result<()> {
         const OP: &str = "scale";
         same_contiguous(OP, &[x])?;

@@ -43,6 +43,38 @@ fn add_and_scale() {
 }
 
 #[test]
+fn maximum_keeps_nan() {
+    everywhere(|h, dtype| {
+        for n in LENGTHS {
+            let (mut a, mut b) = (numbers(dtype, 1, n), numbers(dtype, 2, n));
+            // One after another: NaN on one side, on both, infinities of both signs, zero against a negative value.
+            let special = [
+                (f64::NAN, 1.0),
+                (1.0, f64::NAN),
+                (f64::NAN, f64::INFINITY),
+                (f64::INFINITY, f64::NAN),
+                (f64::NEG_INFINITY, -3.0),
+                (f64::INFINITY, 7.0),
+                (0.0, -1.0),
+            ];
+            for (i, (x, y)) in special.into_iter().enumerate().take(n) {
+                (a[i], b[i]) = (x, y);
+            }
+            let (x, y) = (h.tensor(dtype, &[n], &a), h.tensor(dtype, &[n], &b));
+            h.k.max_assign(&h.s, &x, &y).unwrap();
+            for (i, (got, (a, b))) in h.host(&x).into_iter().zip(a.iter().zip(&b)).enumerate() {
+                let nan = a.is_nan() || b.is_nan();
+                assert!(
+                    if nan { got.is_nan() } else { got == a.max(*b) },
+                    "{} {dtype} {n}: {i}: {got}",
+                    h.name
+                );
+            }
+        }
+    });
+}
+
+#[test]
 fn copies_between_types_and_strides() {
     everywhere(|h, dtype| {
         for to in [DType::F32, DType::BF16] {

@@ -1,4 +1,5 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
+use crate::checks::dtypes;
 use crate::cpu::random::{DropoutMask, dropout, fill_normal};
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
@@ -20,6 +21,15 @@ impl ElementwiseKernels for CpuKernels {
         s.launch("add_assign", &[write(x), read(y)], |l| {
             floats!("add_assign", x.dtype(), X => floats!("add_assign", y.dtype(), Y =>
                 e::accumulate::<Y, X>(self.context(l), l.slice(1)?, l.slice_mut(0)?)))
+        })
+    }
+
+    fn max_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
+        const OP: &str = "max_assign";
+        same_contiguous(OP, &[x, y])?;
+        dtypes(OP, x.dtype(), &[y])?;
+        s.launch(OP, &[write(x), read(y)], |l| {
+            floats!(OP, x.dtype(), T => e::max_assign::<T>(self.context(l), l.slice(1)?, l.slice_mut(0)?))
         })
     }
 

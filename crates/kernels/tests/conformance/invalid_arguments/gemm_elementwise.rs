@@ -54,6 +54,8 @@ fn elementwise_operations() {
         refused(&h, "add in place", k.add(s, &x, &f(3), &x));
         refused(&h, "add_assign lengths", k.add_assign(s, &f(3), &f(2)));
         refused(&h, "add_assign itself", k.add_assign(s, &x, &x));
+        refused(&h, "max_assign lengths", k.max_assign(s, &f(3), &f(2)));
+        refused(&h, "max_assign types", k.max_assign(s, &f(3), &z(&h, BF16, &[3])));
         refused(&h, "add_assign integers", k.add_assign(s, &f(3), &z(&h, I32, &[3])));
         refused(&h, "scale strided", k.scale(s, &column(&h, F32, 3), 2.0));
         refused(&h, "scale integers", k.scale(s, &z(&h, I64, &[3]), 2.0));
