@@ -85,8 +85,8 @@ impl Rank {
         let solo = Communicator::solo;
         Ok(Rank {
             compute: device.stream("compute")?,
-            comm_stream: device.stream(COMMUNICATION)?,
-            dispatch_stream: device.stream(COMMUNICATION)?,
+            comm_stream: device.urgent_stream(COMMUNICATION)?,
+            dispatch_stream: device.urgent_stream(COMMUNICATION)?,
             kernels,
             overlap: true,
             seed,

@@ -1,7 +1,7 @@
 //! Devices: where memory lives and kernels run.
 
 use crate::buffer::MemoryPool;
-use crate::cuda::{CudaContext, CudaStream, GpuInfo};
+use crate::cuda::{CudaContext, CudaStream, GpuInfo, Priority};
 use crate::memory::MemoryAccount;
 use crate::race_checker::RaceChecker;
 use crate::timestamp::Timestamp;
@@ -183,7 +183,18 @@ impl Device {
 
     /// Creates a stream. `name` appears in traces and race reports.
     pub fn stream(&self, name: &'static str) -> Result<Stream> {
-        let cuda = self.inner.context.as_ref().map(CudaStream::new).transpose()?.map(Arc::new);
+        self.new_stream(name, Priority::Normal)
+    }
+
+    /// Creates a stream whose kernels start before those of other streams that wait for the same multiprocessors: for
+    /// communication, which other ranks wait for.
+    pub fn urgent_stream(&self, name: &'static str) -> Result<Stream> {
+        self.new_stream(name, Priority::High)
+    }
+
+    fn new_stream(&self, name: &'static str, priority: Priority) -> Result<Stream> {
+        let context = self.inner.context.as_ref();
+        let cuda = context.map(|c| CudaStream::new(c, priority)).transpose()?.map(Arc::new);
         Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, cuda))
     }
 

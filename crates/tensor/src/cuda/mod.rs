@@ -10,7 +10,7 @@ mod stream;
 
 pub(crate) use graph::GraphExec;
 pub(crate) use memory::{allocate, free};
-pub(crate) use stream::{CudaEvent, CudaStream};
+pub(crate) use stream::{CudaEvent, CudaStream, Priority};
 
 use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};

@@ -7,6 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+/// Which stream's kernels start first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Priority {
+    Normal,
+    High,
+}
+
 /// A CUDA stream.
 pub(crate) struct CudaStream {
     context: Arc<CudaContext>,
@@ -22,12 +29,20 @@ unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
     /// Creates a stream that does not synchronize with the default stream.
-    pub(crate) fn new(context: &Arc<CudaContext>) -> Result<CudaStream> {
+    pub(crate) fn new(context: &Arc<CudaContext>, priority: Priority) -> Result<CudaStream> {
         context.enter()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: the out-pointer is a local; the context is current.
-        check("create stream", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        let (mut normal, mut high) = (0, 0);
+        // SAFETY: the out-pointers are locals; the context is current.
+        unsafe {
+            check("stream priorities", sys::cuCtxGetStreamPriorityRange(&mut normal, &mut high))?;
+            let number = match priority {
+                Priority::Normal => normal,
+                Priority::High => high,
+            };
+            check("create stream", sys::cuStreamCreateWithPriority(&mut raw, flags, number))?;
+        }
         Ok(CudaStream { context: context.clone(), raw, capturing: AtomicBool::new(false) })
     }
 

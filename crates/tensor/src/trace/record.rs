@@ -1,7 +1,7 @@
 //! Recording of launches and spans.
 
 use super::{Activity, ActivityKind, Trace};
-use crate::cuda::{CudaContext, CudaStream};
+use crate::cuda::{CudaContext, CudaStream, Priority};
 use crate::timestamp::Timestamp;
 use crate::{Result, Stream};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -42,7 +42,7 @@ impl Tracer {
     pub(crate) fn start(&self, context: Option<&Arc<CudaContext>>) -> Result<()> {
         let mut notes = self.notes();
         if notes.origin.is_none() {
-            let cuda = context.map(CudaStream::new).transpose()?;
+            let cuda = context.map(|c| CudaStream::new(c, Priority::Normal)).transpose()?;
             let at = Timestamp::now(cuda.as_ref())?;
             // Synchronize, so that the host's clock is read when the GPU has reached the event.
             cuda.map_or(Ok(()), |q| q.synchronize())?;
