@@ -2,7 +2,7 @@
 //! arguments, compares the ranks' op descriptors, fills the flight recorder and reports stalls.
 //!
 //! A collective is two calls: [`GroupBackend::exchange_descriptors`] sends this rank's descriptor to the others and
-//! collects theirs, and, if they agree, [`GroupBackend::run`] moves the data. Sends and receives are
+//! collects theirs (or leaves that to [`crate::call_digest`]), and, if they agree, [`GroupBackend::run`] moves the data. Sends and receives are
 //! [`GroupBackend::post_sends`] and [`GroupBackend::complete_receives`]; each message carries its descriptor. Calls
 //! of one rank on one group are serialised and come in the order of their sequence numbers. Groups of one rank never
 //! reach a backend.
@@ -10,7 +10,7 @@
 use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::op_descriptor::OpDescriptor;
 use crate::{ReduceOp, Result};
-use ferrotron_tensor::{Stream, Tensor};
+use ferrotron_tensor::{Event, Stream, Tensor};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -68,7 +68,7 @@ pub(crate) trait GroupBackend: Send + Sync {
 
     /// Moves the data, after all ranks have agreed. Memory is accessed only inside [`Stream::launch`] on `s` with its
     /// accesses declared. Work given to `s` after this returns sees the result and may overwrite the inputs.
-    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Result<(), OpError>;
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Result<Completion, OpError>;
 
     /// Posts the sends. Waits for nobody: data is copied, or kept safe until delivered. Messages from one rank to
     /// another arrive in the order sent, each with its descriptor. Memory rules as for [`GroupBackend::run`]. A
@@ -84,7 +84,7 @@ pub(crate) trait GroupBackend: Send + Sync {
         sends: &[P2pOp],
         receives: &[P2pOp],
         deadline: Instant,
-    ) -> Result<(), OpError>;
+    ) -> Result<Completion, OpError>;
 
     /// Host bytes of any length from every rank, in rank order. Called after the descriptors of
     /// [`Collective::AllGatherBytes`] were exchanged.
@@ -138,8 +138,20 @@ pub(crate) struct P2pOp<'a> {
 pub(crate) enum Descriptors {
     /// All descriptors are equal.
     AllEqual,
+    /// They are compared later, by digests; the backend has waited for nobody.
+    Deferred,
     /// Every rank's descriptor, in rank order.
     PerRank(Vec<Arc<OpDescriptor>>),
+}
+
+/// How far an operation has come when the backend returns.
+#[derive(Default)]
+pub(crate) enum Completion {
+    /// Complete on the host, or ordered by the stream without events (a captured stream has none).
+    #[default]
+    Done,
+    /// Enqueued on a stream between two events, recorded just before and after it.
+    Enqueued { start: Event, done: Event },
 }
 
 /// The report of a rank that failed.
@@ -150,6 +162,8 @@ pub(crate) struct FailureReport {
     /// True if it failed because other ranks did not respond; ranks that are waiting too then look for the cause
     /// themselves.
     pub(crate) stall: bool,
+    /// True if a monitor found the failure from outside, see [`crate::monitor`]: `rank` itself may not know of it.
+    pub(crate) diagnosis: bool,
     /// Its error message.
     pub(crate) reason: String,
 }

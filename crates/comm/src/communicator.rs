@@ -1,6 +1,6 @@
 //! Process groups as seen by one rank, and the collectives on them.
 
-use crate::backend::{Collective, Descriptors, GroupBackend, JobBackend, SplitSizes};
+use crate::backend::{Collective, Completion, Descriptors, GroupBackend, JobBackend, SplitSizes};
 use crate::flight_recorder::OpStatus;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use crate::volume::{self, VolumeMeter};
@@ -227,8 +227,10 @@ impl Communicator {
         sent: u64,
     ) -> Result<()> {
         let run = |backend: &dyn GroupBackend, deadline| match s {
-            Some(s) if !matches!(collective, Collective::Barrier) => backend.run(s, &collective, deadline),
-            _ => Ok(()),
+            Some(s) if !matches!(collective, Collective::Barrier) => {
+                backend.run(s, &collective, deadline).map(|completion| ((), completion))
+            }
+            _ => Ok(((), Completion::Done)),
         };
         match s {
             Some(s) if self.core.backend.is_none() => single_rank(s, &collective)?,
@@ -244,7 +246,7 @@ impl Communicator {
         s: Option<&Stream>,
         mut descriptor: OpDescriptor,
         collective: &Collective,
-        run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<T, crate::backend::OpError>,
+        run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<(T, Completion), crate::backend::OpError>,
         sent: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
         let core = &*self.core;
@@ -257,27 +259,36 @@ impl Communicator {
             counters.collectives += 1;
             let descriptor = Arc::new(descriptor);
             let recorder = core.job_backend.flight_recorder();
-            let number = recorder.begin(descriptor.clone());
+            let number = recorder.begin(core.index, descriptor.clone());
             let start = Instant::now();
             let fail =
                 |t| watchdog::fail_op(&*core.job_backend, &core.ranks, &descriptor, start.elapsed(), t);
-            let agreed = match backend.exchange_descriptors(
-                s,
-                &descriptor,
-                collective,
-                watchdog::deadline(core.timeout),
-            ) {
+            let exchanged =
+                backend.exchange_descriptors(s, &descriptor, collective, watchdog::deadline(core.timeout));
+            let deferred = matches!(exchanged, Ok(Descriptors::Deferred));
+            let agreed = match exchanged {
                 Ok(Descriptors::PerRank(descriptors)) => watchdog::compare(&core.ranks, &descriptors)
                     .inspect_err(|e| watchdog::report(&*core.job_backend, e)),
-                Ok(Descriptors::AllEqual) => Ok(()),
+                Ok(Descriptors::AllEqual | Descriptors::Deferred) => Ok(()),
                 Err(t) => Err(fail(t)),
             };
             let done = agreed.and_then(|()| {
-                recorder.set(number, OpStatus::Running);
+                // A backend that only enqueues waits in `run`, if at all.
+                if !deferred {
+                    recorder.set(number, OpStatus::Running);
+                }
                 run(&**backend, watchdog::deadline(core.timeout)).map_err(fail)
             });
-            recorder.set(number, if done.is_ok() { OpStatus::Done } else { OpStatus::Failed });
-            out = done?;
+            match done {
+                Ok((result, completion)) => {
+                    recorder.complete(&[number], completion);
+                    out = result;
+                }
+                Err(error) => {
+                    recorder.set(number, OpStatus::Failed);
+                    return Err(error);
+                }
+            }
         }
         self.add_volume(kind, sent(&out));
         Ok(out)

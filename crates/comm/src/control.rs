@@ -30,6 +30,10 @@ impl Topic {
     pub(crate) const ANSWER: Topic = Topic(u64::MAX - 7);
     /// The sender has failed.
     pub(crate) const FAILURE: Topic = Topic(u64::MAX - 6);
+    /// What the sender is doing, and its marks ([`crate::call_digest`]).
+    pub(crate) const HEARTBEAT: Topic = Topic(u64::MAX - 4);
+    /// The sender waits in an operation that does not complete.
+    pub(crate) const STALLED: Topic = Topic(u64::MAX - 3);
     /// The sender has finished its work.
     pub(crate) const GOODBYE: Topic = Topic(u64::MAX - 5);
 }

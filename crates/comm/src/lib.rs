@@ -14,13 +14,16 @@
 //! [`InFlight`] holds the buffers of communication that overlaps computation.
 
 mod backend;
+mod call_digest;
 mod communicator;
 mod control;
+mod diagnosis;
 mod error;
 mod flight_recorder;
 mod hmac_sha256;
 mod in_flight;
 mod launch_env;
+mod monitor;
 mod mpi;
 mod nccl;
 mod op_descriptor;
@@ -30,6 +33,7 @@ mod process_group;
 mod rendezvous;
 mod send_recv;
 mod shared_library;
+mod snapshot;
 mod tcp_control;
 mod threads;
 mod validate;

@@ -1,58 +1,69 @@
-//! One process of a multi-process job: failure reports, flight-recorder queries, and shutdown.
-//!
-//! A background thread background the queries of other ranks and receives failure reports while the rank computes. After
-//! a failure it also makes sure that the job ends: if the process has not exited by itself within [`FORCE_EXIT`], the
-//! thread terminates the job.
+//! One process of a multi-process job: failure reports, questions to other ranks, waiting, and leaving the job.
+//! [`crate::monitor`] runs beside it.
 
 use crate::Result;
 use crate::backend::{FailureReport, OpError};
+use crate::call_digest::CallDigest;
 use crate::control::{ControlTransport, Topic};
-use crate::flight_recorder::{FlightRecorder, OpRecord, OpStatus};
+use crate::diagnosis::RankState;
+use crate::flight_recorder::{FlightRecorder, OpRecord, OpState, OpStatus};
+use crate::monitor;
 use crate::op_descriptor::OpDescriptor;
+use crate::snapshot;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Poll interval of the background thread; bounds the delay until a failure is noticed.
-const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Timeout of a flight-recorder query: a stopped process never background.
+/// Timeout of a question: a stopped process never answers.
 const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 /// After a failure, time for every rank to report before the first process exits.
 const REPORT_TIME: Duration = Duration::from_millis(1500);
-/// After a failure, time until the job is terminated by force.
-const FORCE_EXIT: Duration = Duration::from_secs(6);
 
 /// One rank that is a process.
 pub(crate) struct Process {
-    shared: Arc<Shared>,
-    timeout: Duration,
-    background: Option<std::thread::JoinHandle<()>>,
+    pub(crate) shared: Arc<ProcessState>,
+    monitor: Option<std::thread::JoinHandle<()>>,
 }
 
-struct Shared {
-    control: Arc<dyn ControlTransport>,
-    recorder: Arc<FlightRecorder>,
+/// What the process shares with its monitor.
+pub(crate) struct ProcessState {
+    pub(crate) control: Arc<dyn ControlTransport>,
+    pub(crate) recorder: Arc<FlightRecorder>,
+    pub(crate) digest: CallDigest,
+    pub(crate) timeout: Duration,
+    /// True if operations are enqueued on a GPU without waiting for other ranks, so that the monitor must watch them.
+    pub(crate) watches_device: AtomicBool,
+    /// Members of every group of the job.
+    pub(crate) groups: Mutex<HashMap<u64, Vec<usize>>>,
     failure: Mutex<Option<(FailureReport, Instant)>>,
-    /// The last call seen from each rank.
-    last_calls: Mutex<Vec<Option<(String, Instant)>>>,
-    finished: AtomicBool,
+    /// The last operation known of each rank, and when it was.
+    last_seen: Mutex<Vec<Option<(OpRecord, Instant)>>>,
+    /// Held by whoever asks other ranks for their snapshots: there is one answer to a question.
+    asking: Mutex<()>,
+    /// This rank has no more work; other ranks may exit.
+    pub(crate) leaving: AtomicBool,
+    pub(crate) finished: AtomicBool,
 }
 
 impl Process {
     pub(crate) fn new(control: Arc<dyn ControlTransport>, timeout: Duration) -> Result<Process> {
-        let last_calls = Mutex::new(vec![None; control.size()]);
-        let shared = Arc::new(Shared {
+        let last_seen = Mutex::new(vec![None; control.size()]);
+        let shared = Arc::new(ProcessState {
             control,
             recorder: Arc::default(),
+            digest: CallDigest::default(),
+            timeout,
+            watches_device: AtomicBool::new(false),
+            groups: Mutex::default(),
             failure: Mutex::default(),
-            last_calls,
+            last_seen,
+            asking: Mutex::default(),
+            leaving: AtomicBool::new(false),
             finished: AtomicBool::new(false),
         });
-        let other = shared.clone();
-        let spawned = std::thread::Builder::new().name("comm background".into()).spawn(move || other.serve());
-        let background =
-            spawned.map_err(|e| crate::Error::Launch(format!("cannot start the background thread: {e}")))?;
-        Ok(Process { shared, timeout, background: Some(background) })
+        let monitor = monitor::start(shared.clone())?;
+        Ok(Process { shared, monitor: Some(monitor) })
     }
 
     pub(crate) fn control(&self) -> &dyn ControlTransport {
@@ -76,40 +87,27 @@ impl Process {
         }
     }
 
-    /// Reports this rank's failure to all others.
+    /// Reports a failure to all other ranks.
     pub(crate) fn fail(&self, failure: FailureReport) {
         self.shared.fail(failure);
     }
 
     /// Records that `rank` of the job has made this call.
     pub(crate) fn note_call(&self, rank: usize, descriptor: &OpDescriptor) {
-        let mut last_calls = self.shared.last_calls.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(place) = last_calls.get_mut(rank) {
-            *place = Some((descriptor.to_string(), Instant::now()));
-        }
+        let call = format!("{descriptor}, then stopped responding; last seen");
+        self.shared.saw(rank, OpRecord { call, status: OpStatus::Done, age: Duration::ZERO });
     }
 
-    /// The last operations of `rank`: from its own flight recorder, or the last call seen from it.
+    /// The last operations of `rank`: from its own flight recorder, or the last one known of it.
     pub(crate) fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        let control = self.control();
-        if rank == control.rank() {
+        if rank == self.control().rank() {
             return Some(self.flight_recorder().last_ops());
         }
-        let deadline = Instant::now() + ANSWER_TIMEOUT;
-        let mut idle = 0;
-        if !control.has_exited(rank) && control.send(rank, Topic::QUESTION, Vec::new()).is_ok() {
-            while Instant::now() < deadline && !control.has_exited(rank) {
-                if let Some(answer) = control.try_receive(rank, Topic::ANSWER) {
-                    return decode_records(&answer);
-                }
-                control.back_off(idle);
-                idle += 1;
-            }
+        match self.shared.ask(&[rank], ANSWER_TIMEOUT).pop() {
+            Some(RankState::Answered(snapshot)) => Some(snapshot.ops.iter().map(OpState::record).collect()),
+            Some(RankState::Exited(last) | RankState::Silent(last)) => Some(vec![last?]),
+            None => None,
         }
-        let last_calls = self.shared.last_calls.lock().unwrap_or_else(PoisonError::into_inner);
-        let (call, at) = last_calls.get(rank)?.clone()?;
-        let call = format!("{call}, then stopped responding; last seen");
-        Some(vec![OpRecord { call, status: OpStatus::Done, age: at.elapsed() }])
     }
 
     /// Waits until `ready` returns a value. `missing` lists the ranks it waits for, as (rank in the group, rank in
@@ -148,9 +146,10 @@ impl Drop for Process {
         let control = &*self.shared.control;
         if std::thread::panicking() {
             let reason = "it panicked".to_string();
-            self.fail(FailureReport { rank: control.rank(), stall: false, reason });
+            self.fail(FailureReport { rank: control.rank(), stall: false, diagnosis: false, reason });
         }
         if self.failure().is_none() {
+            self.shared.leaving.store(true, Ordering::Release);
             for to in (0..control.size()).filter(|r| *r != control.rank()) {
                 let _ = control.send(to, Topic::GOODBYE, Vec::new());
             }
@@ -159,15 +158,15 @@ impl Drop for Process {
                 left.retain(|r| control.try_receive(*r, Topic::GOODBYE).is_none() && !control.has_exited(*r));
                 Ok(left.is_empty().then_some(()))
             };
-            if self.wait(Instant::now() + self.timeout, ready, Vec::new).is_ok() {
+            if self.wait(Instant::now() + self.shared.timeout, ready, Vec::new).is_ok() {
                 self.shared.finished.store(true, Ordering::Release);
-                if let Some(background) = self.background.take() {
-                    let _ = background.join();
+                if let Some(monitor) = self.monitor.take() {
+                    let _ = monitor.join();
                 }
                 return control.close();
             }
             let reason = "the other ranks did not finish in time".to_string();
-            self.fail(FailureReport { rank: control.rank(), stall: true, reason });
+            self.fail(FailureReport { rank: control.rank(), stall: true, diagnosis: false, reason });
         }
         // A launcher kills the job when the first process exits; give the others time to report first.
         if let Some((_, at)) = self.shared.failed() {
@@ -176,124 +175,118 @@ impl Drop for Process {
     }
 }
 
-impl Shared {
-    fn failed(&self) -> Option<(FailureReport, Instant)> {
+impl ProcessState {
+    pub(crate) fn failed(&self) -> Option<(FailureReport, Instant)> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Reports a failure to all others, unless there was one before.
-    fn fail(&self, failure: FailureReport) {
-        if self.set_failure(failure.clone()) {
-            let text = encode_failure(&failure);
-            let control = &*self.control;
-            for to in (0..control.size()).filter(|r| *r != control.rank()) {
-                // A rank that cannot be reached detects it by itself.
-                let _ = control.send(to, Topic::FAILURE, text.clone());
-            }
-        }
-    }
-
     /// Stores the first failure; returns whether this is it.
-    fn set_failure(&self, failure: FailureReport) -> bool {
+    pub(crate) fn set_failure(&self, failure: FailureReport) -> bool {
         let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         let new = first.is_none();
         first.get_or_insert((failure, Instant::now()));
         new
     }
 
-    fn serve(&self) {
-        let here = self.control.rank();
-        while !self.finished.load(Ordering::Acquire) {
-            for rank in (0..self.control.size()).filter(|r| *r != here) {
-                while self.control.try_receive(rank, Topic::QUESTION).is_some() {
-                    let _ = self.control.send(rank, Topic::ANSWER, encode_records(&self.recorder.last_ops()));
-                }
-                if let Some(text) = self.control.try_receive(rank, Topic::FAILURE) {
-                    self.set_failure(decode_failure(rank, &text));
-                }
+    /// Stores a failure and sends it to all other ranks; returns whether it is the first.
+    pub(crate) fn fail(&self, failure: FailureReport) -> bool {
+        let new = self.set_failure(failure.clone());
+        if new {
+            let (text, control) = (encode_failure(&failure), &self.control);
+            for to in (0..control.size()).filter(|r| *r != control.rank()) {
+                // A rank that cannot be reached detects it by itself.
+                let _ = control.send(to, Topic::FAILURE, text.clone());
             }
-            if let Some((rank, reason)) = self.control.broken() {
-                self.fail(FailureReport { rank, stall: false, reason });
-            }
-            if self.failed().is_some_and(|(_, at)| at.elapsed() > FORCE_EXIT) {
-                eprintln!(
-                    "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
-                );
-                self.control.abort();
-                std::process::exit(1);
-            }
-            std::thread::sleep(POLL_INTERVAL);
         }
+        new
+    }
+
+    fn last_seen(&self) -> MutexGuard<'_, Vec<Option<(OpRecord, Instant)>>> {
+        self.last_seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Records what `rank` of the job is doing now.
+    pub(crate) fn saw(&self, rank: usize, record: OpRecord) {
+        if let Some(place) = self.last_seen().get_mut(rank) {
+            *place = Some((record, Instant::now()));
+        }
+    }
+
+    /// The last operation known of `rank`, as old as it is by now.
+    pub(crate) fn seen(&self, rank: usize) -> Option<OpRecord> {
+        let (record, at) = self.last_seen().get(rank)?.clone()?;
+        Some(OpRecord { age: record.age + at.elapsed(), ..record })
+    }
+
+    /// Asks other ranks what they have done; all have `timeout` together to answer.
+    pub(crate) fn ask(&self, ranks: &[usize], timeout: Duration) -> Vec<RankState> {
+        let _asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        let control = &*self.control;
+        let asked: Vec<bool> = ranks
+            .iter()
+            .map(|rank| {
+                // An answer to an earlier question that came too late.
+                while control.try_receive(*rank, Topic::ANSWER).is_some() {}
+                !control.has_exited(*rank) && control.send(*rank, Topic::QUESTION, Vec::new()).is_ok()
+            })
+            .collect();
+        let mut answers: Vec<Option<RankState>> = vec![None; ranks.len()];
+        let (deadline, mut idle) = (Instant::now() + timeout, 0);
+        loop {
+            for ((answer, rank), asked) in answers.iter_mut().zip(ranks).zip(&asked) {
+                if answer.is_none() && control.has_exited(*rank) {
+                    *answer = Some(RankState::Exited(self.seen(*rank)));
+                } else if answer.is_none() && *asked {
+                    let text = control.try_receive(*rank, Topic::ANSWER);
+                    *answer = text.and_then(|t| snapshot::decode(&t)).map(RankState::Answered);
+                }
+            }
+            if answers.iter().all(Option::is_some) || Instant::now() >= deadline {
+                break;
+            }
+            control.back_off(idle);
+            idle += 1;
+        }
+        let known = |(answer, rank): (Option<RankState>, &usize)| {
+            answer.unwrap_or_else(|| RankState::Silent(self.seen(*rank)))
+        };
+        answers.into_iter().zip(ranks).map(known).collect()
     }
 }
 
-/// Encodes a report as whether it is a stall, the rank that failed (which need not be the one that reports it), and
-/// the reason.
+/// Encodes a failure: flags, the rank that failed, and the reason.
 fn encode_failure(failure: &FailureReport) -> Vec<u8> {
-    let mut text = vec![u8::from(failure.stall)];
+    let mut text = vec![u8::from(failure.stall) | u8::from(failure.diagnosis) << 1];
     text.extend((failure.rank as u32).to_le_bytes());
     text.extend(failure.reason.as_bytes());
     text
 }
 
-/// Decodes a report from rank `from`.
-fn decode_failure(from: usize, text: &[u8]) -> FailureReport {
-    let stall = text.first() == Some(&1);
-    let rank = text.get(1..5).and_then(|b| b.try_into().ok()).map(|b| u32::from_le_bytes(b) as usize);
-    let reason = String::from_utf8_lossy(text.get(5..).unwrap_or_default()).into_owned();
-    FailureReport { rank: rank.unwrap_or(from), stall, reason }
-}
-
-const STATUSES: [OpStatus; 4] = [OpStatus::Waiting, OpStatus::Running, OpStatus::Done, OpStatus::Failed];
-
-/// Encodes records as (status, age in milliseconds, length, text) each.
-fn encode_records(records: &[OpRecord]) -> Vec<u8> {
-    let mut out = Vec::new();
-    for n in records {
-        out.push(STATUSES.iter().position(|p| *p == n.status).unwrap_or(0) as u8);
-        out.extend((n.age.as_millis() as u64).to_le_bytes());
-        out.extend((n.call.len() as u64).to_le_bytes());
-        out.extend(n.call.as_bytes());
+/// Decodes a failure that `from` has sent. Only a diagnosis may speak of another rank.
+pub(crate) fn decode_failure(from: usize, text: &[u8]) -> FailureReport {
+    let flags = text.first().copied().unwrap_or(0);
+    let diagnosis = flags & 2 != 0;
+    let named =
+        text.get(1..5).and_then(|b| b.try_into().ok()).map_or(from, |b| u32::from_le_bytes(b) as usize);
+    FailureReport {
+        rank: if diagnosis { named } else { from },
+        stall: flags & 1 != 0,
+        diagnosis,
+        reason: String::from_utf8_lossy(text.get(5..).unwrap_or_default()).into_owned(),
     }
-    out
-}
-
-fn decode_records(mut bytes: &[u8]) -> Option<Vec<OpRecord>> {
-    let mut records = Vec::new();
-    while !bytes.is_empty() {
-        let (head, rest) = bytes.split_at_checked(17)?;
-        let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
-        let (text, rest) = rest.split_at_checked(usize::try_from(number(9)?).ok()?)?;
-        let status = *STATUSES.get(usize::from(head[0]))?;
-        let call = String::from_utf8_lossy(text).into_owned();
-        records.push(OpRecord { call, status, age: Duration::from_millis(number(1)?) });
-        bytes = rest;
-    }
-    Some(records)
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 
     #[test]
-    fn notes_travel_and_rubbish_is_refused() {
-        let records: Vec<OpRecord> = STATUSES
-            .iter()
-            .map(|p| OpRecord {
-                call: format!("a call ü {p:?}"),
-                status: *p,
-                age: Duration::from_millis(1234),
-            })
-            .collect();
-        let bytes = encode_records(&records);
-        assert_eq!(format!("{:?}", decode_records(&bytes).unwrap()), format!("{records:?}"));
-        (1..bytes.len()).for_each(|cut| {
-            if let Some(some) = decode_records(&bytes[..cut]) {
-                assert!(some.len() < records.len());
-            }
-        });
-        assert!(decode_records(&[9; 40]).is_none());
+    fn failures_travel_and_speak_for_their_sender() {
+        let failure = |rank, diagnosis| FailureReport { rank, stall: true, diagnosis, reason: "ü".into() };
+        let back = decode_failure(3, &encode_failure(&failure(7, true)));
+        assert_eq!((back.rank, back.stall, back.diagnosis, back.reason.as_str()), (7, true, true, "ü"));
+        assert_eq!(decode_failure(3, &encode_failure(&failure(7, false))).rank, 3);
+        assert_eq!(decode_failure(3, &[]).rank, 3);
+        assert_eq!(decode_failure(3, &[2, 1]).rank, 3);
     }
 }

@@ -4,7 +4,7 @@ use crate::backend::{Descriptors, OpError};
 use crate::control::Topic;
 use crate::op_descriptor::OpDescriptor;
 use crate::process::Process;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 /// A group whose ranks are processes.
@@ -29,6 +29,7 @@ impl ProcessGroup {
         deadline: Instant,
     ) -> Result<Option<ProcessGroup>, OpError> {
         process.check_alive()?;
+        process.shared.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(index, ranks.to_vec());
         let control = process.control();
         let (here, size) = (control.rank(), control.size());
         if size > 1 {
@@ -71,6 +72,13 @@ impl ProcessGroup {
         for to in self.others() {
             control.send(self.ranks[to], topic, mine.to_vec())?;
         }
+        self.collect(topic, deadline)
+    }
+
+    /// Waits for one message from each other rank. Returns them in rank order; this rank's own entry is empty.
+    fn collect(&self, topic: Topic, deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
+        self.process.check_alive()?;
+        let control = self.process.control();
         let mut received: Vec<Option<Vec<u8>>> = vec![None; self.ranks.len()];
         received[self.me] = Some(Vec::new());
         // Shared by both closures.
@@ -92,6 +100,58 @@ impl ProcessGroup {
             },
         )?;
         Ok(received.into_inner().into_iter().flatten().collect())
+    }
+
+    /// Bytes of all ranks in rank order: every rank sends its own to the first, which sends all of them to everybody.
+    /// Two frames a rank, where [`ProcessGroup::gather`] has as many as there are ranks.
+    pub(crate) fn gather_through_root(
+        &self,
+        topic: Topic,
+        mine: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>, OpError> {
+        let control = self.process.control();
+        if self.me == 0 {
+            let mut all = self.collect(topic, deadline)?;
+            all[0] = mine.to_vec();
+            let text: Vec<u8> = all
+                .iter()
+                .flat_map(|b| (b.len() as u64).to_le_bytes().into_iter().chain(b.iter().copied()))
+                .collect();
+            self.others().try_for_each(|to| control.send(self.ranks[to], topic, text.clone()))?;
+            return Ok(all);
+        }
+        self.process.check_alive()?;
+        let root = self.ranks[0];
+        control.send(root, topic, mine.to_vec())?;
+        let text =
+            self.process.wait(deadline, || Ok(control.try_receive(root, topic)), || vec![(0, root)])?;
+        let mut rest = text.as_slice();
+        let mut all = Vec::with_capacity(self.ranks.len());
+        while let Some((len, after)) = rest.split_first_chunk::<8>() {
+            let part = usize::try_from(u64::from_le_bytes(*len)).ok().and_then(|n| after.split_at_checked(n));
+            let Some((part, after)) = part else { break };
+            all.push(part.to_vec());
+            rest = after;
+        }
+        if all.len() != self.ranks.len() || !rest.is_empty() {
+            let what = format!(
+                "rank {root} sent an invalid reply; all ranks must run the same version of the program"
+            );
+            return Err(OpError::Backend { what });
+        }
+        Ok(all)
+    }
+
+    /// [`ProcessGroup::exchange_descriptors`] in two frames a rank.
+    pub(crate) fn exchange_through_root(
+        &self,
+        descriptor: &OpDescriptor,
+        deadline: Instant,
+    ) -> Result<Descriptors, OpError> {
+        let all = self.gather_through_root(Topic::collective(self.index), &descriptor.encode(), deadline)?;
+        let decoded = all.iter().enumerate().map(|(r, bytes)| self.decode(r, bytes).map(Arc::new));
+        Ok(Descriptors::PerRank(decoded.collect::<Result<_, _>>()?))
     }
 
     /// Implements [`crate::backend::GroupBackend::exchange_descriptors`].

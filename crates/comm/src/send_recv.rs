@@ -1,6 +1,6 @@
 //! Point-to-point sends and receives, and all-gather of host bytes.
 
-use crate::backend::{Collective, OpError, P2pOp};
+use crate::backend::{Collective, Completion, OpError, P2pOp};
 use crate::communicator::{Counters, Direction};
 use crate::flight_recorder::OpStatus;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
@@ -86,11 +86,13 @@ impl<'a> DescribedBatch<'a> {
 /// A batch in progress: in the flight recorder until it completes or fails.
 struct ActiveBatch<'a, 'b> {
     batch: &'b DescribedBatch<'a>,
-    /// The recorder shows one message of the batch: the first receive, else the first send.
+    /// What an error of the whole batch names: the first receive, else the first send.
     first: Option<Arc<OpDescriptor>>,
-    number: u64,
+    /// Every message in the flight recorder.
+    numbers: Vec<u64>,
     start: Instant,
-    state: OpStatus,
+    /// True once the backend has taken it.
+    taken: bool,
     /// Its span in a trace.
     span: Option<Span>,
 }
@@ -98,21 +100,24 @@ struct ActiveBatch<'a, 'b> {
 impl<'a, 'b> ActiveBatch<'a, 'b> {
     fn begin(batch: &'b DescribedBatch<'a>) -> Result<ActiveBatch<'a, 'b>> {
         let first = batch.receives.first().or(batch.sends.first()).map(|l| Arc::new(l.descriptor.clone()));
-        let number = first.clone().map_or(0, |n| batch.group.core.job_backend.flight_recorder().begin(n));
-        let mut open =
-            ActiveBatch { batch, first, number, start: Instant::now(), state: OpStatus::Failed, span: None };
+        let core = &batch.group.core;
+        let recorder = core.job_backend.flight_recorder();
+        // The last entry is what a report of this rank shows: the receive that it waits for.
+        let messages = batch.sends.iter().chain(batch.receives.iter().rev());
+        let numbers = messages.map(|l| recorder.begin(core.index, Arc::new(l.descriptor.clone()))).collect();
+        let mut open = ActiveBatch { batch, first, numbers, start: Instant::now(), taken: false, span: None };
         if let Some(first) = &open.first {
             open.span = Some(batch.group.span(batch.stream, first)?);
         }
         Ok(open)
     }
 
-    fn run(
+    fn run<T: Default>(
         &mut self,
-        half: impl FnOnce(&dyn crate::backend::GroupBackend, &DescribedBatch) -> Result<(), OpError>,
-    ) -> Result<()> {
+        half: impl FnOnce(&dyn crate::backend::GroupBackend, &DescribedBatch) -> Result<T, OpError>,
+    ) -> Result<T> {
         let (core, batch) = (&*self.batch.group.core, self.batch);
-        let (Some(backend), Some(first)) = (&core.backend, &self.first) else { return Ok(()) };
+        let (Some(backend), Some(first)) = (&core.backend, &self.first) else { return Ok(T::default()) };
         half(&**backend, batch).map_err(|t| {
             // Name the message that is missing.
             let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.descriptor);
@@ -124,10 +129,11 @@ impl<'a, 'b> ActiveBatch<'a, 'b> {
         })
     }
 
-    fn done(&mut self) {
-        self.state = OpStatus::Done;
+    fn done(&mut self, completion: Completion) {
+        self.taken = true;
         self.span = None;
         let group = self.batch.group;
+        group.core.job_backend.flight_recorder().complete(&self.numbers, completion);
         for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
             group.add_volume(OpKind::SendRecv, l.tensor.bytes() as u64);
         }
@@ -136,7 +142,10 @@ impl<'a, 'b> ActiveBatch<'a, 'b> {
 
 impl Drop for ActiveBatch<'_, '_> {
     fn drop(&mut self) {
-        self.batch.group.core.job_backend.flight_recorder().set(self.number, self.state);
+        if !self.taken {
+            let recorder = self.batch.group.core.job_backend.flight_recorder();
+            self.numbers.iter().for_each(|number| recorder.set(*number, OpStatus::Failed));
+        }
     }
 }
 
@@ -194,8 +203,8 @@ impl Communicator {
         }
         for o in &mut open {
             let deadline = watchdog::deadline(o.batch.group.core.timeout);
-            o.run(|e, b| e.complete_receives(b.stream, &b.sends, &b.receives, deadline))?;
-            o.done();
+            let completion = o.run(|e, b| e.complete_receives(b.stream, &b.sends, &b.receives, deadline))?;
+            o.done(completion);
         }
         Ok(())
     }
@@ -227,7 +236,7 @@ impl Communicator {
             None,
             descriptor,
             &Collective::AllGatherBytes(mine),
-            |backend, deadline| backend.all_gather_bytes(mine, deadline),
+            |backend, deadline| Ok((backend.all_gather_bytes(mine, deadline)?, Completion::Done)),
             |all: &Vec<Vec<u8>>| volume::all_gather(rank, all.iter().map(Vec::len)),
         )
     }

@@ -32,7 +32,12 @@ pub(crate) fn fail_op(
 /// Reports this rank's failure, so that the others fail too.
 pub(crate) fn report(job_backend: &dyn JobBackend, error: &Error) {
     let stall = matches!(error, Error::Stall { .. } | Error::Ended { .. });
-    job_backend.fail(FailureReport { rank: job_backend.rank(), stall, reason: error.to_string() });
+    job_backend.fail(FailureReport {
+        rank: job_backend.rank(),
+        stall,
+        diagnosis: false,
+        reason: error.to_string(),
+    });
 }
 
 fn explain(

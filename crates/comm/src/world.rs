@@ -116,8 +116,20 @@ impl World {
             self.job.backend.fail(FailureReport {
                 rank: self.rank(),
                 stall: false,
+                diagnosis: false,
                 reason: reason.to_string(),
             });
+        }
+    }
+
+    /// Fails if a rank of the job has failed. After a failure, work on a GPU ends without a result: call it after
+    /// waiting for a stream, before using what was computed.
+    pub fn check(&self) -> Result<()> {
+        match self.job.backend.failure() {
+            None => Ok(()),
+            Some(FailureReport { rank: by, reason, .. }) => {
+                Err(Error::Abandoned { rank: self.rank(), call: "the step".into(), by, reason })
+            }
         }
     }
 

@@ -4,7 +4,7 @@ use super::control::{Comm, MpiControl};
 use super::ffi::Mpi;
 use super::reduce;
 use super::transfer::{GroupTransfer, MAX_MESSAGE};
-use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
+use crate::backend::{Collective, Completion, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::control::{ControlTransport, Topic};
 use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
@@ -114,9 +114,9 @@ impl GroupBackend for MpiGroupBackend {
         self.group.exchange_descriptors(descriptor, deadline)
     }
 
-    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done<Completion> {
         let n = self.group.ranks.len();
-        match collective {
+        let done: Done = match collective {
             Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
             Collective::AllReduce { t, .. } | Collective::ReduceScatter { mine: t, .. } => match t.dtype() {
                 _ if t.numel() == 0 => Ok(()),
@@ -147,7 +147,8 @@ impl GroupBackend for MpiGroupBackend {
                 )
             }
             Collective::Broadcast { t, root } => self.broadcast(s, t, *root, deadline),
-        }
+        };
+        done.map(|()| Completion::Done)
     }
 
     fn post_sends(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
@@ -162,7 +163,13 @@ impl GroupBackend for MpiGroupBackend {
         Ok(())
     }
 
-    fn complete_receives(&self, s: &Stream, _sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+    fn complete_receives(
+        &self,
+        s: &Stream,
+        _sends: &[P2pOp],
+        receives: &[P2pOp],
+        deadline: Instant,
+    ) -> Done<Completion> {
         let (me, topic) = (self.group.me, Topic::p2p(self.group.index));
         for op in receives {
             let (peer, from) = (op.peer, self.group.ranks[op.peer]);
@@ -183,7 +190,7 @@ impl GroupBackend for MpiGroupBackend {
                 transfer.run(&[], &mut [(peer, l.slice_mut::<u8>(0)?)], deadline)
             })?;
         }
-        Ok(())
+        Ok(Completion::Done)
     }
 
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {

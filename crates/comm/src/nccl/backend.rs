@@ -1,13 +1,14 @@
 //! Collectives and sends of one group over NCCL: enqueued on the caller's stream, not waited for.
 
 use super::comm::NcclComm;
-use super::ffi::{Comm, CudaStream, IN_PROGRESS, Nccl, SUCCESS};
-use crate::ReduceOp;
-use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
+use super::ffi::{Comm, CudaStream, Nccl, SUCCESS};
+use crate::backend::{Collective, Completion, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::control::Topic;
 use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
-use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, read, shape_error, write};
+use crate::threads::reduce::reduce;
+use crate::{ReduceKernels, ReduceOp};
+use ferrotron_tensor::{Arg, Category, DType, Launch, Stream, Tensor, read, shape_error, write};
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,6 +17,9 @@ pub(super) struct NcclGroupBackend {
     pub(super) nccl: &'static Nccl,
     pub(super) comm: Arc<NcclComm>,
     pub(super) group: ProcessGroup,
+    pub(super) kernels: ReduceKernels,
+    /// Compare every call with all ranks before it is enqueued, instead of by digests.
+    pub(super) checked: bool,
 }
 
 type Done<T = ()> = Result<T, OpError>;
@@ -43,6 +47,11 @@ fn nccl_op(op: ReduceOp) -> c_int {
     }
 }
 
+/// NCCL's maximum of floats drops NaN.
+fn loses_nan(op: ReduceOp, dtype: DType) -> bool {
+    op == ReduceOp::Max && !matches!(dtype, DType::I32 | DType::I64)
+}
+
 /// Addresses and stream of a call.
 struct Call<'a, 'b> {
     launch: &'b Launch<'a>,
@@ -60,25 +69,33 @@ impl Call<'_, '_> {
 type ArgSlice = (usize, usize, usize);
 
 impl NcclGroupBackend {
+    /// Records an event before and after `work`, unless the stream is captured into a graph.
+    fn enqueue(&self, s: &Stream, work: impl FnOnce() -> Done) -> Done<Completion> {
+        if s.is_capturing() {
+            return work().map(|()| Completion::Done);
+        }
+        let start = s.record()?;
+        work()?;
+        Ok(Completion::Enqueued { start, done: s.record()? })
+    }
+
     /// Enqueues one NCCL operation; `enqueue` returns its code.
     fn call<'a>(
         &self,
         s: &'a Stream,
         op: &'static str,
         args: &'a [Arg<'a>],
-        deadline: Instant,
         enqueue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
     ) -> Done {
-        let comm = self.comm.raw()?;
-        // A split of this communicator may still be in progress in the background.
-        self.comm.wait_accepted(op, IN_PROGRESS, deadline)?;
-        let mut code = SUCCESS;
-        s.launch(op, args, |l| {
-            let stream: CudaStream = l.cuda_stream()?.cast();
-            code = enqueue(&Call { launch: l, comm, stream })?;
-            Ok(())
-        })?;
-        self.comm.wait_accepted(op, code, deadline)
+        self.comm.call(|comm| {
+            let mut code = SUCCESS;
+            s.launch(op, args, |l| {
+                let stream: CudaStream = l.cuda_stream()?.cast();
+                code = enqueue(&Call { launch: l, comm, stream })?;
+                Ok(())
+            })?;
+            Ok(self.nccl.check(op, code)?)
+        })
     }
 
     /// Sends and receives in one NCCL group: (rank of the group, slice of an argument).
@@ -108,17 +125,11 @@ impl NcclGroupBackend {
                 codes.push((n.receive)(at, len, BYTES, peer, c.comm, c.stream));
             }
             let end = (n.group_end)();
-            Ok(codes.into_iter().find(|c| *c != SUCCESS && *c != IN_PROGRESS).unwrap_or(end))
+            Ok(codes.into_iter().find(|c| *c != SUCCESS).unwrap_or(end))
         }
     }
 
-    fn gather(
-        &self,
-        s: &Stream,
-        (mine, all): (&Tensor, &Tensor),
-        counts: Option<&[usize]>,
-        deadline: Instant,
-    ) -> Done {
+    fn gather(&self, s: &Stream, (mine, all): (&Tensor, &Tensor), counts: Option<&[usize]>) -> Done {
         let size = all.dtype().size();
         let (me, n) = (self.group.me, self.group.ranks.len());
         let starts = starts(counts, all.numel() / n, n, size);
@@ -126,7 +137,7 @@ impl NcclGroupBackend {
         let inside = mine.overlaps(all);
         let args = if inside { vec![write(all)] } else { vec![write(all), read(mine)] };
         let own: ArgSlice = if inside { (0, starts[me], mine.bytes()) } else { (1, 0, mine.bytes()) };
-        self.call(s, "all-gather", &args, deadline, |c| match counts {
+        self.call(s, "all-gather", &args, |c| match counts {
             // SAFETY: `all` has n times the bytes of `mine`; NCCL allows `mine` to be its own slot of `all`.
             None => Ok(unsafe {
                 let (from, to) = (c.at(own.0, own.1)?, c.at(0, 0)?);
@@ -140,6 +151,81 @@ impl NcclGroupBackend {
                 self.send_recv(c, &sends, &receives)
             }
         })
+    }
+
+    fn all_to_all(&self, s: &Stream, (from, to): (&Tensor, &Tensor), splits: Option<SplitSizes>) -> Done {
+        let n = self.group.ranks.len();
+        let (size, equal) = (from.dtype().size(), from.numel() / n);
+        let sent = starts(splits.map(|s| s.sent), equal, n, size);
+        let received = starts(splits.map(|s| s.received), equal, n, size);
+        let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, ArgSlice)> {
+            (0..n).map(|r| (r, (arg, starts[r], starts[r + 1] - starts[r]))).collect()
+        };
+        self.call(s, "all-to-all", &[read(from), write(to)], |c| {
+            self.send_recv(c, &parts(0, &sent), &parts(1, &received))
+        })
+    }
+
+    /// `out` = maximum of the n parts of `parts`, NaN if any is NaN.
+    fn maximum(&self, s: &Stream, parts: &Tensor, out: &Tensor) -> Done {
+        let count = out.numel();
+        let sources = (0..self.group.ranks.len()).map(|r| parts.narrow(0, r * count, count));
+        let sources = sources.collect::<ferrotron_tensor::Result<Vec<Tensor>>>()?;
+        reduce(s, &self.kernels, &sources, &out.view(&[count])?, ReduceOp::Max)
+    }
+
+    fn transfer(&self, s: &Stream, collective: &Collective) -> Done {
+        let (nccl, n, me) = (self.nccl, self.group.ranks.len(), self.group.me);
+        let scratch = |t: &Tensor| {
+            let len = t.numel() * n;
+            Tensor::empty(s, &[len], t.dtype(), Category::Communication)
+        };
+        match collective {
+            Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
+            Collective::AllReduce { t, .. } | Collective::Broadcast { t, .. } if t.numel() == 0 => Ok(()),
+            Collective::ReduceScatter { mine, .. } if mine.numel() == 0 => Ok(()),
+            Collective::AllGather { all, .. } if all.numel() == 0 => Ok(()),
+            Collective::AllReduce { t, op } if loses_nan(*op, t.dtype()) => {
+                let all = scratch(t)?;
+                self.gather(s, (t, &all), None)?;
+                self.maximum(s, &all, t)
+            }
+            Collective::AllReduce { t, op } => self.call(s, "all-reduce", &[write(t)], |c| {
+                let (at, dtype, op) = (c.at(0, 0)?, nccl_dtype(t.dtype())?, nccl_op(*op));
+                // SAFETY: in place on a whole contiguous tensor of that dtype.
+                Ok(unsafe { (nccl.all_reduce)(at, at, t.numel(), dtype, op, c.comm, c.stream) })
+            }),
+            Collective::ReduceScatter { all, mine, op } if loses_nan(*op, mine.dtype()) => {
+                let parts = scratch(mine)?;
+                self.all_to_all(s, (all, &parts), None)?;
+                self.maximum(s, &parts, mine)
+            }
+            Collective::ReduceScatter { all, mine, op } => {
+                let inside = mine.overlaps(all);
+                let args = if inside { vec![write(all)] } else { vec![read(all), write(mine)] };
+                self.call(s, "reduce-scatter", &args, |c| {
+                    let to = if inside { c.at(0, me * mine.bytes())? } else { c.at(1, 0)? };
+                    let (from, dtype, op) = (c.at(0, 0)?, nccl_dtype(mine.dtype())?, nccl_op(*op));
+                    // SAFETY: `all` has n times the elements of `mine`, which may be its own slot of `all`.
+                    Ok(unsafe { (nccl.reduce_scatter)(from, to, mine.numel(), dtype, op, c.comm, c.stream) })
+                })
+            }
+            Collective::AllGather { mine, all, counts } => self.gather(s, (mine, all), *counts),
+            Collective::AllToAll { from, to, splits } => self.all_to_all(s, (from, to), *splits),
+            Collective::Broadcast { t, root } => {
+                let args = if *root == me { [read(t)] } else { [write(t)] };
+                self.call(s, "broadcast", &args, |c| {
+                    let (at, root) = (c.at(0, 0)?, *root as c_int);
+                    // SAFETY: a whole contiguous tensor; the root's is only read.
+                    Ok(unsafe { (nccl.broadcast)(at, at, t.bytes(), BYTES, root, c.comm, c.stream) })
+                })
+            }
+        }
+    }
+
+    /// Adds a call to this rank's digest.
+    fn digest(&self, descriptor: &OpDescriptor) {
+        self.group.process.shared.digest.add(self.group.index, self.group.me, descriptor);
     }
 }
 
@@ -159,70 +245,44 @@ impl GroupBackend for NcclGroupBackend {
         &self,
         _: Option<&Stream>,
         descriptor: &OpDescriptor,
-        _: &Collective,
+        collective: &Collective,
         deadline: Instant,
     ) -> Done<Descriptors> {
-        self.group.exchange_descriptors(descriptor, deadline)
-    }
-
-    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
-        let (nccl, n, me) = (self.nccl, self.group.ranks.len(), self.group.me);
         match collective {
-            Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
-            Collective::AllReduce { t, .. } | Collective::Broadcast { t, .. } if t.numel() == 0 => Ok(()),
-            Collective::ReduceScatter { mine, .. } if mine.numel() == 0 => Ok(()),
-            Collective::AllGather { all, .. } if all.numel() == 0 => Ok(()),
-            Collective::AllReduce { t, op } => self.call(s, "all-reduce", &[write(t)], deadline, |c| {
-                let (at, dtype, op) = (c.at(0, 0)?, nccl_dtype(t.dtype())?, nccl_op(*op));
-                // SAFETY: in place on a whole contiguous tensor of that dtype.
-                Ok(unsafe { (nccl.all_reduce)(at, at, t.numel(), dtype, op, c.comm, c.stream) })
-            }),
-            Collective::ReduceScatter { all, mine, op } => {
-                let inside = mine.overlaps(all);
-                let args = if inside { vec![write(all)] } else { vec![read(all), write(mine)] };
-                self.call(s, "reduce-scatter", &args, deadline, |c| {
-                    let to = if inside { c.at(0, me * mine.bytes())? } else { c.at(1, 0)? };
-                    let (from, dtype, op) = (c.at(0, 0)?, nccl_dtype(mine.dtype())?, nccl_op(*op));
-                    // SAFETY: `all` has n times the elements of `mine`, which may be its own slot of `all`.
-                    Ok(unsafe { (nccl.reduce_scatter)(from, to, mine.numel(), dtype, op, c.comm, c.stream) })
-                })
-            }
-            Collective::AllGather { mine, all, counts } => self.gather(s, (mine, all), *counts, deadline),
-            Collective::AllToAll { from, to, splits } => {
-                let (size, equal) = (from.dtype().size(), from.numel() / n);
-                let sent = starts(splits.map(|s| s.sent), equal, n, size);
-                let received = starts(splits.map(|s| s.received), equal, n, size);
-                let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, ArgSlice)> {
-                    (0..n).map(|r| (r, (arg, starts[r], starts[r + 1] - starts[r]))).collect()
-                };
-                self.call(s, "all-to-all", &[read(from), write(to)], deadline, |c| {
-                    self.send_recv(c, &parts(0, &sent), &parts(1, &received))
-                })
-            }
-            Collective::Broadcast { t, root } => {
-                let args = if *root == me { [read(t)] } else { [write(t)] };
-                self.call(s, "broadcast", &args, deadline, |c| {
-                    let (at, root) = (c.at(0, 0)?, *root as c_int);
-                    // SAFETY: a whole contiguous tensor; the root's is only read.
-                    Ok(unsafe { (nccl.broadcast)(at, at, t.bytes(), BYTES, root, c.comm, c.stream) })
-                })
+            Collective::Barrier => self.group.exchange_through_root(descriptor, deadline),
+            _ if self.checked => self.group.exchange_descriptors(descriptor, deadline),
+            _ => {
+                self.group.process.check_alive()?;
+                self.digest(descriptor);
+                Ok(Descriptors::Deferred)
             }
         }
     }
 
-    /// Sends only the descriptors: NCCL needs sends and receives of a stream in one group.
+    fn run(&self, s: &Stream, collective: &Collective, _: Instant) -> Done<Completion> {
+        self.enqueue(s, || self.transfer(s, collective))
+    }
+
+    /// Sends nothing: NCCL needs sends and receives of a stream in one group. When every call is compared, the
+    /// descriptors travel now.
     fn post_sends(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
         self.group.process.check_alive()?;
         let (control, topic) = (self.group.process.control(), Topic::p2p(self.group.index));
-        for op in sends {
+        for op in sends.iter().filter(|_| self.checked) {
             control.send(self.group.ranks[op.peer], topic, op.descriptor.encode())?;
         }
         Ok(())
     }
 
-    fn complete_receives(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+    fn complete_receives(
+        &self,
+        s: &Stream,
+        sends: &[P2pOp],
+        receives: &[P2pOp],
+        deadline: Instant,
+    ) -> Done<Completion> {
         let (control, topic) = (self.group.process.control(), Topic::p2p(self.group.index));
-        for op in receives {
+        for op in receives.iter().filter(|_| self.checked) {
             let (peer, from) = (op.peer, self.group.ranks[op.peer]);
             let missing = || vec![(peer, from)];
             let text = self.group.process.wait(deadline, || Ok(control.try_receive(from, topic)), missing)?;
@@ -232,18 +292,21 @@ impl GroupBackend for NcclGroupBackend {
                 return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
             }
         }
+        sends.iter().chain(receives).filter(|_| !self.checked).for_each(|op| self.digest(&op.descriptor));
         let args: Vec<Arg> =
             sends.iter().map(|l| read(l.tensor)).chain(receives.iter().map(|l| write(l.tensor))).collect();
         let part = |first: usize, ops: &[P2pOp]| -> Vec<(usize, ArgSlice)> {
             let all = ops.iter().enumerate();
             all.map(|(i, l)| (l.peer, (first + i, 0, l.tensor.bytes()))).collect()
         };
-        self.call(s, "exchange", &args, deadline, |c| {
-            self.send_recv(c, &part(0, sends), &part(sends.len(), receives))
+        self.enqueue(s, || {
+            self.call(s, "exchange", &args, |c| {
+                self.send_recv(c, &part(0, sends), &part(sends.len(), receives))
+            })
         })
     }
 
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.group.all_gather_bytes(mine, deadline)
+        self.group.gather_through_root(Topic::bytes(self.group.index), mine, deadline)
     }
 }

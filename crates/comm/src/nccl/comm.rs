@@ -1,34 +1,38 @@
-//! An NCCL communicator: creation, errors and shutdown. Communicators are non-blocking, so that waiting for a missing
-//! rank can time out.
+//! NCCL communicators: creation, errors and shutdown.
+//!
+//! The communicator of all ranks is non-blocking, so that waiting for a missing rank can time out, and is used for
+//! nothing but splitting off the groups: every call on a non-blocking communicator starts a thread in NCCL. The groups'
+//! communicators are blocking: a call enqueues and returns.
+//!
+//! `ncclCommGetAsyncError` completes the last call of a non-blocking communicator, so only one thread may use the
+//! parent at a time. `ncclCommSplit` returns success although it is still in progress, on members and others alike.
 
 use super::ffi::{Comm, Config, IN_PROGRESS, NO_COLOR, Nccl, SUCCESS, UniqueId};
 use crate::backend::OpError;
 use crate::process::Process;
 use ferrotron_tensor::Stream;
 use std::ffi::c_int;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-/// Time limit for finalising a communicator before it is aborted.
+/// Time limit for finalising a communicator before it is left to the end of the process.
 const FINALIZE_TIMEOUT: Duration = Duration::from_secs(5);
-
-pub(super) struct NcclComm {
-    nccl: &'static Nccl,
-    raw: Raw,
-    pub(super) process: Arc<Process>,
-    aborted: AtomicBool,
-}
+/// How long an abort waits for a thread that is inside NCCL.
+const ABORT_PATIENCE: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy)]
 struct Raw(Comm);
-// SAFETY: any thread may use a communicator, one call at a time, except that its async error may be read and an abort
-// issued at any time; calls on a group are serialised.
+// SAFETY: any thread may use a communicator, one at a time; the locks below see to that.
 unsafe impl Send for Raw {}
-// SAFETY: as above.
-unsafe impl Sync for Raw {}
 
-impl NcclComm {
+/// The communicator of all ranks, from which groups are split off.
+pub(super) struct ParentComm {
+    nccl: &'static Nccl,
+    raw: Mutex<Raw>,
+    process: Arc<Process>,
+}
+
+impl ParentComm {
     /// Creates the communicator of all ranks that know `id`, on the device of `s`. Collective.
     pub(super) fn new(
         nccl: &'static Nccl,
@@ -36,148 +40,181 @@ impl NcclComm {
         s: &Stream,
         id: UniqueId,
         deadline: Instant,
-    ) -> Result<Arc<NcclComm>, OpError> {
+    ) -> Result<ParentComm, OpError> {
+        const CALL: &str = "ncclCommInitRankConfig";
         let (size, rank) = (process.control().size() as c_int, process.control().rank() as c_int);
         let mut raw = std::ptr::null_mut();
         let mut code = SUCCESS;
         s.launch("nccl", &[], |l| {
             l.cuda_stream()?;
-            let mut config = Config::non_blocking();
+            let mut config = Config::new(false);
             // SAFETY: the context is current inside a launch; the pointers are to locals.
             code = unsafe { (nccl.init)(&mut raw, size, id, rank, &mut config) };
             Ok(())
         })?;
-        let comm = NcclComm::wrap(nccl, process, raw);
-        comm.wait_accepted("ncclCommInitRankConfig", code, deadline)?;
-        Ok(Arc::new(comm))
+        if code != SUCCESS && code != IN_PROGRESS {
+            return Err(nccl.error(CALL, code).into());
+        }
+        let parent = ParentComm { nccl, raw: Mutex::new(Raw(raw)), process: process.clone() };
+        parent.wait_ready(parent.lock().0, CALL, deadline)?;
+        Ok(parent)
     }
 
-    fn wrap(nccl: &'static Nccl, process: &Arc<Process>, raw: Comm) -> NcclComm {
-        NcclComm { nccl, raw: Raw(raw), process: process.clone(), aborted: AtomicBool::new(false) }
+    fn lock(&self) -> MutexGuard<'_, Raw> {
+        self.raw.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Splits off a communicator of some ranks. Collective over this communicator; members pass their rank in the new
-    /// group as `place`.
+    /// Splits off a communicator of some ranks. Collective over all ranks; members pass their rank in the new group as
+    /// `place`.
     pub(super) fn split(
         &self,
         s: &Stream,
         place: Option<usize>,
         deadline: Instant,
     ) -> Result<Option<Arc<NcclComm>>, OpError> {
+        const CALL: &str = "ncclCommSplit";
+        let parent = self.lock();
         let color = if place.is_some() { 0 } else { NO_COLOR };
         // Leaked: NCCL may write to it until the split completes, which may be never.
-        let raw: *mut Comm = Box::leak(Box::new(std::ptr::null_mut()));
+        let child: *mut Comm = Box::leak(Box::new(std::ptr::null_mut()));
         let mut code = SUCCESS;
         s.launch("nccl", &[], |l| {
             l.cuda_stream()?;
-            let mut config = Config::non_blocking();
+            let mut config = Config::new(true);
             let key = place.unwrap_or(0) as c_int;
-            // SAFETY: as in `new`; `raw` is never freed.
-            code = unsafe { (self.nccl.split)(self.raw.0, color, key, raw, &mut config) };
+            // SAFETY: as in `new`; `child` is never freed, and the lock keeps other threads from the parent.
+            code = unsafe { (self.nccl.split)(parent.0, color, key, child, &mut config) };
             Ok(())
         })?;
-        self.wait_accepted("ncclCommSplit", code, deadline)?;
-        // A member's communicator may appear shortly after the parent is ready; other ranks get none.
-        let comm = loop {
-            // SAFETY: never freed; volatile, because NCCL's threads write it.
-            let comm = unsafe { std::ptr::read_volatile(raw) };
-            if !comm.is_null() || place.is_none() || Instant::now() > deadline {
-                break comm;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        };
-        if comm.is_null() {
-            return Ok(None);
+        if code != SUCCESS && code != IN_PROGRESS {
+            return Err(self.nccl.error(CALL, code).into());
         }
-        let comm = NcclComm::wrap(self.nccl, &self.process, comm);
-        comm.wait_accepted("ncclCommSplit", IN_PROGRESS, deadline)?;
-        Ok(Some(Arc::new(comm)))
+        self.wait_ready(parent.0, CALL, deadline)?;
+        // SAFETY: never freed; volatile, because a thread of NCCL wrote it.
+        let child = unsafe { std::ptr::read_volatile(child) };
+        match (place, child.is_null()) {
+            (None, _) => Ok(None),
+            (Some(_), true) => {
+                Err(OpError::Backend { what: format!("{CALL} succeeded without a communicator") })
+            }
+            (Some(_), false) => Ok(Some(Arc::new(NcclComm {
+                nccl: self.nccl,
+                raw: Mutex::new(Some(Raw(child))),
+                process: self.process.clone(),
+            }))),
+        }
     }
 
-    /// Waits until NCCL has accepted the call that returned `code`, not until it has run on the GPU.
-    pub(super) fn wait_accepted(
-        &self,
-        call: &'static str,
-        code: c_int,
-        deadline: Instant,
-    ) -> Result<(), OpError> {
-        if code == SUCCESS {
-            return Ok(());
-        }
-        if code != IN_PROGRESS {
-            return Err(self.nccl.error(call, code).into());
-        }
-        let others = || (0..self.process.control().size()).map(|r| (r, r)).collect();
-        let ready = || match self.state() {
+    /// Waits until the last call on the parent is complete.
+    fn wait_ready(&self, raw: Comm, call: &'static str, deadline: Instant) -> Result<(), OpError> {
+        let ready = || match async_error(self.nccl, raw) {
             IN_PROGRESS => Ok(None),
             SUCCESS => Ok(Some(())),
             code => Err(self.nccl.error(call, code).into()),
         };
+        let others = || (0..self.process.control().size()).map(|r| (r, r)).collect();
         self.process.wait(deadline, ready, others).map_err(|error| match error {
             // NCCL does not say which rank is missing.
-            OpError::RanksMissing { failure, .. } => {
-                OpError::RanksMissing { missing: vec![], ended: vec![], failure }
+            OpError::RanksMissing { failure, ended, .. } => {
+                OpError::RanksMissing { missing: vec![], ended, failure }
             }
             other => other,
         })
     }
+}
 
-    /// The communicator's state: success, in progress, or an asynchronous error.
-    pub(super) fn state(&self) -> c_int {
-        let mut code = SUCCESS;
-        if self.aborted.load(Ordering::Acquire) || self.raw.0.is_null() {
-            return SUCCESS;
+impl Drop for ParentComm {
+    fn drop(&mut self) {
+        let raw = self.lock().0;
+        // After a failure the process ends anyway, and NCCL may wait for ranks that are gone.
+        if raw.is_null() || self.process.failure().is_some() || std::thread::panicking() {
+            return;
         }
-        // SAFETY: a live communicator; may be called at any time.
-        match unsafe { (self.nccl.async_error)(self.raw.0, &mut code) } {
-            SUCCESS => code,
-            other => other,
+        // SAFETY: live, with no other user left.
+        let mut code = unsafe { (self.nccl.finalize)(raw) };
+        let deadline = Instant::now() + FINALIZE_TIMEOUT;
+        while (code == IN_PROGRESS || code == SUCCESS) && Instant::now() < deadline {
+            code = async_error(self.nccl, raw);
+            if code == SUCCESS {
+                // SAFETY: finalised; this is the last use.
+                unsafe { (self.nccl.destroy)(raw) };
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
+}
 
-    /// The error for an asynchronous error code.
-    pub(super) fn error(&self, code: c_int) -> crate::Error {
-        self.nccl.error("asynchronous error", code)
+/// The state of a communicator: success, in progress, or an asynchronous error.
+fn async_error(nccl: &Nccl, raw: Comm) -> c_int {
+    let mut code = SUCCESS;
+    // SAFETY: a live communicator; its lock is held.
+    match unsafe { (nccl.async_error)(raw, &mut code) } {
+        SUCCESS => code,
+        other => other,
     }
+}
 
-    /// The handle for a call.
-    pub(super) fn raw(&self) -> Result<Comm, OpError> {
-        match self.aborted.load(Ordering::Acquire) {
-            true => {
+/// The communicator of a group.
+pub(super) struct NcclComm {
+    nccl: &'static Nccl,
+    /// `None` once aborted.
+    raw: Mutex<Option<Raw>>,
+    process: Arc<Process>,
+}
+
+impl NcclComm {
+    /// Calls NCCL with the communicator; nobody else uses it meanwhile. Fails if it was aborted.
+    pub(super) fn call<T>(&self, work: impl FnOnce(Comm) -> Result<T, OpError>) -> Result<T, OpError> {
+        self.process.check_alive()?;
+        match *self.raw.lock().unwrap_or_else(PoisonError::into_inner) {
+            Some(raw) => work(raw.0),
+            None => {
                 Err(OpError::RanksMissing { missing: vec![], ended: vec![], failure: self.process.failure() })
             }
-            false => Ok(self.raw.0),
         }
     }
 
-    /// Aborts what is on the GPU's streams, so that hosts waiting for it wake up.
+    /// An error that NCCL met in the background.
+    pub(super) fn background_error(&self) -> Option<crate::Error> {
+        // Whoever holds the lock gets the error itself.
+        let raw = self.raw.try_lock().ok()?;
+        match async_error(self.nccl, raw.as_ref()?.0) {
+            SUCCESS | IN_PROGRESS => None,
+            code => Some(self.nccl.error("asynchronous error", code)),
+        }
+    }
+
+    /// Ends what is on the GPU's streams, so that hosts waiting for it wake up. Gives up if a thread does not come back
+    /// from NCCL; then the monitor ends the process.
     pub(super) fn abort(&self) {
-        if !self.raw.0.is_null() && !self.aborted.swap(true, Ordering::AcqRel) {
-            // SAFETY: live until here, and never used again.
-            unsafe { (self.nccl.abort)(self.raw.0) };
+        let deadline = Instant::now() + ABORT_PATIENCE;
+        let raw = loop {
+            match self.raw.try_lock() {
+                Ok(mut raw) => break raw.take(),
+                Err(TryLockError::Poisoned(raw)) => break raw.into_inner().take(),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(TryLockError::WouldBlock) => return,
+            }
+        };
+        if let Some(raw) = raw {
+            // SAFETY: taken out, so nobody else can use it.
+            unsafe { (self.nccl.abort)(raw.0) };
         }
     }
 }
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        if self.raw.0.is_null() || self.aborted.load(Ordering::Acquire) {
-            return;
-        }
-        if self.process.failure().is_none() && !std::thread::panicking() {
-            // SAFETY: live, with no other user left.
-            let mut code = unsafe { (self.nccl.finalize)(self.raw.0) };
-            let deadline = Instant::now() + FINALIZE_TIMEOUT;
-            while code == IN_PROGRESS && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(1));
-                code = self.state();
-            }
-            if code == SUCCESS {
-                // SAFETY: finalised; this is the last use.
-                unsafe { (self.nccl.destroy)(self.raw.0) };
-                return;
+        let raw = self.raw.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(raw) = raw.filter(|_| self.process.failure().is_none() && !std::thread::panicking()) {
+            // SAFETY: live, with no other user left; destroyed once.
+            unsafe {
+                (self.nccl.finalize)(raw.0);
+                (self.nccl.destroy)(raw.0);
             }
         }
-        self.abort();
     }
 }

@@ -44,14 +44,14 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Calls return at once with `ncclInProgress`, so that waiting for a missing rank can time out.
-    pub(super) fn non_blocking() -> Config {
+    /// Non-blocking calls return at once with `ncclInProgress`, so that waiting for a missing rank can time out.
+    pub(super) fn new(blocking: bool) -> Config {
         let default = c_int::MIN;
         Config {
             size: size_of::<Config>(),
             magic: 0xcafe_beef,
             version: OLDEST as u32,
-            blocking: 0,
+            blocking: blocking.into(),
             cga_cluster_size: default,
             min_ctas: default,
             max_ctas: default,

@@ -1,7 +1,8 @@
 //! The NCCL backend: ranks are processes with one GPU each. NCCL is opened at run time.
 //!
-//! NCCL moves the data, enqueued on the caller's stream. Op descriptors are compared on the host before, over MPI or
-//! TCP, depending on the launcher. Sums are NCCL's: the same bits in every run on the same machines, but added in the
+//! NCCL moves the data, enqueued on the caller's stream; the host waits for nobody. Calls are compared by digests, and
+//! every operation is watched by its events ([`crate::monitor`]), over MPI or TCP, depending on the launcher. With the
+//! race checker on, op descriptors are compared before each call. Sums are NCCL's: the same bits in every run on the same machines, but added in the
 //! order of its rings and trees instead of rank order, with bf16 rounded at every step.
 //!
 //! A send waits on the stream, not on the host, for its receiver: two ranks that send to each other at the same time
@@ -20,11 +21,12 @@ use crate::launch_env::{LaunchEnv, Launcher};
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
-use crate::{Error, Result, World};
+use crate::{Error, ReduceKernels, Result, World};
 use backend::NcclGroupBackend;
-use comm::NcclComm;
+use comm::{NcclComm, ParentComm};
 use ferrotron_tensor::{Device, Stream};
-use ffi::{IN_PROGRESS, Nccl, SUCCESS, UniqueId};
+use ffi::{Nccl, UniqueId};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -34,7 +36,8 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 struct NcclJobBackend {
     nccl: &'static Nccl,
     process: Arc<Process>,
-    world: Arc<NcclComm>,
+    parent: ParentComm,
+    kernels: ReduceKernels,
     /// Selects the device of new groups.
     stream: Stream,
     comms: Arc<PolledComms>,
@@ -46,9 +49,10 @@ type PolledComms = Mutex<Vec<Weak<NcclComm>>>;
 impl World {
     /// The job described by the environment (see [`LaunchEnv::detect`]) over NCCL, one process per GPU; a job of one
     /// if it describes none. `device` is this process's GPU. A rank that waits longer than `timeout` for another
-    /// fails with an error that names it, and the whole job ends.
-    pub fn nccl(device: &Device, timeout: Duration) -> Result<World> {
-        let job_backend = NcclJobBackend::join(device, LaunchEnv::detect()?, timeout)?;
+    /// fails with an error that names it, and the whole job ends. `kernels` compute what NCCL cannot: maxima that keep
+    /// NaN.
+    pub fn nccl(device: &Device, timeout: Duration, kernels: ReduceKernels) -> Result<World> {
+        let job_backend = NcclJobBackend::join(device, LaunchEnv::detect()?, timeout, kernels)?;
         World::start(Arc::new(job_backend), timeout)
     }
 }
@@ -68,12 +72,17 @@ fn open_control(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn Con
 }
 
 impl NcclJobBackend {
-    fn join(device: &Device, job: Option<LaunchEnv>, timeout: Duration) -> Result<NcclJobBackend> {
+    fn join(
+        device: &Device,
+        job: Option<LaunchEnv>,
+        timeout: Duration,
+        kernels: ReduceKernels,
+    ) -> Result<NcclJobBackend> {
         let nccl = Nccl::open()?;
         let stream = device.stream("nccl")?;
         let process = Arc::new(Process::new(open_control(job, timeout)?, timeout)?);
         let deadline = Instant::now() + timeout;
-        let world = create_world(nccl, &process, &stream, deadline).map_err(|error| {
+        let parent = create_parent(nccl, &process, &stream, deadline).map_err(|error| {
             let what = match error {
                 OpError::Backend { what } => what,
                 OpError::Tensor(error) => return Error::Tensor(error),
@@ -85,23 +94,25 @@ impl NcclJobBackend {
             process.fail(FailureReport {
                 rank: process.control().rank(),
                 stall: false,
+                diagnosis: false,
                 reason: what.clone(),
             });
             Error::Backend { call: "setting up NCCL".into(), what }
         })?;
-        let comms = Arc::new(Mutex::new(vec![Arc::downgrade(&world)]));
+        process.shared.watches_device.store(true, Ordering::Release);
+        let comms = Arc::default();
         poll_errors(&comms, &process)?;
-        Ok(NcclJobBackend { nccl, process, world, stream, comms })
+        Ok(NcclJobBackend { nccl, process, parent, kernels, stream, comms })
     }
 }
 
 /// Rank 0 creates the unique id and sends it to all; then all create the communicator.
-fn create_world(
+fn create_parent(
     nccl: &'static Nccl,
     process: &Arc<Process>,
     s: &Stream,
     deadline: Instant,
-) -> Result<Arc<NcclComm>, OpError> {
+) -> Result<ParentComm, OpError> {
     let (control, topic) = (process.control(), Topic::bytes(0));
     let id = if control.rank() == 0 {
         let id = nccl.unique_id()?;
@@ -112,7 +123,7 @@ fn create_world(
         let what = || "rank 0 sent an invalid NCCL unique id".to_string();
         UniqueId(bytes.try_into().map_err(|_| OpError::Backend { what: what() })?)
     };
-    NcclComm::new(nccl, process, s, id, deadline)
+    ParentComm::new(nccl, process, s, id, deadline)
 }
 
 /// Starts a thread that turns asynchronous NCCL errors into this rank's failure. When any rank has failed, it aborts
@@ -125,12 +136,13 @@ fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
             list.retain(|c| c.strong_count() > 0);
             let live: Vec<Arc<NcclComm>> = list.iter().filter_map(Weak::upgrade).collect();
             drop(list);
-            let bad = live.iter().find_map(|c| match c.state() {
-                SUCCESS | IN_PROGRESS => None,
-                code => Some(c.error(code).to_string()),
-            });
-            if let Some(reason) = bad {
-                process.fail(FailureReport { rank: process.control().rank(), stall: false, reason });
+            if let Some(reason) = live.iter().find_map(|c| c.background_error()).map(|e| e.to_string()) {
+                process.fail(FailureReport {
+                    rank: process.control().rank(),
+                    stall: false,
+                    diagnosis: false,
+                    reason,
+                });
             }
             if process.failure().is_some() {
                 return live.iter().for_each(|c| c.abort());
@@ -160,13 +172,11 @@ impl JobBackend for NcclJobBackend {
         deadline: Instant,
     ) -> Result<Option<Arc<dyn GroupBackend>>, OpError> {
         let group = ProcessGroup::new(&self.process, index, name, ranks, deadline)?;
-        let comm = match index {
-            0 => Some(self.world.clone()),
-            _ => self.world.split(&self.stream, group.as_ref().map(|c| c.me), deadline)?,
-        };
+        let comm = self.parent.split(&self.stream, group.as_ref().map(|c| c.me), deadline)?;
         let (Some(group), Some(comm)) = (group, comm) else { return Ok(None) };
         self.comms.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&comm));
-        Ok(Some(Arc::new(NcclGroupBackend { nccl: self.nccl, comm, group })))
+        let (kernels, checked) = (self.kernels.clone(), self.stream.device().is_race_checked());
+        Ok(Some(Arc::new(NcclGroupBackend { nccl: self.nccl, comm, group, kernels, checked })))
     }
 
     fn fail(&self, failure: FailureReport) {

@@ -27,7 +27,8 @@ fn gpu() -> Option<Device> {
 fn one_rank_alone() {
     let Some(device) = gpu() else { return };
     eprintln!("NCCL {}", nccl_version().unwrap());
-    let job_backend = NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap();
+    let job_backend =
+        NcclJobBackend::join(&device, None, Duration::from_secs(60), ReduceKernels::default()).unwrap();
     assert_eq!((job_backend.rank(), job_backend.size()), (0, 1));
     let deadline = || Instant::now() + Duration::from_secs(60);
     let world = job_backend.group(0, "world", &[0], deadline()).unwrap().unwrap();
@@ -44,7 +45,7 @@ fn one_rank_alone() {
         assert!(
             backend.exchange_descriptors(Some(&s), &descriptor, &Collective::Barrier, deadline()).is_ok()
         );
-        let run = |collective: Collective| backend.run(&s, &collective, deadline()).unwrap();
+        let run = |collective: Collective| drop(backend.run(&s, &collective, deadline()).unwrap());
         for op in [ReduceOp::Sum, ReduceOp::Max] {
             run(Collective::AllReduce { t: &x, op });
             run(Collective::AllReduce { t: &half, op });
@@ -83,7 +84,9 @@ fn one_rank_alone() {
 fn a_world_of_one_card() {
     let Some(device) = gpu() else { return };
     let world = World::start(
-        Arc::new(NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap()),
+        Arc::new(
+            NcclJobBackend::join(&device, None, Duration::from_secs(60), ReduceKernels::default()).unwrap(),
+        ),
         Duration::from_secs(60),
     )
     .unwrap();

@@ -62,7 +62,7 @@ fn processes_meet_and_agree_or_hear_what_differs() {
         let labels: Vec<&str> = descriptors.iter().map(|n| &*n.label).collect();
         assert_eq!(labels, ["right", "right", "left", "right"]);
         // Queries are answered while the rank does something else.
-        p.flight_recorder().begin(Arc::new(descriptor));
+        p.flight_recorder().begin(0, Arc::new(descriptor));
         all.all_gather_bytes(&[], soon()).unwrap();
         let records = p.last_ops((me + 1) % 4).unwrap();
         assert!(records[0].call.contains(if me == 1 { "left" } else { "right" }), "{records:?}");
@@ -89,7 +89,7 @@ fn who_does_not_come_is_named_and_failures_are_heard() {
         assert_eq!(missing, [1]);
         assert_eq!(failure.map(|f| f.rank), (me == 2).then_some(0), "reported by rank 0");
         if me == 0 {
-            p.fail(FailureReport { rank: 0, stall: true, reason: "tired".into() });
+            p.fail(FailureReport { rank: 0, stall: true, diagnosis: false, reason: "tired".into() });
         }
         assert!(all.exchange_descriptors(&descriptor, soon()).is_err(), "fails at once after a failure");
     });

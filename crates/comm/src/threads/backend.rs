@@ -4,7 +4,7 @@ use super::staging::{StagedBuffer, Staging};
 use super::thread_group::{Contribution, Contributions, P2pMessage, ThreadGroup};
 use super::{SharedJob, reduce};
 use crate::ReduceOp;
-use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
+use crate::backend::{Collective, Completion, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::op_descriptor::{Detail, OpDescriptor};
 use ferrotron_tensor::{Stream, Tensor};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -189,13 +189,13 @@ impl GroupBackend for ThreadGroupBackend {
         Ok(Descriptors::PerRank(all))
     }
 
-    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done<Completion> {
         let Some(contributions) = self.state().contributions.take() else {
             return Err(OpError::Backend {
                 what: "a collective was run before its descriptors were exchanged".to_string(),
             });
         };
-        match collective {
+        let done: Done = match collective {
             Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
             Collective::AllReduce { t, op } => self.all_reduce(s, &contributions, t, *op, deadline),
             Collective::ReduceScatter { mine, op, .. } => {
@@ -228,7 +228,8 @@ impl GroupBackend for ThreadGroupBackend {
                 }
                 mark_read(s, &contributions)
             }
-        }
+        };
+        done.map(|()| Completion::Done)
     }
 
     fn post_sends(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
@@ -239,7 +240,13 @@ impl GroupBackend for ThreadGroupBackend {
         Ok(())
     }
 
-    fn complete_receives(&self, s: &Stream, _sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+    fn complete_receives(
+        &self,
+        s: &Stream,
+        _sends: &[P2pOp],
+        receives: &[P2pOp],
+        deadline: Instant,
+    ) -> Done<Completion> {
         for op in receives {
             let message = self.group.receive(&self.job, op.peer, self.rank, deadline)?;
             if op.descriptor.conflicts_with(self.rank, &message.descriptor, op.peer) {
@@ -254,7 +261,7 @@ impl GroupBackend for ThreadGroupBackend {
                 staged.mark_read(s, &s.record()?);
             }
         }
-        Ok(())
+        Ok(Completion::Done)
     }
 
     fn all_gather_bytes(&self, _mine: &[u8], _deadline: Instant) -> Done<Vec<Vec<u8>>> {

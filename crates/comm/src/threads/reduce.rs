@@ -11,8 +11,8 @@ use std::sync::Arc;
 /// computes in f32 and rounds once to the dtype of `acc`.
 pub type ReduceKernel = Arc<dyn Fn(&Stream, &Tensor, &Tensor) -> Result<()> + Send + Sync>;
 
-/// GPU kernels for the reductions of ranks as threads. Missing ones are computed on the host, which is correct but
-/// slow.
+/// GPU kernels for the reductions of ranks as threads, and for maxima over NCCL. Missing ones are computed on the host,
+/// which is correct but slow.
 #[derive(Clone, Default)]
 pub struct ReduceKernels {
     /// `acc += x`.
@@ -22,7 +22,7 @@ pub struct ReduceKernels {
 }
 
 /// `out` = reduction of `sources` in their order, all flat and of the same size and dtype.
-pub(super) fn reduce(
+pub(crate) fn reduce(
     s: &Stream,
     kernels: &ReduceKernels,
     sources: &[Tensor],

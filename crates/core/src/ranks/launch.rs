@@ -65,7 +65,9 @@ impl Launch {
         }
         let world = match kind {
             DeviceKind::Cpu => on_host(job, timeout)?,
-            DeviceKind::Cuda { .. } => World::nccl(rank.device(), timeout)?,
+            DeviceKind::Cuda { .. } => {
+                World::nccl(rank.device(), timeout, super::reduce_kernels(&rank.kernels))?
+            }
         };
         *joined = Some(Joined { world: world.clone(), kind });
         Ok(world)

@@ -95,10 +95,13 @@ pub fn on_one_device<T: Send>(
     on_threads_with(layout, timeout, reduce_kernels(&rank.kernels), make, work)
 }
 
-/// Reduction kernels for ranks that share a GPU. Maxima are single values, which the host computes.
+/// Reduction kernels of communication on GPUs.
 fn reduce_kernels(kernels: &Arc<dyn Kernels>) -> ReduceKernels {
-    let kernels = kernels.clone();
-    ReduceKernels { add: Some(Arc::new(move |s, acc, x| kernels.add_assign(s, acc, x))), max: None }
+    let (add, max) = (kernels.clone(), kernels.clone());
+    ReduceKernels {
+        add: Some(Arc::new(move |s, acc, x| add.add_assign(s, acc, x))),
+        max: Some(Arc::new(move |s, acc, x| max.max_assign(s, acc, x))),
+    }
 }
 
 /// [`on_threads`] with a given timeout and given reduction kernels.

@@ -99,6 +99,8 @@ impl Run {
             }
             let done = this.done().clone();
             let report = self.trainer.end_step(this)?;
+            // Collectives of a job that has failed end without a result.
+            self.trainer.rank.world.check().map_err(Error::from)?;
             self.sent = Traffic::of(&self.trainer.rank).since(&before);
             let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
             since = done;
