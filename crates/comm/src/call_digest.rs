@@ -2,7 +2,7 @@
 //!
 //! Backends that only enqueue (NCCL) do not wait until all ranks have described their call. Instead each rank chains a
 //! hash of every call onto the hash of the calls before it. The chain after every [`INTERVAL`] calls is a [`Mark`];
-//! marks travel to rank 0 with the heartbeat, and all ranks of a channel must have the same chain at the same sequence
+//! marks are sent to rank 0 with the heartbeat, and all ranks of a channel must have the same chain at the same sequence
 //! number.
 //!
 //! Splits of an all-to-all differ between ranks that agree. For them each rank adds a hash of (sender, receiver, count)

@@ -264,7 +264,7 @@ impl GroupBackend for NcclGroupBackend {
     }
 
     /// Sends nothing: NCCL needs sends and receives of a stream in one group. When every call is compared, the
-    /// descriptors travel now.
+    /// descriptors are sent now.
     fn post_sends(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
         self.group.process.check_alive()?;
         let (control, topic) = (self.group.process.control(), Topic::p2p(self.group.index));

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Trains over NCCL with real processes that share one GPU (NCCL 2.30 or newer), under many layouts, and compares the losses
+with those of one rank.
+
+Usage: gpu_layouts.py FERROTRON LOGS [--part I/N] [--launcher variables|torchrun] [--only NAME]
+Each part ends within eight minutes. FERROTRON_CUDA_LIB names the folder of NCCL where the system's is older than 2.30."""
+import argparse, json, os, pathlib, shutil, socket, subprocess, sys, tempfile, time
+
+DENSE = """[model]
+layers = 4
+hidden = 128
+heads = 4
+kv_heads = 4
+head_dim = 32
+ffn = 256
+vocab = 256
+max_positions = 256
+"""
+MOE = DENSE + "[moe]\nexperts = 4\ntopk = 2\nffn = 128\ndense_layers = [0]\n"
+REST = """[data]
+path = "embedded"
+seq_len = 128
+[train]
+steps = 10
+global_batch = 16
+micro_batch = 2
+[optimizer]
+lr = 1e-3
+[checkpoint]
+at_end = false
+[generate]
+tokens = 0
+"""
+# (name, model, ranks, keys of [parallel])
+LAYOUTS = [
+    ("tp2", DENSE, 2, "tp=2"),
+    ("pp2", DENSE, 2, "pp=2"),
+    ("cp2", DENSE, 2, "cp=2"),
+    ("dp2", DENSE, 2, "dp=2"),
+    ("dp2-zero2", DENSE, 2, "dp=2,zero=2"),
+    ("tp2-dp2", DENSE, 4, "tp=2,dp=2"),
+    ("tp2-pp2", DENSE, 4, "tp=2,pp=2"),
+    ("cp2-dp2", DENSE, 4, "cp=2,dp=2"),
+    ("tp2-cp2", DENSE, 4, "tp=2,cp=2"),
+    ("pp2-vp2-dp2", DENSE, 4, "pp=2,vp=2,dp=2"),
+    ("tp4", DENSE, 4, "tp=4"),
+    ("pp4-zero-bubble", DENSE, 4, 'pp=4,schedule="zero-bubble"'),
+    ("tp2-cp2-pp2", DENSE, 8, "tp=2,cp=2,pp=2"),
+    ("tp2-pp2-dp2", DENSE, 8, "tp=2,pp=2,dp=2"),
+    ("dp8", DENSE, 8, "dp=8"),
+    ("moe-ep2", MOE, 2, "ep=2,dp=2"),
+    ("moe-tp2-etp2", MOE, 2, "tp=2,etp=2"),
+    ("moe-ep4", MOE, 4, "ep=4,dp=4"),
+    ("moe-tp2-ep2-etp1", MOE, 4, "tp=2,etp=1,ep=2,dp=2"),
+    ("moe-ep2-pp2-dp2", MOE, 4, "ep=2,pp=2,dp=2"),
+    ("moe-tp2-etp2-ep2-dp2", MOE, 4, "tp=2,etp=2,ep=2,dp=2"),
+    ("moe-cp2-ep4-dp4", MOE, 8, "cp=2,ep=4,dp=4"),
+]
+# (name, keys, largest relative difference from one rank)
+PRECISIONS = [
+    ("f32", ['precision.dtype="f32"'], 1e-5),
+    ("bf16", ['precision.dtype="bf16"'], 5e-3),
+    ("fp8-current", ['precision.dtype="bf16"', 'precision.recipe="fp8-current"'], 2e-2),
+]
+TIMEOUT = 150
+
+
+def losses(folder):
+    lines = (json.loads(line) for line in open(folder / "events.jsonl"))
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run(binary, model, ranks, keys, out, log, launcher):
+    """Trains with one process per rank; returns an error or None."""
+    recipe = out.parent / f"{out.name}.toml"
+    recipe.write_text(model + REST)
+    command = [binary, "train", str(recipe), "--device", "cuda", "--out", str(out), "--timeout", "60"]
+    for key in keys:
+        command += ["--set", key]
+    env = dict(os.environ, NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="4")
+    port = free_port()
+    jobs = []
+    with open(log, "w") as text:
+        if ranks == 1:
+            jobs.append(subprocess.Popen(command, env=env, stdout=text, stderr=text))
+        elif launcher == "torchrun":
+            start = ["torchrun", "--no-python", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+            jobs.append(subprocess.Popen(start + command, env=env, stdout=text, stderr=text))
+        else:
+            for rank in range(ranks):
+                own = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                own = dict(env, **{k: str(v) for k, v in own.items()})
+                jobs.append(subprocess.Popen(command, env=own, stdout=text, stderr=text))
+        deadline = time.time() + TIMEOUT
+        while any(job.poll() is None for job in jobs) and time.time() < deadline:
+            time.sleep(0.05)
+        late = [rank for rank, job in enumerate(jobs) if job.poll() is None]
+        for job in jobs:
+            job.kill()
+            job.wait()
+    if late:
+        return f"processes {late} did not end in {TIMEOUT} s"
+    codes = [job.returncode for job in jobs]
+    return f"exit codes {codes}" if any(codes) else None
+
+
+def main():
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("binary", type=pathlib.Path)
+    ask.add_argument("logs", type=pathlib.Path)
+    ask.add_argument("--part", default="1/1")
+    ask.add_argument("--launcher", choices=["variables", "torchrun"], default="variables")
+    ask.add_argument("--only")
+    said = ask.parse_args()
+    part, parts = map(int, said.part.split("/"))
+    binary = str(said.binary.resolve())
+    said.logs.mkdir(parents=True, exist_ok=True)
+    cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "dp2-zero2")]
+    if said.only:
+        cases = [c for c in cases if said.only in c[0][0]]
+    cases = cases[part - 1 :: parts]
+    work = pathlib.Path(tempfile.mkdtemp())
+    one, failed = {}, 0
+    for (name, model, ranks, layout), (precision, keys, bound) in cases:
+        began = time.time()
+        if (model, precision) not in one:
+            out = work / f"one-{precision}-{len(one)}"
+            error = run(binary, model, 1, keys, out, said.logs / f"{out.name}.log", said.launcher)
+            one[model, precision] = None if error else losses(out)
+            if error:
+                print(f"one rank, {precision}: {error}")
+        want = one[model, precision]
+        out = work / f"{name}-{precision}"
+        parallel = [f"parallel.{key}" for key in layout.split(",")]
+        error = run(binary, model, ranks, keys + parallel, out, said.logs / f"{out.name}.log", said.launcher)
+        got = losses(out) if not error else []
+        if not error and (not want or len(got) != len(want) or len(got) < 10):
+            error = f"{len(got)} losses, {len(want or [])} of one rank"
+        apart = max((abs(a / b - 1) for a, b in zip(got, want or [])), default=float("nan"))
+        if not error and not apart <= bound:
+            error = f"more than {bound:g} from one rank"
+        failed += bool(error)
+        print(f"{name:22} {ranks} ranks {precision:12} {apart:9.2e} {time.time() - began:5.1f} s  {error or 'ok'}", flush=True)
+        shutil.rmtree(out, ignore_errors=True)
+    print(f"{len(cases) - failed} passed, {failed} failed")
+    shutil.rmtree(work, ignore_errors=True)
+    sys.exit(failed > 0)
+
+
+main()
