@@ -3,6 +3,7 @@
 use crate::commands::{
     bench, convert, data, doctor, explain, forward, generate, kernels, parity, recipes, train,
 };
+use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
 use ferrotron_core::ranks::Launch;
 use std::str::FromStr;
@@ -42,6 +43,17 @@ pub struct Global {
     /// Write results to standard output as JSON
     #[arg(long, global = true, help_heading = "Options of every command")]
     pub json: bool,
+    /// What to log: error, warn, info, debug or trace, on standard error and, of a training run, in logs/rank-N.log; also
+    /// FERROTRON_LOG [default: warn on standard error, info in files]
+    #[arg(
+        long,
+        global = true,
+        value_name = "LEVEL",
+        value_enum,
+        hide_possible_values = true,
+        help_heading = "Options of every command"
+    )]
+    pub log_level: Option<LogLevel>,
     /// Device to compute on: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,

@@ -4,6 +4,7 @@ mod args;
 mod commands;
 mod format;
 mod layout;
+mod log;
 mod machine;
 mod output;
 mod progress;
@@ -23,7 +24,14 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),
     };
-    let global = Global { started, ..cli.global };
+    let log_level = match log::LogLevel::choose(cli.global.log_level) {
+        Ok(level) => level,
+        Err(e) => return output::failure(&e.into(), &cli.global),
+    };
+    let global = Global { started, log_level, ..cli.global };
+    let job = global.launch.job().ok().flatten();
+    let of_process = job.map_or((0, 1), |job| (job.rank, job.size));
+    log::init(log_level, log::LogRank { rank: of_process.0, size: of_process.1 });
     let result = match cli.command {
         Command::Train(args) => commands::train::run(args, &global),
         Command::Forward(args) => commands::forward::run(args, &global),

@@ -106,6 +106,7 @@ impl Progress {
 
     /// Shows a warning, on standard error even with `--json`.
     pub fn warning(&self, what: &str) {
+        tracing::warn!(shown = true, "{what}");
         match &self.view {
             View::Bar(bar) => bar.println(format!("warning: {what}")),
             _ => output::note(format_args!("warning: {what}")),

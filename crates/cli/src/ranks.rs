@@ -1,6 +1,7 @@
 //! Devices and ranks of a command: on the CPU or a GPU, as threads or as the processes of a launcher.
 
 use crate::args::{Device, Global};
+use crate::log::{self, LogRank};
 use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_core::grid::RankLayout;
@@ -107,6 +108,13 @@ pub fn run<T: Send>(
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let timeout = Duration::from_secs(global.timeout);
+    // The error itself is shown when all ranks have ended.
+    let work = |rank| work(rank).inspect_err(|e| tracing::error!(shown = true, "{e}"));
+    // The rank of a process logs as the process does.
+    let as_thread = |rank: Rank| {
+        let of = LogRank { rank: rank.world.rank(), size: rank.world.size() };
+        log::for_rank(global.log_level, of, || work(rank))
+    };
     if let Some(job) = global.launch.job()? {
         let make = || global.job_rank(&job, seed).map_err(to_core_error);
         return Ok(vec![global.launch.run(&job, layout, timeout, make, work)?]);
@@ -123,7 +131,7 @@ pub fn run<T: Send>(
     if cuda {
         let first = global.rank(seed, Instrumentation::default())?;
         if first.device().gpu().is_some() {
-            return Ok(on_one_device(layout, timeout, &first, work)?);
+            return Ok(on_one_device(layout, timeout, &first, as_thread)?);
         }
     }
     // The ranks share the compute threads.
@@ -132,7 +140,7 @@ pub fn run<T: Send>(
     let watch =
         Instrumentation { race_check: global.check, trace: global.trace, ..Instrumentation::default() };
     let make = || Ok(Rank::cpu_instrumented((all / ranks).max(1), seed, watch)?);
-    Ok(on_threads_with(layout, timeout, ReduceKernels::default(), make, work)?)
+    Ok(on_threads_with(layout, timeout, ReduceKernels::default(), make, as_thread)?)
 }
 
 /// Runs `work` on a single rank without communication, even in a launched job.

@@ -2,6 +2,7 @@
 
 use crate::args::{Device, Global};
 use crate::format;
+use crate::log;
 use crate::machine::Memory;
 use crate::output::{self, UsageError};
 use crate::progress::Progress;
@@ -28,7 +29,8 @@ pub const LONG: &str = "\
 Train a model from a recipe.
 
 Without an argument it trains a small model on the built-in corpus, which takes about a minute and ends with a sample and a
-summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration.
+summary. A run writes one folder: events.jsonl (one line per step), checkpoints, the resolved configuration and what each rank
+logged (logs/rank-N.log).
 
 Ctrl-C, SIGTERM and SIGHUP finish the step, save a checkpoint and exit; the same command resumes. A second Ctrl-C exits at
 once. SIGUSR1 saves a checkpoint and training goes on. A run goes on if nobody reads its output any more (| head).
@@ -103,14 +105,7 @@ impl Args {
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
         }
-        if let Some(ranks) = global.world_size(self.ranks)? {
-            let given = recipe.is_set("parallel.dp");
-            let parallel = &recipe.config.parallel;
-            let layout = RankLayout { dp: given.then_some(parallel.dp), ..parallel.layout() };
-            // An impossible layout is refused here, with the nearest possible one.
-            let grid = Grid::new(layout, ranks).map_err(|e| UsageError::new(e.to_string()))?;
-            recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
-        }
+        set_ranks(&mut recipe, global.world_size(self.ranks)?)?;
         Ok(recipe)
     }
 
@@ -118,6 +113,19 @@ impl Args {
     pub fn out(&self, recipe: &Recipe) -> PathBuf {
         self.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name))
     }
+}
+
+/// Sets `parallel.dp` to what makes the layout one of `ranks` ranks, if that is given.
+pub fn set_ranks(recipe: &mut Recipe, ranks: Option<usize>) -> Result<()> {
+    if let Some(ranks) = ranks {
+        let given = recipe.is_set("parallel.dp");
+        let parallel = &recipe.config.parallel;
+        let layout = RankLayout { dp: given.then_some(parallel.dp), ..parallel.layout() };
+        // An impossible layout is refused here, with the nearest possible one.
+        let grid = Grid::new(layout, ranks).map_err(|e| UsageError::new(e.to_string()))?;
+        recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
+    }
+    Ok(())
 }
 
 /// Derived values with their reasons, one line each.
@@ -181,6 +189,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             allow_changes: &args.allow_changes,
         };
         let run = Run::open_with(rank, resolved.clone(), &out, options)?;
+        log::open_file(run.dir());
         let training = Training { args: &args, recipe: &recipe, global, sources, signals: signals.clone() };
         match lead {
             true => training.on_lead_rank(run).map_err(ranks::to_core_error),

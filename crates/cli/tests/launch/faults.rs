@@ -173,7 +173,7 @@ fn fault(name: &str, words: &[&str]) {
 
 #[test]
 fn another_shape_is_named_on_every_rank() {
-    fault("another shape", &["all-reduce", "'stop'", "[1]", "[3]"]);
+    fault("another shape", &["all-reduce", "'stop'", "[2]", "[3]"]);
 }
 
 #[test]

@@ -51,7 +51,7 @@ fn leftovers_of_killed_runs_are_removed() {
     let mut left: Vec<_> =
         std::fs::read_dir(&out).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
     left.sort();
-    assert_eq!(left, [".lock", "checkpoints", "config.toml", "events.jsonl", "mine.tmp"]);
+    assert_eq!(left, [".lock", "checkpoints", "config.toml", "events.jsonl", "logs", "mine.tmp"]);
     assert!(!out.join("checkpoints/.tmp-step-00000001").exists());
 }
 

@@ -4,6 +4,7 @@
 
 mod fresh;
 mod hostile;
+mod logs;
 mod next_commands;
 mod resume;
 mod saves;

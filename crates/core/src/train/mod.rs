@@ -35,7 +35,7 @@ pub use model_state::ModelState;
 pub use moe_metrics::StepMetrics;
 pub use mtp::upload as upload_mtp_inputs;
 pub use run::{InitialWeights, Observer, OpenOptions, Outcome, Run};
-pub use run_folder::{CHECKPOINTS, CONFIG};
+pub use run_folder::{CHECKPOINTS, CONFIG, LOGS};
 pub use state::{model_of, weights_only};
 pub use step_runner::Progress;
 pub use trainer::{InFlightStep, StepReport, Trainer};

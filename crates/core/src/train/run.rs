@@ -185,6 +185,8 @@ impl Run {
         if let (Some(folder), Some(saver)) = (folder, saver) {
             run.begin_writing(folder, saver)?;
         }
+        let done = run.trainer.step();
+        tracing::info!(ranks = run.trainer.rank.world.size(), done, "the run begins");
         Ok(run)
     }
 

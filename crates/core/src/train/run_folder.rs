@@ -23,6 +23,8 @@ pub const CONFIG: &str = STORED_CONFIG;
 const REPLACED: &str = ".replaced";
 /// The same while it is being deleted.
 const DOOMED: &str = ".tmp-replaced";
+/// Folder of what each rank logged.
+pub const LOGS: &str = "logs";
 /// The GEMM algorithms of the run.
 const GEMMS: &str = "gemm-algorithms.json";
 /// Bytes of that file that are read at most.
@@ -148,7 +150,12 @@ impl RunFolder {
         }
         for path in Self::entries(&replaced)? {
             let Some(name) = path.file_name() else { continue };
-            fs::rename(&path, &self.at(name))?;
+            let to = self.at(name);
+            // A folder does not replace another.
+            if name == LOGS && fs::exists(&to) {
+                fs::remove(&to)?;
+            }
+            fs::rename(&path, &to)?;
         }
         std::fs::remove_dir(&replaced).map_err(|e| Error::io_doing(&replaced, "delete", e))?;
         fs::sync_folder(&self.dir)?;
@@ -199,6 +206,7 @@ fn is_run_file(name: &str) -> bool {
     name == events::FILE_NAME
         || name == CONFIG
         || name == GEMMS
+        || name == LOGS
         || segment.is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
 }
 

@@ -89,6 +89,7 @@ impl Run {
                 }
             };
             let step = self.trainer.step();
+            let _span = tracing::error_span!("step", step).entered();
             let due = |every: u64| every > 0 && step.is_multiple_of(every);
             let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
             if ahead && !between && pending == Request::GoOn {
@@ -104,6 +105,13 @@ impl Run {
             self.sent = Traffic::of(&self.trainer.rank).since(&before);
             let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
             since = done;
+            tracing::debug!(
+                loss = report.loss,
+                grad_norm = report.grad_norm,
+                lr = report.lr,
+                seconds,
+                "step done"
+            );
             observer.after_step(&self.trainer.rank, left)?;
             out.steps += 1;
             out.tokens += report.tokens;
@@ -197,6 +205,7 @@ impl Run {
     /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.
     fn share_gemms(&mut self, has_new: bool, observer: &mut dyn Observer) -> Result<()> {
         if has_new && self.trainer.share_gemm_choices()? {
+            tracing::info!("GEMM algorithms were chosen");
             let writer = self.writer.as_ref().zip(self.trainer.gemms.as_ref());
             if let Some(Err(e)) = writer.map(|(w, table)| w.folder.write_gemm_table(table)) {
                 observer.warning(&format!("{e}; the next checkpoint has the GEMM algorithms"));

@@ -16,6 +16,9 @@ impl Run {
     pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
         let goes_on = self.resolved.config.checkpoint.on_failure == SaveFailurePolicy::Continue;
         let Some(writer) = &mut self.writer else { return Ok(()) };
+        if !matches!(event, Event::Step(_)) {
+            tracing::info!(shown = true, event = %serde_json::to_string(&event).unwrap_or_default(), "event");
+        }
         match writer.log.write(&event) {
             Ok(()) => writer.log_failed = false,
             Err(e) if !goes_on => return Err(e),
@@ -38,6 +41,7 @@ impl Run {
         if self.writer.is_some() {
             self.trainer.record.iter_mut().for_each(|r| r.set_order(data, samples));
         }
+        tracing::info!(samples, "saving a checkpoint");
         let snapshot = self.trainer.snapshot()?;
         self.wait_for_save(observer)?;
         if let Some(writer) = &mut self.writer {

@@ -12,6 +12,8 @@ fn old_run(dir: &Path) {
     std::fs::write(dir.join("config.toml"), "old configuration").unwrap();
     std::fs::write(dir.join("config-until-00000003.toml"), "older configuration").unwrap();
     std::fs::write(dir.join(GEMMS), "old algorithms").unwrap();
+    std::fs::create_dir(dir.join(LOGS)).unwrap();
+    std::fs::write(dir.join(LOGS).join("rank-0.log"), "old lines").unwrap();
     std::fs::write(dir.join("notes.txt"), "mine").unwrap();
 }
 
@@ -48,7 +50,7 @@ fn a_replaced_run_comes_back_after_a_crash_at_any_point() {
         files(&dir)
     };
     // The renames of `set_aside`, in order, and what a new run does before its first checkpoint.
-    let names = ["events.jsonl", "config.toml", "config-until-00000003.toml", GEMMS, CHECKPOINTS];
+    let names = ["events.jsonl", "config.toml", "config-until-00000003.toml", GEMMS, LOGS, CHECKPOINTS];
     for point in 0..=names.len() + 2 {
         let dir = root.path().join(format!("crash-{point}"));
         old_run(&dir);
