@@ -114,6 +114,11 @@ impl Observer for NullObserver {
 
 /// Gathers the traces of all ranks; rank 0 writes them and gets the summary.
 pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
+    gather(rank)?.map(|trace| write(trace, file)).transpose()
+}
+
+/// Gathers the traces of all ranks to rank 0.
+pub fn gather(rank: &Rank) -> Result<Option<Trace>> {
     let all = rank.world.all();
     // Ranks that share a device share its trace: the first to take it gets all of it.
     let mine = serde_json::to_vec(&rank.device().take_trace()?)?;
@@ -122,9 +127,13 @@ pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
         return Ok(None);
     }
     let traces = traces.iter().map(|t| serde_json::from_slice(t)).collect::<Result<Vec<Trace>, _>>()?;
-    let trace = Trace::merge(traces);
+    Ok(Some(Trace::merge(traces)))
+}
+
+/// Writes a trace.
+pub fn write(trace: Trace, file: &Path) -> Result<Summary> {
     std::fs::write(file, trace.chrome_json()).map_err(|e| Error::io_doing(file, "write the trace", e))?;
-    Ok(Some(Summary { file: file.to_path_buf(), trace }))
+    Ok(Summary { file: file.to_path_buf(), trace })
 }
 
 /// A written trace.

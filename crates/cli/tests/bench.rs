@@ -108,6 +108,7 @@ fn every_collective_is_measured_with_its_bandwidths() {
             assert!(s > 0.0 && (algorithm / (bytes / s / 1e9) - 1.0).abs() < 1e-9, "{r}");
             assert!((bus / algorithm / factor - 1.0).abs() < 1e-9, "{r}");
             assert!(bytes <= 4096.0 && bytes > 1000.0, "{r}");
+            assert!(r["host_seconds"].as_f64().unwrap() > 0.0, "{r}");
         }
     }
     let text = ok(&[&args[..], &["--filter", "reduce", "--dtype", "bf16"]].concat());
@@ -117,4 +118,28 @@ fn every_collective_is_measured_with_its_bandwidths() {
     );
     assert!(!text.contains("f32") && !text.contains("\nbroadcast"), "{text}");
     assert!(fails(&["bench", "comm", "--filter", "nothing"], 2).contains("all-to-all"));
+}
+
+#[test]
+fn a_step_over_ranks_tells_hidden_from_exposed_communication() {
+    let (_dir, recipe) = folder();
+    let args =
+        ["bench", "train", "--work", path(&recipe), "--steps", "2", "--warmup", "1", "--device", "cpu"];
+    let v = json(&[&args[..], &["--ranks", "4", "--set", "parallel.tp=2"]].concat());
+    assert_eq!((&v["ranks"], &v["engine"]), (&4.into(), &"threads".into()));
+    let number = |v: &serde_json::Value, key: &str| v[key].as_f64().unwrap_or_else(|| panic!("{key}: {v}"));
+    assert!(number(&v, "step_ms") > 0.0 && number(&v, "tok_s") > 0.0 && number(&v, "peak_bytes") > 0.0);
+    assert!(v["mfu"].is_null(), "the peak of the CPU is not known: {v}");
+    let kinds = v["communication"].as_array().unwrap();
+    let has = |group: &str| kinds.iter().any(|k| k["group"].as_str().unwrap().starts_with(group));
+    assert!(has("tp") && has("dp"), "{kinds:?}");
+    for k in kinds.iter().chain([&v["communication_total"]]) {
+        let [total, hidden, exposed] = ["ms", "hidden_ms", "exposed_ms"].map(|key| number(k, key));
+        assert!(hidden >= 0.0 && exposed >= 0.0 && (hidden + exposed - total).abs() < 1e-9, "{k}");
+    }
+    let text = ok(&[&args[..], &["--set", "parallel.pp=2"]].concat());
+    assert!(text.contains("exposed") && text.contains("2 ranks (pp=2)"), "{text}");
+    assert!(fails(&[&args[..], &["--ranks", "2", "--profile"]].concat(), 2).contains("--trace"));
+    let error = fails(&[&args[..], &["--ranks", "3", "--set", "parallel.tp=2"]].concat(), 2);
+    assert!(error.contains("3"), "{error}");
 }

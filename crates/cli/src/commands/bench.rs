@@ -18,6 +18,8 @@ Examples:
   ferrotron bench train --dtype f32 --json
   ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
   ferrotron bench train --work moe-8l --force-balance     also with balanced routing
+  ferrotron bench train --work llama-1b --set parallel.tp=2 --ranks 4   several ranks: communication hidden and exposed
+  mpirun -n 4 ferrotron bench train --set parallel.pp=2
   ferrotron bench kernels --filter gemm
   ferrotron bench comm --ranks 4                     time and bandwidth of collectives";
 
@@ -33,7 +35,8 @@ pub struct Args {
 /// Subcommands of `bench`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Benchmark training steps on random tokens: tokens/s, TFLOP/s, MFU and peak memory by category
+    /// Benchmark training steps on random tokens: tokens/s, TFLOP/s, MFU, peak memory by category; with several ranks the
+    /// communication that computation hides and that it does not
     Train(Train),
     /// Benchmark each kernel of a training step against measured GEMM and memory ceilings
     Kernels(Kernels),
@@ -47,6 +50,9 @@ pub struct Train {
     /// Workload: a benchmark model, a recipe, a custom/... shape or a TOML file
     #[arg(long, value_name = "NAME or FILE.toml", default_value = "tiny")]
     pub work: String,
+    /// Number of ranks, as threads of this process; sets parallel.dp to N / (tp x cp x pp) [default: tp x cp x pp x dp]
+    #[arg(long, value_name = "N")]
+    pub ranks: Option<usize>,
     /// Number of timed steps; the median is reported
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub steps: usize,
@@ -112,22 +118,26 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 }
 
 /// The workload with the overrides of the command line.
-pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
+pub(super) fn resolve(
+    work: &str,
+    set: &[String],
+    dtype: Option<Precision>,
+    ranks: Option<usize>,
+) -> Result<Resolved> {
     let mut recipe = bench::workload(work)?;
     recipe.set_all(set)?;
     if let Some(dtype) = dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
     }
+    super::train::set_ranks(&mut recipe, ranks)?;
     Ok(ferrotron_bridge::recipe::resolve(&mut recipe)?.0)
 }
 
 fn train(args: &Train, global: &Global) -> Result<ExitCode> {
-    let resolved = resolve(&args.work, &args.set, args.dtype)?;
+    let resolved = resolve(&args.work, &args.set, args.dtype, global.world_size(args.ranks)?)?;
     let dtype = resolved.config.precision.dtype;
-    if resolved.config.parallel.layout().world()? != 1 || global.launch.job()?.is_some() {
-        let what = "bench train measures a single rank; remove parallel.* keys and the launcher, or measure several ranks with \
-                    train --trace and bench comm";
-        return Err(output::UsageError::new(what).into());
+    if resolved.config.parallel.layout().world()? != 1 {
+        return super::bench_ranks::run(args, global, &resolved);
     }
     let rank = args
         .trace
@@ -248,6 +258,13 @@ fn train_force_balanced(
     r: &Resolved,
     global: &Global,
 ) -> Result<Option<bench::TrainBench>> {
+    let Some(even) = balanced(args, r)? else { return Ok(None) };
+    let document = args.packed.map(usize::from);
+    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.started)?))
+}
+
+/// The workload with random, nearly balanced routing, if `--force-balance` is given.
+pub(super) fn balanced(args: &Train, r: &Resolved) -> Result<Option<Resolved>> {
     if !args.force_balance {
         return Ok(None);
     }
@@ -256,8 +273,7 @@ fn train_force_balanced(
     }
     let mut even = r.clone();
     even.config.moe.force_balance = Some(0.0);
-    let document = args.packed.map(usize::from);
-    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.started)?))
+    Ok(Some(even))
 }
 
 /// The routing and its load imbalance as text.
@@ -268,7 +284,7 @@ fn routing(r: &bench::RoutingReport) -> String {
 }
 
 /// The compute precision, and the FP8 recipe if there is one.
-fn precision_text(r: &Resolved) -> String {
+pub(super) fn precision_text(r: &Resolved) -> String {
     let p = &r.config.precision;
     match p.recipe {
         QuantRecipe::None => p.dtype.name().into(),
@@ -305,16 +321,19 @@ fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace
     trace::write_trace(rank, file)
 }
 
+/// Peak TFLOP/s of the GPU by the vendor's datasheet, dense bf16 whatever the precision, as MFU is usually reported.
+pub(super) fn peak_by_datasheet(rank: &Rank) -> Option<f64> {
+    const HOPPER: f64 = 989.0;
+    let card = rank.device().gpu()?;
+    ["H100", "H200", "GH200"].iter().any(|n| card.name.contains(n)).then_some(HOPPER)
+}
+
 /// Peak TFLOP/s for MFU, and its source.
 fn peak(args: &Train, rank: &Rank, dtype: Precision) -> Result<(f64, String)> {
-    // Dense bf16 by the vendor's datasheet, whatever the precision, as MFU is usually reported.
-    const HOPPER: f64 = 989.0;
-    let hopper =
-        rank.device().gpu().is_some_and(|c| ["H100", "H200", "GH200"].iter().any(|n| c.name.contains(n)));
-    Ok(match args.peak {
-        Some(peak) => (peak, String::new()),
-        None if hopper => (HOPPER, ", the GPU's dense bf16 peak by its datasheet".into()),
-        None => {
+    Ok(match (args.peak, peak_by_datasheet(rank)) {
+        (Some(peak), _) => (peak, String::new()),
+        (None, Some(peak)) => (peak, ", the GPU's dense bf16 peak by its datasheet".into()),
+        (None, None) => {
             let n = bench::gemm_ceiling_size(rank);
             (bench::gemm_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} GEMM measured here"))
         }

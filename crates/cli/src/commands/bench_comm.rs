@@ -20,7 +20,8 @@ with one GPU each. The size is that of a rank's tensor for all-reduce, broadcast
 scattered or exchanged tensor otherwise. Algorithm bandwidth is size / time. Bus bandwidth is algorithm bandwidth x 2(n-1)/n for
 all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all: what the slowest link of a ring carries, which is
 comparable between numbers of ranks. `message` is a send-recv around the ring: every rank sends to the next and receives
-from the previous.";
+from the previous. Host time is what a rank's host takes to issue one call: with NCCL the enqueue and what is checked before it,
+with threads and MPI the call itself.";
 
 const AFTER: &str = "\
 Examples:
@@ -95,7 +96,8 @@ pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
 }
 
 fn table(rows: &[CommBench]) -> String {
-    let head = ["collective", "type", "bytes", "time", "algorithm GB/s", "bus GB/s"].map(String::from);
+    let head =
+        ["collective", "type", "bytes", "time", "host time", "algorithm GB/s", "bus GB/s"].map(String::from);
     let mut out = vec![head.to_vec()];
     out.extend(rows.iter().map(|r| {
         vec![
@@ -103,6 +105,7 @@ fn table(rows: &[CommBench]) -> String {
             r.dtype.to_string(),
             format_bytes(r.bytes),
             short(r.seconds),
+            short(r.host_seconds),
             format!("{:.3}", r.algorithm),
             format!("{:.3}", r.bus),
         ]

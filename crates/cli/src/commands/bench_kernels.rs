@@ -15,7 +15,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     if !(args.seconds >= 0.0 && args.seconds.is_finite()) {
         return Err(UsageError::new(format!("--seconds {} must be 0 or more", args.seconds)).into());
     }
-    let resolved = resolve(&args.work, &args.set, args.dtype)?;
+    let resolved = resolve(&args.work, &args.set, args.dtype, None)?;
     let chosen = names(&resolved, &args.filter);
     if chosen.is_empty() {
         let what = format!("no kernel of {} matches --filter {:?}", args.work, args.filter);

@@ -3,6 +3,7 @@
 pub mod bench;
 mod bench_comm;
 mod bench_kernels;
+mod bench_ranks;
 pub mod convert;
 pub mod data;
 pub mod doctor;

@@ -35,6 +35,9 @@ pub struct CommBench {
     pub bytes: usize,
     /// Seconds of one call: the median over rounds, of the slowest rank.
     pub seconds: f64,
+    /// Seconds that the host takes to issue one call, of the slowest rank: the least of several rounds, each with an empty
+    /// queue before it. Where the host does the work (threads, MPI) that is the call itself.
+    pub host_seconds: f64,
     /// Algorithm bandwidth, `bytes / seconds`, in GB/s.
     pub algorithm: f64,
     /// Bus bandwidth in GB/s: what the slowest link carries if the algorithm is a ring; see [`FORMULA`].
@@ -54,16 +57,21 @@ pub fn sizes(largest: usize) -> Vec<usize> {
 /// every rank.
 pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64) -> Result<CommBench> {
     const ROUNDS: usize = 5;
+    /// Calls that fit into the launch queue with room to spare.
+    const MAX_ISSUED: usize = 32;
     let all = rank.world.all();
     let n = all.size();
     let bench = CollectiveBench::new(rank, &all, kind, dtype, bytes)?;
     // The first call sets up connections, the second estimates how many calls make a round.
     bench.call()?;
-    let one = max_over_ranks(&all, bench.time(1)?)?;
+    let one = max_over_ranks(&all, bench.time(1)?.0)?;
     let calls = ((seconds / ROUNDS as f64 / one.max(1e-9)) as usize).clamp(1, 10_000);
     let mut rounds = Vec::with_capacity(ROUNDS);
+    let mut host_seconds = f64::INFINITY;
     for _ in 0..ROUNDS {
-        rounds.push(max_over_ranks(&all, bench.time(calls)? / calls as f64)?);
+        rounds.push(max_over_ranks(&all, bench.time(calls)?.0 / calls as f64)?);
+        let issued = calls.min(MAX_ISSUED);
+        host_seconds = host_seconds.min(max_over_ranks(&all, bench.time(issued)?.1 / issued as f64)?);
     }
     rounds.sort_by(f64::total_cmp);
     let (seconds, share) = (rounds[ROUNDS / 2], (n as f64 - 1.0) / n as f64);
@@ -74,11 +82,12 @@ pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64)
     };
     let bytes = bench.whole.bytes();
     let algorithm = bytes as f64 / seconds / 1e9;
-    Ok(CommBench { collective: kind.name(), dtype, bytes, seconds, algorithm, bus: algorithm * factor })
+    let (collective, bus) = (kind.name(), algorithm * factor);
+    Ok(CommBench { collective, dtype, bytes, seconds, host_seconds, algorithm, bus })
 }
 
 /// The largest value measured on any rank.
-fn max_over_ranks(all: &Communicator, mine: f64) -> Result<f64> {
+pub fn max_over_ranks(all: &Communicator, mine: f64) -> Result<f64> {
     let times = all.all_gather_bytes(&mine.to_le_bytes(), "measured time")?;
     let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(f64::NAN, f64::from_le_bytes);
     Ok(times.iter().map(number).fold(0.0, f64::max))
@@ -128,13 +137,14 @@ impl<'a> CollectiveBench<'a> {
         Ok(())
     }
 
-    /// Seconds of `calls` calls, from a common start until the device is done.
-    fn time(&self, calls: usize) -> Result<f64> {
+    /// Seconds of `calls` calls, from a common start until the device is done, and until the host has issued them.
+    fn time(&self, calls: usize) -> Result<(f64, f64)> {
         self.rank.compute.synchronize()?;
         self.all.barrier("start of a round")?;
         let start = Instant::now();
         (0..calls).try_for_each(|_| self.call())?;
+        let issued = start.elapsed().as_secs_f64();
         self.rank.compute.synchronize()?;
-        Ok(start.elapsed().as_secs_f64())
+        Ok((start.elapsed().as_secs_f64(), issued))
     }
 }

@@ -11,7 +11,7 @@ mod yardsticks;
 
 pub use crate::cost::roofline::Ceilings;
 pub use ceiling::{attention_ceiling, fp8_gemm_ceiling, gemm_ceiling, gemm_ceiling_size, memory_ceiling};
-pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
+pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, max_over_ranks, sizes};
 pub use kernels::{KernelBench, KernelWork, kernels, names};
 pub use roofline::{RooflinePart, roofline};
 pub use train::{RandomTokens, RoutingReport, TrainBench, train, train_with_observer};

@@ -147,11 +147,13 @@ pub fn train(
     while trainer.step() < warmup.max(least) as u64 || graph_undecided(&trainer) {
         trainer.train_step(&data)?;
         note_first_step();
+        trainer.share_gemm_choices()?;
     }
     let launched = trainer.step() - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
-    // As in a run: a step is launched before the loss of the previous one is read.
+    // As in a run: a rank that is alone launches a step before it reads the loss of the previous one.
+    let alone = trainer.rank.world.size() == 1;
     let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     let mut events = vec![trainer.rank.compute.record()?];
     let mut last = None;
@@ -163,6 +165,11 @@ pub fn train(
         if let Some(last) = last.replace(in_flight) {
             trainer.end_step(last)?;
             note_first_step();
+        }
+        if let Some(step) = last.take_if(|_| !alone) {
+            let report = trainer.end_step(step)?;
+            note_first_step();
+            (tokens, loss) = (report.tokens, report.loss);
         }
     }
     if let Some(last) = last {
@@ -208,6 +215,7 @@ pub fn train_with_observer(
     let mut trainer = Trainer::new(rank, r)?;
     for _ in 0..warmup {
         trainer.train_step(&data)?;
+        trainer.share_gemm_choices()?;
     }
     for left in (1..=steps as u64).rev() {
         observer.before_step(&trainer.rank, left)?;

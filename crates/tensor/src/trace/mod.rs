@@ -4,10 +4,12 @@
 //! [`crate::Device::start_trace`] and [`crate::Device::take_trace`], and the spans opened around launches with
 //! [`Stream::span`].
 
+mod by_kind;
 mod overlap;
 mod record;
 mod report;
 
+pub use by_kind::CommunicationTime;
 pub use overlap::{Coverage, Overlap};
 pub use record::Span;
 pub(crate) use record::Tracer;

@@ -1,0 +1,204 @@
+//! `bench train` over several ranks: a step, and how much of its communication computation hides.
+
+use super::bench::{Train, balanced, peak_by_datasheet, precision_text};
+use crate::args::Global;
+use crate::trace::{self, NullObserver};
+use crate::{format, output, ranks};
+use anyhow::Result;
+use ferrotron_core::bench::{self, TrainBench};
+use ferrotron_core::config::Resolved;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::format_bytes;
+use ferrotron_tensor::trace::{Coverage, Trace};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// What rank 0 knows in the end.
+struct Measured {
+    bench: TrainBench,
+    balanced: Option<TrainBench>,
+    /// Median seconds of a step on the slowest rank.
+    step_s: f64,
+    /// Peak memory of the fullest rank; ranks that share a device report it as one.
+    peak_bytes: usize,
+    trace: Trace,
+    device: String,
+    engine: &'static str,
+    on_gpu: bool,
+    /// Peak TFLOP/s of all GPUs, where it is known.
+    peak: Option<f64>,
+}
+
+/// Runs the benchmark on the ranks of the workload's layout.
+pub fn run(args: &Train, global: &Global, resolved: &Resolved) -> Result<ExitCode> {
+    if args.profile {
+        let what = "--profile measures a single rank; with several the table of communication is printed, and --trace has every \
+                    kernel";
+        return Err(output::UsageError::new(what).into());
+    }
+    let layout = resolved.config.parallel.layout();
+    let traced = Global { trace: true, ..args.trace.with_tracing(global)? };
+    let one = |rank: Rank| measure(args, global, resolved, &rank).map_err(ranks::to_core_error);
+    let measured = ranks::run(&traced, &layout, 1234, one)?;
+    let Some(m) = measured.into_iter().flatten().next() else { return Ok(ExitCode::SUCCESS) };
+    let file = args.trace.trace.as_deref();
+    let written = file.map(|file| trace::write(m.trace.clone(), file)).transpose()?;
+    if global.json {
+        let mut value = m.json(args, resolved, layout.world()?);
+        value["trace"] = written.map(|t| t.json()).into();
+        output::print_json(&value)?;
+    } else {
+        output::print(&m.text(args, resolved))?;
+        written.map_or(Ok(()), |t| t.print(global))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Timed steps, then traced ones, which tracing slows down. None on ranks other than 0.
+fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> Result<Option<Measured>> {
+    let (document, steps) = (args.packed.map(usize::from), args.steps.max(1));
+    let time = |r: &Resolved| bench::train(rank.clone(), r, args.warmup, steps, document, global.started);
+    let b = time(resolved)?;
+    let even = balanced(args, resolved)?.map(|r| time(&r)).transpose()?;
+    let step_s = bench::max_over_ranks(&rank.world.all(), b.median())?;
+    let peak_bytes = bench::max_over_ranks(&rank.world.all(), b.memory.total_peak as f64)? as usize;
+    let traced = args.trace.trace_steps as usize;
+    let mut silent = NullObserver;
+    let mut tracer = args.trace.step_tracer(&mut silent);
+    bench::train_with_observer(rank.clone(), resolved, args.warmup.max(1), traced, &mut tracer)?;
+    let Some(trace) = trace::gather(rank)? else { return Ok(None) };
+    let launched = global.launch.job()?.is_some();
+    let on_gpu = rank.device().gpu().is_some();
+    let engine = match (launched, on_gpu) {
+        (false, _) => "threads",
+        (true, false) => "mpi",
+        (true, true) => "nccl",
+    };
+    // Ranks that are threads share one GPU.
+    let gpus = if launched { rank.world.size() } else { 1 };
+    let peak = args.peak.or_else(|| peak_by_datasheet(rank).map(|peak| peak * gpus as f64));
+    let (bench, balanced, device) = (b, even, ranks::device_description(rank));
+    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, trace, device, engine, on_gpu, peak }))
+}
+
+impl Measured {
+    fn tokens_per_s(&self) -> f64 {
+        self.bench.tokens as f64 / self.step_s
+    }
+
+    /// TFLOP/s of all ranks together.
+    fn tflops(&self) -> f64 {
+        self.tokens_per_s() * self.bench.flops_per_token / 1e12
+    }
+
+    /// Milliseconds per step and rank of a time summed over traced steps and ranks.
+    fn ms(&self, args: &Train, seconds: f64) -> f64 {
+        seconds * 1e3 / (args.trace.trace_steps as f64 * self.trace.ranks().len().max(1) as f64)
+    }
+
+    fn text(&self, args: &Train, resolved: &Resolved) -> String {
+        let (b, ranks) = (&self.bench, self.trace.ranks().len().max(1));
+        let mut rows = vec![
+            vec![
+                "step".into(),
+                format!("{:.1} ms (median of {}, slowest rank)", self.step_s * 1e3, b.step_s.len()),
+            ],
+            vec!["tokens/s".into(), format::thousands(self.tokens_per_s() as u64)],
+            vec![
+                "TFLOP/s".into(),
+                format!("{:.3} in total, {:.3} per rank", self.tflops(), self.tflops() / ranks as f64),
+            ],
+        ];
+        if let Some(peak) = self.peak {
+            rows.push(vec![
+                "MFU".into(),
+                format!("{:.1} % of {peak:.2} TFLOP/s of all GPUs", self.tflops() / peak * 1e2),
+            ]);
+        }
+        if let Some(f) = &self.balanced {
+            rows.push(vec![
+                "balanced".into(),
+                format!("{:.1} ms, {:.3} TFLOP/s", f.median() * 1e3, f.tflops()),
+            ]);
+        }
+        // The CPU's launches are the step itself.
+        if self.on_gpu {
+            let (host, share) = (b.host_least() * 1e3, b.host_least() / self.step_s * 1e2);
+            rows.push(vec!["CPU launch overhead".into(), format!("{host:.2} ms per step ({share:.0} %)")]);
+        }
+        rows.push(vec![
+            "peak memory".into(),
+            format!("{} on the fullest rank", format_bytes(self.peak_bytes)),
+        ]);
+        format!(
+            "{} in {} on {}, over {}\n{}\n{}",
+            args.work,
+            precision_text(resolved),
+            self.device,
+            self.engine,
+            output::table(&rows),
+            self.communication(args)
+        )
+    }
+
+    /// The table of communication.
+    fn communication(&self, args: &Train) -> String {
+        let heads = ["group", "collective", "calls", "ms", "hidden", "exposed"];
+        let mut rows = vec![heads.map(String::from).to_vec()];
+        let ms = |s: f64| format!("{:.3}", self.ms(args, s));
+        let line = |group: &str, op: &str, calls: String, [total, hidden]: [f64; 2]| {
+            vec![group.into(), op.into(), calls, ms(total), ms(hidden), ms(total - hidden)]
+        };
+        let times = self.trace.by_communication();
+        for t in &times {
+            // Calls count as their time does: per step and rank.
+            let calls = format!("{:.1}", self.ms(args, t.calls as f64 / 1e3));
+            rows.push(line(&t.group, &t.op, calls, [t.total, t.hidden]));
+        }
+        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
+        rows.push(line("all", "", String::new(), [total, same_rank]));
+        format!(
+            "communication per step and rank, in ms on its stream with the wait for other ranks; hidden while the rank computes\n{}",
+            output::table(&rows)
+        )
+    }
+
+    fn json(&self, args: &Train, resolved: &Resolved, ranks: usize) -> Value {
+        let times = self.trace.by_communication();
+        let one = |total: f64, hidden: f64| {
+            let [total, hidden, exposed] = [total, hidden, total - hidden].map(|s| self.ms(args, s));
+            json!({ "ms": total, "hidden_ms": hidden, "exposed_ms": exposed })
+        };
+        let communication = times.iter().map(|t| {
+            let mut row = one(t.total, t.hidden);
+            row["group"] = t.group.as_str().into();
+            row["op"] = t.op.as_str().into();
+            row["calls"] = self.ms(args, t.calls as f64 / 1e3).into();
+            row
+        });
+        let communication: Vec<Value> = communication.collect();
+        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
+        json!({
+            "work": args.work,
+            "ranks": ranks,
+            "layout": resolved.config.parallel.layout().to_string(),
+            "engine": self.engine,
+            "device": self.device,
+            "dtype": resolved.config.precision.dtype.name(),
+            "recipe": resolved.config.precision.recipe.name(),
+            "steps": self.bench.step_s.len(),
+            "step_ms": self.step_s * 1e3,
+            "tok_s": self.tokens_per_s(),
+            "tflops": self.tflops(),
+            "peak_tflops": self.peak,
+            "mfu": self.peak.map(|peak| self.tflops() / peak),
+            "balanced_step_ms": self.balanced.as_ref().map(|f| f.median() * 1e3),
+            "host_ms": self.bench.host_least() * 1e3,
+            "peak_bytes": self.peak_bytes,
+            "loss": self.bench.loss,
+            "communication": communication,
+            "communication_total": one(total, same_rank),
+            "commit": env!("FERROTRON_COMMIT"),
+        })
+    }
+}
