@@ -24,6 +24,14 @@ impl Topic {
     pub(crate) fn group_setup(index: u64) -> Topic {
         Topic(index << 4 | 3)
     }
+    /// Shared memory of group `index`.
+    pub(crate) fn segments(index: u64) -> Topic {
+        Topic(index << 4 | 4)
+    }
+    /// A message of [`Topic::p2p`] was taken.
+    pub(crate) fn p2p_taken(index: u64) -> Topic {
+        Topic(index << 4 | 5)
+    }
     /// Asks a rank for its last operations.
     pub(crate) const QUESTION: Topic = Topic(u64::MAX - 8);
     /// The reply to [`Topic::QUESTION`].

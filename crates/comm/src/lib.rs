@@ -9,6 +9,7 @@
 //! |---|---|---|---|
 //! | `threads` | threads of one process | host, or one shared GPU | rank order |
 //! | `mpi` | processes | host | rank order, same bits as `threads` |
+//! | `shm` | processes of one host | host | rank order, same bits as `threads` |
 //! | `nccl` | processes with one GPU each | GPU | NCCL's own, fixed for a given machine and size |
 //!
 //! [`InFlight`] holds the buffers of communication that overlaps computation.
@@ -21,11 +22,13 @@ mod diagnosis;
 mod error;
 mod flight_recorder;
 mod hmac_sha256;
+mod host_group;
 mod in_flight;
 mod launch_env;
 mod monitor;
 mod mpi;
 mod nccl;
+mod network_input;
 mod op_descriptor;
 mod op_encoding;
 mod process;
@@ -33,6 +36,8 @@ mod process_group;
 mod rendezvous;
 mod send_recv;
 mod shared_library;
+#[cfg(target_os = "linux")]
+mod shm;
 mod snapshot;
 mod tcp_control;
 mod threads;
@@ -49,6 +54,8 @@ pub use in_flight::InFlight;
 pub use launch_env::{LaunchEnv, Launcher};
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
+#[doc(hidden)]
+pub use network_input::read_network_input;
 pub use op_descriptor::OpKind;
 pub use send_recv::SendRecv;
 pub use threads::{ReduceKernel, ReduceKernels};
@@ -62,4 +69,13 @@ pub enum ReduceOp {
     Sum,
     /// The maximum; NaN if any value is NaN.
     Max,
+}
+
+#[cfg(not(target_os = "linux"))]
+impl World {
+    /// Processes of one host share memory as only Linux provides it.
+    pub fn one_host(_: &LaunchEnv, _: std::time::Duration) -> Result<World> {
+        let what = "processes on the CPU need Linux or MPI; use --ranks N, or Open MPI's mpirun";
+        Err(Error::Launch(what.into()))
+    }
 }

@@ -160,8 +160,17 @@ impl ProcessGroup {
         descriptor: &OpDescriptor,
         deadline: Instant,
     ) -> Result<Descriptors, OpError> {
+        let all = self.gather(Topic::collective(self.index), &descriptor.encode(), deadline)?;
+        self.compare_descriptors(descriptor, &all)
+    }
+
+    /// Compares this rank's descriptor with those of all, as gathered.
+    pub(crate) fn compare_descriptors(
+        &self,
+        descriptor: &OpDescriptor,
+        all: &[Vec<u8>],
+    ) -> Result<Descriptors, OpError> {
         let mine = descriptor.encode();
-        let all = self.gather(Topic::collective(self.index), &mine, deadline)?;
         let same = self.others().all(|r| all[r] == mine);
         if same && !descriptor.is_pairwise() {
             self.others().for_each(|r| self.process.note_call(self.ranks[r], descriptor));

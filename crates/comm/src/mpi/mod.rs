@@ -1,26 +1,24 @@
 //! The MPI backend: ranks are processes, tensors are on the host. Open MPI is opened at run time.
 //!
-//! MPI only transports messages. Reductions are computed here, in rank order, so that they give the same bits as the
-//! thread backend. A waiting rank polls and sleeps, so that it can time out. Every rank sends its descriptor to every
+//! MPI only transports messages: collectives are those of [`crate::host_group`]. A waiting rank polls and sleeps, so that it can time out. Every rank sends its descriptor to every
 //! other rank of the group before data moves, which is exact, and cheap up to some hundreds of ranks.
 
-mod backend;
 mod control;
 mod ffi;
-mod reduce;
 mod transfer;
 
 use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
 use crate::control::ControlTransport;
 use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::host_group::HostGroupBackend;
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
 use crate::{Result, World};
-use backend::MpiGroupBackend;
 use control::{Comm, MpiControl};
 use ffi::Mpi;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use transfer::MpiTransfer;
 
 struct MpiJobBackend {
     mpi: &'static Mpi,
@@ -83,7 +81,7 @@ impl JobBackend for MpiJobBackend {
         let tag =
             i32::try_from(index * 2).map_err(|_| OpError::Backend { what: "too many groups".into() })?;
         let (mpi, control, comm) = (self.mpi, self.control.clone(), self.data);
-        Ok(Some(Arc::new(MpiGroupBackend { mpi, control, comm, group, tag })))
+        Ok(Some(Arc::new(HostGroupBackend(MpiTransfer { mpi, control, comm, group, tag }))))
     }
 
     fn fail(&self, failure: FailureReport) {

@@ -23,8 +23,8 @@ use std::time::{Duration, Instant};
 /// Time after which the kernel gives up a connection to a host that answers nothing. A stopped process is not one:
 /// its kernel answers.
 const DEAD_HOST: Duration = Duration::from_secs(5);
-/// Time to write what is queued before the connections are closed.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Time to write what is queued, and on rank 0 for the others to leave, before the connections are closed.
+const LAST_WORDS: Duration = Duration::from_secs(5);
 
 /// One rank's connections.
 pub(crate) struct TcpControl {
@@ -137,8 +137,7 @@ impl ControlTransport for TcpControl {
     fn broken(&self) -> Option<(usize, String)> {
         let inbox = self.connections.inbox();
         // Without rank 0 nothing reaches anybody.
-        let lost =
-            (self.rank != 0 && inbox.exited.contains(&0)).then(|| (0, "its process has exited".into()));
+        let lost = (self.rank != 0 && inbox.exited.contains(&0)).then(|| (0, "rank 0 has exited".into()));
         inbox.broken.clone().or(lost)
     }
 
@@ -201,7 +200,7 @@ impl Connections {
 
     /// Records that `rank` broke the protocol, and reads no more from it.
     fn break_off(&self, rank: usize, what: String) {
-        self.inbox().broken.get_or_insert((rank, what));
+        self.inbox().broken.get_or_insert_with(|| (rank, format!("rank {rank} broke the protocol: {what}")));
         if let Some(out) = self.out.get(&rank) {
             out.close();
         }

@@ -78,8 +78,17 @@ impl Launch {
 const NO_MPICH: &str = "PMI_RANK is set as by MPICH's mpiexec (or that of Intel MPI), which is not supported; start \
     the processes with Open MPI's mpirun, srun, torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT";
 
-/// Joins over MPI, whatever the launcher. MPI must agree with the launcher on rank and size.
+/// Joins over MPI where the launcher provides it, otherwise as one of the processes of this host.
 fn on_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
+    let by_mpi = match job.launcher {
+        Launcher::OpenMpi => true,
+        // Clusters set PMI for every step, also where no MPI is installed.
+        Launcher::SlurmMpi => ferrotron_comm::mpi_version().is_ok() || !job.one_host,
+        _ => false,
+    };
+    if !by_mpi {
+        return Ok(World::one_host(job, timeout)?);
+    }
     let world = World::mpi(timeout)?;
     if (world.rank(), world.size()) == (job.rank, job.size) {
         return Ok(world);

@@ -1,7 +1,7 @@
 //! Reductions that give the same bits whatever the backend: every element is reduced on one rank, in rank order, and
 //! rounded once.
 
-use super::transfer::GroupTransfer;
+use super::{Owned, Transfer};
 use crate::ReduceOp;
 use crate::backend::OpError;
 use crate::threads::reduce::{Reducible, fold};
@@ -20,13 +20,13 @@ fn part(len: usize, n: usize, r: usize) -> Range<usize> {
 }
 
 /// `t` = reduction over ranks.
-pub(super) fn all_reduce<T: Reducible>(
-    transfer: &GroupTransfer,
+pub(super) fn all_reduce<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
     t: &mut [T],
     op: ReduceOp,
     deadline: Instant,
 ) -> Result<(), OpError> {
-    let (n, me) = (transfer.group.ranks.len(), transfer.group.me);
+    let (n, me) = (transfer.group().ranks.len(), transfer.group().me);
     if t.len() <= SMALL {
         let theirs = swap(transfer, &vec![&*t; n], t.len(), deadline)?;
         let own = t.to_vec();
@@ -46,32 +46,32 @@ pub(super) fn all_reduce<T: Reducible>(
             false => others.push((r, bytemuck::cast_slice_mut(this))),
         }
     }
-    let sends: Vec<_> = transfer.group.others().map(|r| (r, bytemuck::cast_slice(mine))).collect();
+    let sends: Vec<_> = transfer.group().others().map(|r| (r, bytemuck::cast_slice(mine))).collect();
     transfer.run(&sends, &mut others, deadline)
 }
 
 /// Part `me` of n equal parts of `all` = reduction over ranks.
-pub(super) fn reduce_scatter<T: Reducible>(
-    transfer: &GroupTransfer,
+pub(super) fn reduce_scatter<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
     all: &mut [T],
     op: ReduceOp,
     deadline: Instant,
 ) -> Result<(), OpError> {
-    let n = transfer.group.ranks.len();
+    let n = transfer.group().ranks.len();
     let parts: Vec<Range<usize>> = (0..n).map(|r| all.len() / n * r..all.len() / n * (r + 1)).collect();
     reduce_parts(transfer, all, &parts, op, deadline)
 }
 
 /// [`reduce_scatter`] out of place: `all` is only read.
-pub(super) fn reduce_scatter_into<T: Reducible>(
-    transfer: &GroupTransfer,
+pub(super) fn reduce_scatter_into<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
     all: &[T],
     mine: &mut [T],
     op: ReduceOp,
     deadline: Instant,
 ) -> Result<(), OpError> {
     let len = mine.len();
-    let me = transfer.group.me;
+    let me = transfer.group().me;
     segments(len, |seg| {
         let seg = within(&seg, len);
         let sent: Vec<&[T]> = all.chunks(len).map(|part| &part[seg.clone()]).collect();
@@ -82,14 +82,14 @@ pub(super) fn reduce_scatter_into<T: Reducible>(
 }
 
 /// Reduces part r of `t` on rank r, in place.
-fn reduce_parts<T: Reducible>(
-    transfer: &GroupTransfer,
+fn reduce_parts<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
     t: &mut [T],
     parts: &[Range<usize>],
     op: ReduceOp,
     deadline: Instant,
 ) -> Result<(), OpError> {
-    let me = transfer.group.me;
+    let me = transfer.group().me;
     let longest = parts.iter().map(Range::len).max().unwrap_or(0);
     segments(longest, |seg| {
         let sent: Vec<&[T]> = parts.iter().map(|p| &t[p.clone()][within(&seg, p.len())]).collect();
@@ -112,21 +112,21 @@ fn within(segment: &Range<usize>, len: usize) -> Range<usize> {
 }
 
 /// Sends `sent[r]` to rank r and receives `len` elements from each; this rank's own entry stays empty.
-fn swap<T: Reducible>(
-    transfer: &GroupTransfer,
+fn swap<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
     sent: &[&[T]],
     len: usize,
     deadline: Instant,
 ) -> Result<Vec<Vec<T>>, OpError> {
-    let me = transfer.group.me;
+    let me = transfer.group().me;
     let mut theirs: Vec<Vec<T>> =
         (0..sent.len()).map(|r| vec![T::zeroed(); if r == me { 0 } else { len }]).collect();
-    let sends: Vec<_> = transfer.group.others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
+    let sends: Vec<_> = transfer.group().others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
     let mut receives = receives(&mut theirs, me);
     match transfer.run(&sends, &mut receives, deadline) {
         Ok(()) => Ok(theirs),
         Err(error) => {
-            // MPI may still write to it.
+            // The transfer may still write to it: MPI does.
             std::mem::forget(theirs);
             Err(error)
         }

@@ -1,50 +1,101 @@
-//! Collectives and sends of one group of processes over MPI.
+//! Collectives and sends of one group of processes with tensors on the host, over any [`Transfer`] of bytes. Reductions
+//! are computed here, in rank order, so that they give the same bits as the thread backend.
 
-use super::control::{Comm, MpiControl};
-use super::ffi::Mpi;
-use super::reduce;
-use super::transfer::{GroupTransfer, MAX_MESSAGE};
+mod reduce;
+
 use crate::backend::{Collective, Completion, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
-use crate::control::{ControlTransport, Topic};
 use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
 use crate::threads::reduce::Reducible;
 use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, bf16, f16, read, shape_error, write};
-use std::sync::Arc;
 use std::time::Instant;
 
-pub(super) struct MpiGroupBackend {
-    pub(super) mpi: &'static Mpi,
-    pub(super) control: Arc<MpiControl>,
-    /// The MPI communicator of tensor data.
-    pub(super) comm: Comm,
-    pub(super) group: ProcessGroup,
-    /// Tag of collectives; sends use the next one.
-    pub(super) tag: i32,
+pub(crate) type Done<T = ()> = Result<T, OpError>;
+
+/// How one group of processes moves bytes.
+pub(crate) trait Transfer: Send + Sync {
+    /// A message that has been announced and not been taken yet.
+    type Message;
+
+    /// The group.
+    fn group(&self) -> &ProcessGroup;
+
+    /// Sends and receives everything, by rank of the group and never to this rank itself, and returns when all is
+    /// complete. `owners` are the tensors that own the memory.
+    fn run(
+        &self,
+        owners: &[&Tensor],
+        sends: &[(usize, &[u8])],
+        receives: &mut [(usize, &mut [u8])],
+        deadline: Instant,
+    ) -> Done;
+
+    /// Sends the descriptor to all and collects theirs, in rank order; this rank's own entry is empty.
+    fn gather_descriptors(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>>;
+
+    /// Bytes of any length from every rank, in rank order.
+    fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>>;
+
+    /// Sends a message with its descriptor, without waiting for the receiver.
+    fn post(&self, to: usize, descriptor: Vec<u8>, bytes: Vec<u8>) -> Done;
+
+    /// Waits for the descriptor of the next message of `from`.
+    fn next_message(&self, from: usize, deadline: Instant) -> Done<(Vec<u8>, Self::Message)>;
+
+    /// The bytes of that message.
+    fn take_message(
+        &self,
+        from: usize,
+        message: Self::Message,
+        owned: (&Tensor, &mut [u8]),
+        deadline: Instant,
+    ) -> Done;
 }
 
-type Done<T = ()> = Result<T, OpError>;
+/// A transfer, and the tensors that own the memory it is used for.
+#[derive(Clone, Copy)]
+struct Owned<'a, T> {
+    transfer: &'a T,
+    owners: &'a [&'a Tensor],
+}
 
-impl MpiGroupBackend {
-    fn transfer<'a>(&'a self, owners: &'a [&'a Tensor]) -> GroupTransfer<'a> {
-        GroupTransfer { mpi: self.mpi, comm: self.comm, group: &self.group, tag: self.tag, owners }
+impl<T: Transfer> Owned<'_, T> {
+    fn run(&self, sends: &[(usize, &[u8])], receives: &mut [(usize, &mut [u8])], deadline: Instant) -> Done {
+        self.transfer.run(self.owners, sends, receives, deadline)
+    }
+
+    fn group(&self) -> &ProcessGroup {
+        self.transfer.group()
+    }
+}
+
+/// A group over a transfer.
+pub(crate) struct HostGroupBackend<T>(pub(crate) T);
+
+impl<X: Transfer> HostGroupBackend<X> {
+    fn transfer<'a>(&'a self, owners: &'a [&'a Tensor]) -> Owned<'a, X> {
+        Owned { transfer: &self.0, owners }
+    }
+
+    fn group(&self) -> &ProcessGroup {
+        self.0.group()
     }
 
     fn reduce<T: Reducible>(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
         match collective {
             Collective::AllReduce { t, op } => launch(s, "all-reduce", &[write(t)], |l| {
-                reduce::all_reduce::<T>(&self.transfer(&[t]), l.slice_mut(0)?, *op, deadline)
+                reduce::all_reduce::<T, X>(&self.transfer(&[t]), l.slice_mut(0)?, *op, deadline)
             }),
             Collective::ReduceScatter { all, mine, op } if all.overlaps(mine) => {
                 launch(s, "reduce-scatter", &[write(all)], |l| {
-                    reduce::reduce_scatter::<T>(&self.transfer(&[all]), l.slice_mut(0)?, *op, deadline)
+                    reduce::reduce_scatter::<T, X>(&self.transfer(&[all]), l.slice_mut(0)?, *op, deadline)
                 })
             }
             Collective::ReduceScatter { all, mine, op } => {
                 launch(s, "reduce-scatter", &[read(all), write(mine)], |l| {
                     let owners = [*all, *mine];
                     let (from, to) = (l.slice(0)?, l.slice_mut(1)?);
-                    reduce::reduce_scatter_into::<T>(&self.transfer(&owners), from, to, *op, deadline)
+                    reduce::reduce_scatter_into::<T, X>(&self.transfer(&owners), from, to, *op, deadline)
                 })
             }
             _ => Ok(()),
@@ -56,8 +107,8 @@ impl MpiGroupBackend {
         let bytes = all.as_bytes()?;
         launch(s, "all-gather", &[write(&bytes)], |l| {
             let mut parts = split(l.slice_mut::<u8>(0)?, &byte_counts(counts, all));
-            let mine = std::mem::take(&mut parts[self.group.me]);
-            let sends: Vec<(usize, &[u8])> = self.group.others().map(|r| (r, &*mine)).collect();
+            let mine = std::mem::take(&mut parts[self.group().me]);
+            let sends: Vec<(usize, &[u8])> = self.group().others().map(|r| (r, &*mine)).collect();
             let mut receives: Vec<_> = parts.into_iter().enumerate().collect();
             self.transfer(&[all]).run(&sends, &mut receives, deadline)
         })
@@ -71,7 +122,7 @@ impl MpiGroupBackend {
         deadline: Instant,
     ) -> Done {
         let (f, t) = (from.as_bytes()?, to.as_bytes()?);
-        let me = self.group.me;
+        let me = self.group().me;
         launch(s, "all-to-all", &[read(&f), write(&t)], |l| {
             let mut parts = split(l.slice_mut::<u8>(1)?, &byte_counts(received, to));
             let mut rest = l.slice::<u8>(0)?;
@@ -90,10 +141,10 @@ impl MpiGroupBackend {
 
     fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, deadline: Instant) -> Done {
         let bytes = t.as_bytes()?;
-        match root == self.group.me {
+        match root == self.group().me {
             true => launch(s, "broadcast", &[read(&bytes)], |l| {
                 let data = l.slice::<u8>(0)?;
-                let sends: Vec<(usize, &[u8])> = self.group.others().map(|r| (r, data)).collect();
+                let sends: Vec<(usize, &[u8])> = self.group().others().map(|r| (r, data)).collect();
                 self.transfer(&[t]).run(&sends, &mut [], deadline)
             }),
             false => launch(s, "broadcast", &[write(&bytes)], |l| {
@@ -103,7 +154,7 @@ impl MpiGroupBackend {
     }
 }
 
-impl GroupBackend for MpiGroupBackend {
+impl<X: Transfer> GroupBackend for HostGroupBackend<X> {
     fn exchange_descriptors(
         &self,
         _: Option<&Stream>,
@@ -111,11 +162,12 @@ impl GroupBackend for MpiGroupBackend {
         _: &Collective,
         deadline: Instant,
     ) -> Done<Descriptors> {
-        self.group.exchange_descriptors(descriptor, deadline)
+        let all = self.0.gather_descriptors(&descriptor.encode(), deadline)?;
+        self.group().compare_descriptors(descriptor, &all)
     }
 
     fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done<Completion> {
-        let n = self.group.ranks.len();
+        let n = self.group().ranks.len();
         let done: Done = match collective {
             Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
             Collective::AllReduce { t, .. } | Collective::ReduceScatter { mine: t, .. } => match t.dtype() {
@@ -132,7 +184,7 @@ impl GroupBackend for MpiGroupBackend {
                 let equal = vec![all.numel() / n; n];
                 let counts = counts.unwrap_or(&equal);
                 if mine.numel() > 0 && !mine.overlaps(all) {
-                    let start = counts[..self.group.me].iter().sum();
+                    let start = counts[..self.group().me].iter().sum();
                     s.copy(mine, &all.view(&[all.numel()])?.narrow(0, start, mine.numel())?)?;
                 }
                 self.gather(s, all, counts, deadline)
@@ -152,13 +204,10 @@ impl GroupBackend for MpiGroupBackend {
     }
 
     fn post_sends(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
-        self.group.process.check_alive()?;
-        let topic = Topic::p2p(self.group.index);
+        self.group().process.check_alive()?;
         for op in sends {
-            let to = self.group.ranks[op.peer];
             let bytes = s.download::<u8>(&op.tensor.as_bytes()?)?;
-            self.control.send(to, topic, op.descriptor.encode())?;
-            self.control.send_data(self.comm, to, self.tag + 1, bytes, MAX_MESSAGE)?;
+            self.0.post(op.peer, op.descriptor.encode(), bytes)?;
         }
         Ok(())
     }
@@ -170,31 +219,25 @@ impl GroupBackend for MpiGroupBackend {
         receives: &[P2pOp],
         deadline: Instant,
     ) -> Done<Completion> {
-        let (me, topic) = (self.group.me, Topic::p2p(self.group.index));
+        let me = self.group().me;
         for op in receives {
-            let (peer, from) = (op.peer, self.group.ranks[op.peer]);
-            let text = self.group.process.wait(
-                deadline,
-                || Ok(self.control.try_receive(from, topic)),
-                || vec![(peer, from)],
-            )?;
-            let theirs = self.group.decode(peer, &text)?;
+            let peer = op.peer;
+            let (text, message) = self.0.next_message(peer, deadline)?;
+            let theirs = self.group().decode(peer, &text)?;
             if op.descriptor.conflicts_with(me, &theirs, peer) {
                 let mine = Box::new(op.descriptor.clone());
                 return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
             }
             let bytes = op.tensor.as_bytes()?;
             launch(s, "receive", &[write(&bytes)], |l| {
-                let owners = [op.tensor];
-                let transfer = GroupTransfer { tag: self.tag + 1, ..self.transfer(&owners) };
-                transfer.run(&[], &mut [(peer, l.slice_mut::<u8>(0)?)], deadline)
+                self.0.take_message(peer, message, (op.tensor, l.slice_mut::<u8>(0)?), deadline)
             })?;
         }
         Ok(Completion::Done)
     }
 
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.group.all_gather_bytes(mine, deadline)
+        self.0.all_gather_bytes(mine, deadline)
     }
 }
 

@@ -1,0 +1,133 @@
+//! Processes of one host without MPI: control messages over TCP, data over shared memory. Tensors are on the host, and
+//! collectives are those of [`crate::host_group`].
+//!
+//! Nothing of it has a name in the file system, so a killed process leaves nothing behind.
+
+mod outbox;
+mod rings;
+mod segment;
+mod transfer;
+
+use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::control::{ControlTransport, Topic};
+use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::host_group::HostGroupBackend;
+use crate::launch_env::LaunchEnv;
+use crate::process::Process;
+use crate::process_group::ProcessGroup;
+use crate::tcp_control::TcpControl;
+use crate::{Result, World};
+use outbox::Outbox;
+use rings::{Rings, segment_bytes};
+use segment::Segment;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use transfer::ShmTransfer;
+
+/// Said of processes on several hosts.
+const ONE_HOST: &str =
+    "across hosts processes on the CPU need MPI, and on GPUs NCCL: start them with Open MPI's mpirun";
+
+struct ShmJobBackend {
+    process: Arc<Process>,
+    /// After `process`, whose end waits until the others have taken everything.
+    outbox: Arc<Outbox>,
+}
+
+impl World {
+    /// The job of processes on this host that `job` describes. Tensors are on the host. A rank that waits longer than
+    /// `timeout` for another fails with an error that names it, and the whole job ends. Dropping the last handle waits
+    /// for the other ranks to finish, too.
+    pub fn one_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
+        let control: Arc<dyn ControlTransport> = Arc::new(TcpControl::connect(job, timeout)?);
+        let process = Arc::new(Process::new(control, timeout)?);
+        World::start(Arc::new(ShmJobBackend { process, outbox: Arc::default() }), timeout)
+    }
+}
+
+/// What tells this host from others: the kernel that was started, and the namespace in which process ids count.
+fn host_name() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} {}", boot.trim(), space.display())
+}
+
+impl ShmJobBackend {
+    /// Maps the segments of all members of a group.
+    fn open_rings(group: &ProcessGroup, deadline: Instant) -> Result<Rings, OpError> {
+        let n = group.ranks.len();
+        let failed = |e: std::io::Error| OpError::Backend {
+            what: format!("shared memory of {} bytes: {e}", segment_bytes(n)),
+        };
+        let (own, file) = Segment::create(segment_bytes(n)).map_err(failed)?;
+        let mine = format!("{}\n{}\n{}", std::process::id(), segment::number(&file), host_name());
+        let all = group.gather(Topic::segments(group.index), mine.as_bytes(), deadline)?;
+        let mut segments = Vec::with_capacity(n);
+        let mut own = Some(own);
+        for (r, text) in all.iter().enumerate() {
+            segments.push(match own.take_if(|_| r == group.me) {
+                Some(own) => own,
+                None => open_segment(text, n)
+                    .map_err(|what| OpError::Backend { what: format!("rank {}: {what}", group.ranks[r]) })?,
+            });
+        }
+        // The descriptor is closed when all have mapped it.
+        group.gather(Topic::segments(group.index), &[], deadline)?;
+        Ok(Rings::new(group.me, segments))
+    }
+}
+
+/// The segment that another rank has announced as process id, descriptor and host.
+fn open_segment(text: &[u8], n: usize) -> Result<Segment, String> {
+    let text = String::from_utf8_lossy(text);
+    let mut lines = text.splitn(3, '\n');
+    let mut number = || lines.next().and_then(|l| l.parse::<u32>().ok());
+    let (Some(pid), Some(descriptor)) = (number(), number()) else {
+        return Err("it announced no shared memory; run the same program on all ranks".into());
+    };
+    if lines.next() != Some(&host_name()) {
+        return Err(format!("it is on another host or in another container; {ONE_HOST}"));
+    }
+    Segment::open(pid, descriptor, segment_bytes(n)).map_err(|e| format!("its shared memory: {e}"))
+}
+
+impl JobBackend for ShmJobBackend {
+    fn rank(&self) -> usize {
+        self.process.control().rank()
+    }
+
+    fn size(&self) -> usize {
+        self.process.control().size()
+    }
+
+    fn group(
+        &self,
+        index: u64,
+        name: &'static str,
+        ranks: &[usize],
+        deadline: Instant,
+    ) -> Result<Option<Arc<dyn GroupBackend>>, OpError> {
+        let Some(group) = ProcessGroup::new(&self.process, index, name, ranks, deadline)? else {
+            return Ok(None);
+        };
+        let rings = ShmJobBackend::open_rings(&group, deadline)?;
+        let outbox = self.outbox.clone();
+        Ok(Some(Arc::new(HostGroupBackend(ShmTransfer { group, rings, outbox }))))
+    }
+
+    fn fail(&self, failure: FailureReport) {
+        self.process.fail(failure);
+    }
+
+    fn failure(&self) -> Option<FailureReport> {
+        self.process.failure()
+    }
+
+    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
+        self.process.flight_recorder()
+    }
+
+    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        self.process.last_ops(rank)
+    }
+}
