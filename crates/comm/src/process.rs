@@ -158,7 +158,9 @@ impl Drop for Process {
                 left.retain(|r| control.try_receive(*r, Topic::GOODBYE).is_none() && !control.has_exited(*r));
                 Ok(left.is_empty().then_some(()))
             };
-            if self.wait(Instant::now() + self.shared.timeout, ready, Vec::new).is_ok() {
+            // Ranks that still wait for this one name it first.
+            let deadline = Instant::now() + self.shared.timeout + REPORT_TIME;
+            if self.wait(deadline, ready, Vec::new).is_ok() {
                 self.shared.finished.store(true, Ordering::Release);
                 if let Some(monitor) = self.monitor.take() {
                     let _ = monitor.join();

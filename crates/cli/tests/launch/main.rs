@@ -1,4 +1,4 @@
-//! Several ranks as threads and as processes under `mpirun`: equal results, and errors when a rank fails.
+//! Several ranks as threads and as processes, under `mpirun` and without: equal results, and errors when a rank fails.
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -6,6 +6,7 @@ mod faults;
 mod hosts;
 mod layouts;
 mod mpi;
+mod one_host;
 #[path = "../support/mod.rs"]
 mod support;
 

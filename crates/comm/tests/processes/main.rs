@@ -107,6 +107,7 @@ fn worker() {
         "rank 0 killed" => {
             // Rank 1 waits for rank 2, not for rank 0.
             let pair = world.group("pair", &[1, 2]).unwrap();
+            all.barrier("all have their groups").unwrap();
             if rank == 0 {
                 signal("-KILL");
             }
