@@ -12,11 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 fn a_checkpoint_is_read_whole_though_it_is_deleted_meanwhile() {
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/hf/qwen2");
     let model = HfCheckpoint::open(&golden).unwrap();
-    let item = |t: &ferrotron_bridge::LogicalTensor| Item {
-        name: format!("model/{}", t.name),
-        dtype: DType::F32,
-        shape: t.shape.clone(),
-        bytes: model.read(&t.name, DType::F32).unwrap(),
+    let item = |t: &ferrotron_bridge::LogicalTensor| {
+        let bytes = model.read(&t.name, DType::F32).unwrap();
+        Item::whole(&format!("model/{}", t.name), DType::F32, t.shape.clone(), bytes)
     };
     let items: Vec<Item> = model.tensors().iter().map(item).collect();
     let state = weights_only(model.config().model()).unwrap();

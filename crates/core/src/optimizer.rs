@@ -258,16 +258,20 @@ impl Optimizer {
         params.specs().iter().enumerate().map(view).collect()
     }
 
-    /// A full bucket of a state, flat, as checkpoints hold it. Collective.
-    pub fn bucket(
+    /// How the state is distributed over data-parallel ranks.
+    pub(crate) fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    /// This rank's shard of a bucket of state `index`, as checkpoints hold it, and whether it is the state's own memory.
+    pub(crate) fn saved_bucket(
         &self,
         rank: &Rank,
         params: &Params,
-        state: &OptimizerState,
+        index: usize,
         bucket: usize,
-    ) -> Result<Tensor> {
-        params.wait_params(rank)?;
-        state.gathered(rank, params, self.placement, bucket)
+    ) -> Result<(Tensor, bool)> {
+        self.states()[index].saved_bucket(rank, params, self.placement, bucket)
     }
 
     /// Steps done, without skipped ones. Synchronizes with the device.

@@ -7,6 +7,7 @@ mod hosts;
 mod layouts;
 mod mpi;
 mod one_host;
+mod saves;
 #[path = "../support/mod.rs"]
 mod support;
 

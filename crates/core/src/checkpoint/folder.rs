@@ -70,9 +70,14 @@ pub(super) fn clean(dir: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Path of a temporary folder for the checkpoint called `name`.
+pub(super) fn temporary_path(dir: &Path, name: &str) -> PathBuf {
+    dir.join(format!("{TEMPORARY}{name}"))
+}
+
 /// Creates an empty temporary folder for the checkpoint called `name`.
 pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
-    let path = dir.join(format!("{TEMPORARY}{name}"));
+    let path = temporary_path(dir, name);
     if path.exists() {
         remove(&path)?;
     }

@@ -2,7 +2,6 @@
 
 use super::manifest::{self, Manifest, Shard, StoredPart, StoredTensor};
 use super::slice::Slice;
-use super::{Snapshot, folder};
 use crate::error::{Error, Result};
 use crate::fs;
 use crate::tensorfile::{TensorDecl, TensorFileWriter};
@@ -61,32 +60,6 @@ pub(super) struct WrittenParts {
 
 /// A data file to write: its name and the indices of its parts.
 type ShardPlan = Vec<(String, Vec<usize>)>;
-
-/// Writes the snapshot as a checkpoint of `dir` and returns its folder. If anything fails, what was written so far is
-/// removed and existing checkpoints stay unchanged.
-pub(super) fn write(dir: &Path, snapshot: &Snapshot, shard_bytes: u64) -> Result<PathBuf> {
-    let decl = |i: &super::Item| {
-        PartDecl::whole(TensorDecl { name: i.name.clone(), dtype: i.dtype.into(), shape: i.shape.clone() })
-    };
-    let parts: Vec<PartDecl> = snapshot.items.iter().map(decl).collect();
-    let source = |i: usize| Ok(Cow::Borrowed(snapshot.items[i].bytes.as_slice()));
-    let fill = |temporary: &Path| {
-        let written = write_parts(temporary, &parts, shard_bytes, Writer::ALONE, &source)?;
-        write_manifest(temporary, snapshot.step, snapshot.state.clone(), written)
-    };
-    write_atomically(dir, &folder::name(snapshot.step), &fill)
-}
-
-/// Fills a temporary folder of `dir` and renames it, or removes it again.
-fn write_atomically(dir: &Path, name: &str, fill: &dyn Fn(&Path) -> Result<()>) -> Result<PathBuf> {
-    let temporary = folder::temporary(dir, name)?;
-    fill(&temporary).and_then(|()| folder::commit(dir, &temporary, name)).inspect_err(|_| {
-        // Return the first error; a folder that cannot be removed either is cleaned up at the next start.
-        if temporary.exists() {
-            drop(fs::remove(&temporary));
-        }
-    })
-}
 
 /// Assigns parts to files: "model/…" apart from the rest, each group in name order, split by size.
 fn plan(parts: &[PartDecl], shard_bytes: u64, writer: Writer) -> Result<ShardPlan> {
@@ -176,10 +149,52 @@ fn write_shard(
 pub(super) fn write_manifest(folder: &Path, step: u64, state: Value, parts: WrittenParts) -> Result<()> {
     let path = folder.join(manifest::FILE);
     let WrittenParts { files, tensors } = parts;
-    let text = Manifest { step, state, files, tensors }
-        .render()
-        .map_err(|e| Error::Invalid(format!("{}: the manifest {e}", path.display())))?;
+    let text = Manifest { step, state, files, tensors }.render();
+    let text = text.map_err(|e| Error::Invalid(format!("{}: the manifest {e}", path.display())))?;
     let mut file = fs::create_new(&path)?;
     let written = file.write_all(text.as_bytes()).and_then(|()| file.sync_all());
     written.map_err(|e| Error::io_doing(&path, "write", e))
+}
+
+/// The file in which a rank lists what it has written, until the manifest lists it.
+fn index_file(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("index-rank-{rank:05}.json"))
+}
+
+/// Lists what this rank has written for the rank that writes the manifest.
+pub(super) fn write_index(folder: &Path, step: u64, writer: Writer, parts: WrittenParts) -> Result<()> {
+    let path = index_file(folder, writer.rank);
+    let WrittenParts { files, tensors } = parts;
+    let text = Manifest { step, state: Value::Null, files, tensors }.render_index();
+    let text = text.map_err(|e| Error::Invalid(format!("{}: the index {e}", path.display())))?;
+    let mut file = fs::create_new(&path)?;
+    file.write_all(text.as_bytes()).map_err(|e| Error::io_doing(&path, "write", e))
+}
+
+/// Joins the indices of all ranks and deletes them.
+pub(super) fn join_indices(folder: &Path, step: u64, ranks: usize) -> Result<WrittenParts> {
+    let mut all = WrittenParts::default();
+    for rank in 0..ranks {
+        let path = index_file(folder, rank);
+        let bytes = fs::read_limited(&path, manifest::MAX_BYTES)?;
+        let index = Manifest::parse_index(&bytes).map_err(|e| Error::damaged(&path, e))?;
+        if index.step != step {
+            return Err(Error::damaged(&path, format!("is of step {}, not of step {step}", index.step)));
+        }
+        all.files.extend(index.files);
+        for (name, mut stored) in index.tensors {
+            let known = all
+                .tensors
+                .entry(name)
+                .or_insert_with_key(|_| StoredTensor { form: stored.form.clone(), parts: Vec::new() });
+            if known.form != stored.form {
+                return Err(Error::damaged(&path, "has a tensor of another type or shape than other ranks"));
+            }
+            known.parts.append(&mut stored.parts);
+        }
+        fs::remove(&path)?;
+    }
+    // In the order of their elements, whichever rank wrote them.
+    all.tensors.values_mut().for_each(|t| t.parts.sort_by(|a, b| a.slice.cmp(&b.slice)));
+    Ok(all)
 }

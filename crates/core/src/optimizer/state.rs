@@ -136,12 +136,18 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// This rank's shard of a bucket, as checkpoints hold it.
-    fn part(&self, rank: &Rank, params: &Params, placement: Placement, bucket: usize) -> Result<Tensor> {
+    /// This rank's shard of a bucket, as checkpoints hold it, and whether it is the state's own memory or a converted copy.
+    pub(super) fn saved_bucket(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        placement: Placement,
+        bucket: usize,
+    ) -> Result<(Tensor, bool)> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
         let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
         if self.dtype == self.saved() {
-            return Ok(held.clone());
+            return Ok((held.clone(), true));
         }
         let wide = Tensor::empty(s, held.shape(), DType::F32, Category::Workspace)?;
         match self.kind {
@@ -155,11 +161,11 @@ impl OptimizerState {
             }
         }
         if self.saved() == DType::F32 {
-            return Ok(wide);
+            return Ok((wide, false));
         }
         let narrow = Tensor::empty(s, held.shape(), self.saved(), Category::Workspace)?;
         k.copy(s, &wide, &narrow)?;
-        Ok(narrow)
+        Ok((narrow, false))
     }
 
     /// A full bucket, flat, as checkpoints hold it.
@@ -170,7 +176,7 @@ impl OptimizerState {
         placement: Placement,
         bucket: usize,
     ) -> Result<Tensor> {
-        let part = self.part(rank, params, placement, bucket)?;
+        let (part, _) = self.saved_bucket(rank, params, placement, bucket)?;
         let mine = FlatBuffer::of(params.plan(), bucket, placement, &part);
         if placement == Placement::Replicate {
             return Ok(part);

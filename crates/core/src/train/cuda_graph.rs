@@ -53,6 +53,11 @@ impl CudaGraph {
         self.policy.replayed
     }
 
+    /// Whether the next step may be replayed.
+    pub(super) fn may_replay(&self) -> bool {
+        self.policy.decision().value == CudaGraphMode::On || self.policy.is_open()
+    }
+
     pub(super) fn is_undecided(&self) -> bool {
         let pays = self.policy.decision().value == CudaGraphMode::On;
         self.policy.is_open() || (pays && self.captured.is_none())

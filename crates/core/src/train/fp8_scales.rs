@@ -65,20 +65,17 @@ fn delayed(t: &Trainer) -> Option<&DelayedState> {
     t.model.step_state.quant().and_then(QuantState::delayed)
 }
 
-/// This rank's scales for a checkpoint: those of its stage, on the first data- and tensor-parallel rank.
+/// The scales of this rank's stage for a checkpoint; all ranks of the stage have the same.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
-    let Some(d) = delayed(t).filter(|_| t.rank.dp_cp_group.rank() == 0 && t.rank.tp.rank() == 0) else {
-        return Ok(Vec::new());
-    };
+    let Some(d) = delayed(t) else { return Ok(Vec::new()) };
     let s = &t.rank.compute;
     let (scale, history) = (s.download::<f32>(&d.scale)?, s.download::<f32>(&d.history)?);
     let mut items = Vec::new();
     for (i, slots) in d.slots().chunks_exact(ROLES).enumerate() {
         let (name, own) = (module(&t.model.params.specs()[slots[0].param.0]), i * ROLES..(i + 1) * ROLES);
         let mut add = |kind: &str, shape: &[usize], values: &[f32]| {
-            let (name, shape) = (format!("{kind}{name}"), shape.to_vec());
             let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-            items.push(Item { name, dtype: DType::F32, shape, bytes });
+            items.push(Item::whole(&format!("{kind}{name}"), DType::F32, shape.to_vec(), bytes));
         };
         let rows: Vec<f32> =
             history.chunks_exact(scale.len()).flat_map(|r| &r[own.clone()]).copied().collect();

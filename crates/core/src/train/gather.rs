@@ -1,13 +1,10 @@
 //! Gathers logical tensors and small messages over pipeline stages and expert-parallel ranks.
 
 use super::LogicalValues;
-use crate::checkpoint::Item;
 use crate::model::{ModelConfig, logical_parts};
-use crate::tensorfile::FileDType;
 use crate::{Error, Result};
 use ferrotron_comm::Communicator;
 use ferrotron_engine::{Part, Rank};
-use ferrotron_tensor::{Category, DType, Tensor};
 use std::collections::HashMap;
 
 /// Gathers the logical tensors of all stages and experts to every rank, in model order.
@@ -54,38 +51,6 @@ fn gather_group(
 /// All-gathers a message of each pipeline stage, in stage order.
 pub(super) fn all_gather_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
     Ok(rank.pp.all_gather_bytes(mine, "messages of stages")?)
-}
-
-/// Gathers the checkpoint tensors of all ranks to the first rank, one tensor at a time; other ranks keep their own.
-pub(super) fn gather_to_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
-    let (s, world) = (&rank.compute, rank.world.all());
-    if world.size() == 1 {
-        return Ok(mine);
-    }
-    let about: Vec<(&str, &str, &[usize])> =
-        mine.iter().map(|i| (i.name.as_str(), i.dtype.name(), i.shape.as_slice())).collect();
-    let tables = world.all_gather_bytes(&encode(&about)?, "names of tensors")?;
-    let label = "a tensor of a checkpoint";
-    if world.rank() > 0 {
-        for item in &mine {
-            let bytes = s.upload(&item.bytes, &[item.bytes.len()], Category::Communication)?;
-            world.send(s, &bytes, 0, label)?;
-        }
-        return Ok(mine);
-    }
-    let types = FileDType::ALL.iter().filter_map(|d| d.native());
-    for (from, table) in tables.iter().enumerate().skip(1) {
-        for (name, dtype, shape) in decode::<Vec<(String, String, Vec<usize>)>>(table)? {
-            let Some(dtype) = types.clone().find(|d| d.name() == dtype) else {
-                return Err(Error::Invalid(format!("rank {from} brought {name} of type {dtype}")));
-            };
-            let len = shape.iter().product::<usize>() * dtype.size();
-            let bytes = Tensor::empty(s, &[len], DType::U8, Category::Communication)?;
-            world.receive(s, &bytes, from, label)?;
-            mine.push(Item { name, dtype, shape, bytes: s.download(&bytes)? });
-        }
-    }
-    Ok(mine)
 }
 
 fn encode(x: &impl serde::Serialize) -> Result<Vec<u8>> {

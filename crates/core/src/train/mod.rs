@@ -1,5 +1,6 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod checkpoint_parts;
 mod cuda_graph;
 mod energy;
 mod execute;

@@ -23,15 +23,13 @@ fn tables(moe: &MoeState) -> Result<Vec<(String, Tensor)>> {
     Ok(out)
 }
 
-/// This rank's tables for a checkpoint: those of its stage, on the first data- and tensor-parallel rank.
+/// The tables of this rank's stage for a checkpoint; all ranks of the stage have the same.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
-    let (Some(moe), 0, 0) = (t.model.step_state.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank()) else {
-        return Ok(Vec::new());
-    };
+    let Some(moe) = t.model.step_state.moe() else { return Ok(Vec::new()) };
     let item = |(name, table): (String, Tensor)| {
         let values = t.rank.compute.download::<f32>(&table)?;
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-        Ok(Item { name: format!("model/{name}"), dtype: DType::F32, shape: vec![values.len()], bytes })
+        Ok(Item::whole(&format!("model/{name}"), DType::F32, vec![values.len()], bytes))
     };
     tables(moe)?.into_iter().map(item).collect()
 }

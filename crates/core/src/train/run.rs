@@ -99,19 +99,20 @@ pub struct Run {
     dir: PathBuf,
     /// Writer of the folder, on rank 0 only.
     pub(super) writer: Option<RunFolderWriter>,
-}
-
-/// Log and checkpoint writer of a run folder.
-pub(super) struct RunFolderWriter {
-    pub(super) log: EventLog,
+    /// Writes this rank's parts of checkpoints.
     pub(super) saver: Saver,
-    pub(super) folder: RunFolder,
     /// The checkpoint being written; its event follows when it is on disk.
     pub(super) pending: Option<events::Checkpoint>,
     /// The newest checkpoint of this run that is on disk.
     pub(super) saved: Option<u64>,
     /// Why the last save failed, if it did.
     pub(super) failed: Option<Error>,
+}
+
+/// Log writer of a run folder.
+pub(super) struct RunFolderWriter {
+    pub(super) log: EventLog,
+    pub(super) folder: RunFolder,
     /// A failed write of the log has been reported.
     pub(super) log_failed: bool,
 }
@@ -139,7 +140,7 @@ impl Run {
         };
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir)).transpose()?;
-        let mut saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
+        let mut saver = Run::saver(dir, &resolved, &together)?;
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint.
         wait("the run folder is ready")?;
         let mut trainer = Trainer::new(rank, &resolved)?;
@@ -164,12 +165,13 @@ impl Run {
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         // Everything is valid: the folder changes from here on.
         if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {
-            drop(saver.take());
+            drop(saver);
             folder.set_aside()?;
-            saver = Some(Run::saver(dir, &resolved)?);
+            saver = Run::saver(dir, &resolved, &together)?;
         }
         notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
+        let saved = resumed.as_ref().map(|r: &Resume| r.step);
         let mut run = Run {
             trainer,
             resolved,
@@ -181,18 +183,22 @@ impl Run {
             energy,
             dir,
             writer: None,
+            saver,
+            pending: None,
+            saved,
+            failed: None,
         };
-        if let (Some(folder), Some(saver)) = (folder, saver) {
-            run.begin_writing(folder, saver)?;
+        if let Some(folder) = folder {
+            run.begin_writing(folder)?;
         }
         let done = run.trainer.step();
         tracing::info!(ranks = run.trainer.rank.world.size(), done, "the run begins");
         Ok(run)
     }
 
-    fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
+    fn saver(dir: &Path, resolved: &Resolved, together: &Communicator) -> Result<Saver> {
         let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
-        Saver::new(&dir.join(CHECKPOINTS), keep)
+        Saver::on(&dir.join(CHECKPOINTS), keep, together)
     }
 
     /// Restores the checkpoint at `path`, unless what has changed since breaks the data position. Also returns where it
@@ -249,11 +255,11 @@ impl Run {
     }
 
     /// Opens the log and writes the configuration. The folder's run has been read and found good.
-    fn begin_writing(&mut self, folder: RunFolder, saver: Saver) -> Result<()> {
+    fn begin_writing(&mut self, folder: RunFolder) -> Result<()> {
         let (path, step) = (self.dir.join(events::FILE_NAME), self.trainer.step());
         let mut log = match &self.resumed {
             Some(_) => {
-                saver.tidy()?;
+                self.saver.tidy()?;
                 EventLog::resume(&path, step)?
             }
             None => EventLog::create(&path)?,
@@ -270,16 +276,7 @@ impl Run {
         if let Some(resume) = self.resumed.as_ref().filter(|_| step < self.resolved.plan.steps) {
             log.write(&Event::Resume(resume.clone()))?;
         }
-        let saved = self.resumed.as_ref().map(|r| r.step);
-        self.writer = Some(RunFolderWriter {
-            log,
-            saver,
-            folder,
-            pending: None,
-            saved,
-            failed: None,
-            log_failed: false,
-        });
+        self.writer = Some(RunFolderWriter { log, folder, log_failed: false });
         Ok(())
     }
 

@@ -130,7 +130,6 @@ impl Run {
             if let Some(seen) = self.trainer.take_statistics() {
                 self.emit(Event::Precision(seen), observer)?;
             }
-            self.poll_save(observer)?;
             let mut paused = false;
             if let Some(data) = eval
                 && c.eval.every > 0
@@ -146,7 +145,9 @@ impl Run {
                     // Read before the ranks agree, so that all of them save if one has no data.
                     next = Some(self.trainer.read_batch(data));
                 }
-                pending = pending.max(self.agree(request(&next, alone, observer), observer)?);
+                let (request, all_idle) = self.agree(request(&next, alone, observer), observer)?;
+                pending = pending.max(request);
+                self.poll_save(all_idle, observer)?;
             } else {
                 self.share_gemms(self.trainer.gemms.is_some(), observer)?;
             }
@@ -182,24 +183,23 @@ impl Run {
         Ok(())
     }
 
-    /// The most urgent request of any rank. All then act on it after the same step. Between steps, too, they share the GEMM
-    /// algorithms that any of them has chosen.
-    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<Request> {
-        let rank = &self.trainer.rank;
+    /// The most urgent request of any rank, and whether no rank is writing a checkpoint. All then act on it after the same
+    /// step. Between steps, too, they share the GEMM algorithms that any of them has chosen.
+    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<(Request, bool)> {
+        let (rank, busy) = (&self.trainer.rank, self.saver.is_busy());
         let has_gemms = self.trainer.has_new_gemm_choices();
         if rank.world.size() == 1 {
             self.share_gemms(has_gemms, observer)?;
-            return Ok(mine);
+            return Ok((mine, !busy));
         }
-        let mine = [mine as i32, i32::from(has_gemms)];
-        let asked = rank.compute.upload(&mine, &[2], Category::Communication)?;
+        let mine = [mine as i32, i32::from(has_gemms), i32::from(busy)];
+        let asked = rank.compute.upload(&mine, &[mine.len()], Category::Communication)?;
         let all = rank.world.all();
         all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
-        let asked = rank.compute.download::<i32>(&asked)?;
-        self.share_gemms(asked[1] > 0, observer)?;
-        let most = asked[0];
+        let most = rank.compute.download::<i32>(&asked)?;
+        self.share_gemms(most[1] > 0, observer)?;
         let known = [Request::Save, Request::Stop, Request::Fail];
-        Ok(known.into_iter().find(|r| *r as i32 == most).unwrap_or(Request::GoOn))
+        Ok((known.into_iter().find(|r| *r as i32 == most[0]).unwrap_or(Request::GoOn), most[2] == 0))
     }
 
     /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.

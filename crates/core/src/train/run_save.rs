@@ -1,13 +1,16 @@
 //! Checkpoints and events of a run: a checkpoint counts, and is reported, once it is on disk.
 
+use super::checkpoint_parts::OwnParts;
 use super::energy::Energy;
 use super::run::{Observer, Run};
-use super::run_folder::CHECKPOINTS;
-use crate::checkpoint;
+use super::run_folder::{CHECKPOINTS, RunFolder};
+use super::state;
+use crate::checkpoint::{self, Staged};
 use crate::config::SaveFailurePolicy;
 use crate::data::Batches;
 use crate::events::{self, Event};
 use crate::{Error, Result};
+use serde_json::Value;
 use std::time::Instant;
 
 impl Run {
@@ -32,63 +35,76 @@ impl Run {
         Ok(())
     }
 
-    /// Hands a copy of the state to the writer thread; training continues meanwhile. Collective.
+    /// Starts to save: every rank copies its parts of the state to host memory and writes them on a thread of its own, while
+    /// training continues. Waits for the save before, if that is still in progress. Collective.
     pub(super) fn save(&mut self, data: &dyn Batches, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
-        // Rank 0 gathers the shards of all ranks and writes.
         self.energy.iter_mut().for_each(Energy::pause);
+        self.wait_for_save(observer)?;
         let (step, samples) = (self.trainer.step(), self.trainer.samples());
         if self.writer.is_some() {
             self.trainer.record.iter_mut().for_each(|r| r.set_order(data, samples));
         }
         tracing::info!(samples, "saving a checkpoint");
-        let snapshot = self.trainer.snapshot()?;
-        self.wait_for_save(observer)?;
-        if let Some(writer) = &mut self.writer {
-            let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
-            let begun = writer.log.sync().and_then(|()| writer.saver.save(snapshot));
-            let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
-            let seconds = start.elapsed().as_secs_f64();
-            writer.pending = Some(events::Checkpoint { step, path, bytes, seconds });
-            if let Err(e) = begun {
-                self.save_ended(step, Err(e), observer)?;
-            }
+        let synced = self.writer.as_mut().map_or(Ok(()), |w| w.log.sync());
+        let own = OwnParts::of(&self.trainer)?;
+        let begun = self.saver.begin(step, own.bytes(), synced)?;
+        let bytes = *begun.as_ref().unwrap_or(&0);
+        if begun.is_ok() {
+            let staged = state::state(&self.trainer).and_then(|state| Ok((state, self.stage(own)?)));
+            let (state, staged) = staged.map_or_else(|e| (Value::Null, Err(e)), |(s, parts)| (s, Ok(parts)));
+            self.saver.write(state, staged);
+        }
+        let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
+        let seconds = start.elapsed().as_secs_f64();
+        self.pending = Some(events::Checkpoint { step, path, bytes, seconds });
+        if let Err(e) = begun {
+            self.save_ended(step, Err(e), observer)?;
         }
         self.energy.iter_mut().for_each(Energy::resume);
         Ok(())
     }
 
-    /// Reports the checkpoint that was written in the meantime, if there is one.
-    pub(super) fn poll_save(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        match self.writer.as_mut().and_then(|w| w.saver.poll()) {
+    /// Starts to copy this rank's parts to host memory.
+    fn stage(&mut self, own: OwnParts) -> Result<Staged> {
+        let mut buffer = self.saver.buffer(self.trainer.rank.device(), own.bytes() as usize)?;
+        self.trainer.staged = Some(own.stage(&self.trainer, &mut buffer)?);
+        Ok(Staged { parts: own.into_parts(), buffer })
+    }
+
+    /// Reports the checkpoint that was written in the meantime, if there is one. `all_idle`: no rank writes; all ranks agree
+    /// on it.
+    pub(super) fn poll_save(&mut self, all_idle: bool, observer: &mut dyn Observer) -> Result<()> {
+        match self.saver.poll(all_idle)? {
             Some((step, result)) => self.save_ended(step, result, observer),
             None => Ok(()),
         }
     }
 
-    /// Waits for the checkpoint that is being written and reports it.
+    /// Waits for the checkpoint that is being written and reports it. Collective.
     pub(super) fn wait_for_save(&mut self, observer: &mut dyn Observer) -> Result<()> {
-        match self.writer.as_mut().and_then(|w| w.saver.wait()) {
+        match self.saver.wait()? {
             Some((step, result)) => self.save_ended(step, result, observer),
             None => Ok(()),
         }
     }
 
+    /// Acts on the end of a save, which is the same on all ranks.
     fn save_ended(&mut self, step: u64, result: Result<()>, observer: &mut dyn Observer) -> Result<()> {
         let stops = self.resolved.config.checkpoint.on_failure == SaveFailurePolicy::Stop;
-        let Some(writer) = &mut self.writer else { return Ok(()) };
-        let pending = writer.pending.take();
+        let pending = self.pending.take();
+        let folder = self.writer.as_mut().map(|w| &mut w.folder);
         match result {
             Ok(()) => {
-                (writer.saved, writer.failed) = (Some(step), None);
+                (self.saved, self.failed) = (Some(step), None);
                 // It stays a checkpoint even if the run it replaces cannot be deleted.
-                if let Err(e) = writer.folder.new_run_is_saved() {
+                if let Some(Err(e)) = folder.map(RunFolder::new_run_is_saved) {
                     observer.warning(&e.to_string());
                 }
                 pending.map_or(Ok(()), |event| self.emit(Event::Checkpoint(event), observer))
             }
             Err(e) => {
-                let e = match writer.folder.replaced() {
+                let e = match folder.and_then(|f| f.replaced()) {
                     Some(path) => {
                         e.with_hint(&format!("; the run that it replaces is still in {}", path.display()))
                     }
@@ -99,28 +115,30 @@ impl Run {
                     self.emit(Event::SaveFailed(failed), observer)?;
                     return Err(e);
                 }
-                writer.failed = Some(e);
+                self.failed = Some(e);
                 self.emit(Event::SaveFailed(failed), observer)
             }
         }
     }
 
-    /// Waits until the last checkpoint of the run is on disk; fails if it could not be written.
+    /// Waits until the last checkpoint of the run is on disk; fails if it could not be written. Collective.
     pub(super) fn finish_saves(&mut self, finished: bool, observer: &mut dyn Observer) -> Result<()> {
         self.wait_for_save(observer)?;
-        let Some(writer) = &mut self.writer else { return Ok(()) };
-        if let Some(e) = writer.failed.take() {
+        if let Some(e) = self.failed.take() {
             return Err(e);
         }
         // A run that is to leave no checkpoint replaces the old one when it has ended.
-        if finished { writer.folder.new_run_is_saved() } else { Ok(()) }
+        match &mut self.writer {
+            Some(writer) if finished => writer.folder.new_run_is_saved(),
+            _ => Ok(()),
+        }
     }
 
     /// After an error that left the state intact: saves the state of the last step if it is not saved yet. A failed save is
     /// reported; the run still ends with the original error.
     pub(super) fn save_after_error(&mut self, data: &dyn Batches, observer: &mut dyn Observer) {
         let step = self.trainer.step();
-        let known = self.writer.as_ref().is_some_and(|w| w.saved == Some(step) || w.pending.is_some());
+        let known = self.saved == Some(step) || self.pending.is_some();
         let saved = match step == 0 || known {
             true => Ok(()),
             false => self.save(data, observer),

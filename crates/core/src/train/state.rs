@@ -1,10 +1,11 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
+use super::checkpoint_parts::OwnParts;
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
 use super::step_runner::{Progress, Schedules};
-use super::{Trainer, fp8_scales, gather, moe_state};
-use crate::checkpoint::{Item, Loaded, Snapshot};
+use super::{Trainer, fp8_scales, moe_state};
+use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
 use crate::optimizer::{SavedLossScale, UpdateRule};
@@ -12,7 +13,7 @@ use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::tensorfile::to_f32;
 use crate::{Error, Result};
 use ferrotron_kernels::{Adam, Sgd};
-use ferrotron_tensor::DType;
+use ferrotron_tensor::{DType, HostBuffer};
 use serde::{Deserialize, Serialize};
 
 pub(super) fn rule(o: &OptimizerSection) -> UpdateRule {
@@ -129,14 +130,8 @@ pub(super) fn origin(loaded: &Loaded) -> Option<Origin> {
     serde_json::from_value(loaded.state().clone()).ok()
 }
 
-pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
-    let mut items = Vec::new();
-    for state in t.optimizer.states() {
-        items.extend(logical_state(t, state)?);
-    }
-    items.extend(fp8_scales::items(t)?);
-    items.extend(moe_state::items(t)?);
-    let items = gather::gather_to_first_rank(&t.rank, items)?;
+/// The state of a checkpoint.
+pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
     let (schedules, delayed) = (&t.runner.schedules, t.runner.delayed_scaling);
     let state = State {
         samples: t.samples(),
@@ -152,35 +147,17 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         run: t.record.clone(),
         gemms: t.gemms.clone(),
     };
-    let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
-    Ok(Snapshot { step: t.step(), state, items })
+    serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))
 }
 
-/// Every logical tensor of one kind of optimizer state, unsharded, on the first rank of its replicas; nothing elsewhere. One
-/// bucket is gathered at a time.
-fn logical_state(t: &Trainer, state: &crate::optimizer::OptimizerState) -> Result<Vec<Item>> {
-    let (specs, plan, size) = (t.model.params.specs(), t.model.params.plan(), state.saved().size());
-    let mut items = Vec::new();
-    // Buckets and what is in them are in reverse order of declaration.
-    for (b, bucket) in plan.buckets().iter().enumerate().rev() {
-        let whole = t.optimizer.bucket(&t.rank, &t.model.params, state, b)?;
-        if t.rank.dp_group(bucket.experts).rank() > 0 {
-            continue;
-        }
-        for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
-            let tensor = whole.narrow(0, span.range.start, span.range.len())?;
-            let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
-            for (part, _, r) in specs[span.param.0].held() {
-                let bytes =
-                    t.rank.gather_tensor(bucket.experts, part, size, &bytes[r.start * size..r.end * size])?;
-                if t.rank.tp_group(bucket.experts).rank() == 0 {
-                    let name = format!("{}/{}", state.name(), part.name);
-                    items.push(Item { name, dtype: state.saved(), shape: part.shape.clone(), bytes });
-                }
-            }
-        }
-    }
-    Ok(items)
+/// What this rank saves, copied to the host.
+pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
+    let own = OwnParts::of(t)?;
+    let mut buffer = HostBuffer::new(t.rank.device(), own.bytes() as usize)?;
+    let copied = own.stage(t, &mut buffer)?;
+    t.rank.compute.wait(&copied)?;
+    let items = own.items(buffer.bytes()?);
+    Ok(Snapshot { step: t.step(), state: state(t)?, items })
 }
 
 /// The state of a checkpoint that holds a model's weights and nothing of a run.

@@ -23,6 +23,7 @@ use crate::events::Precision;
 use crate::optimizer::{LossScale, Optimizer, StateDtypes};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::IGNORE;
+use ferrotron_tensor::{Event, Stream};
 
 /// Trains a model on one rank. Each part owns its state: the model with its data-parallel buckets, the optimizer, the
 /// step runner with the counters of the run, and the hooks that watch a step.
@@ -35,6 +36,10 @@ pub struct Trainer {
     pub(super) runner: StepRunner,
     pub(super) hooks: StepHooks,
     memory_estimate: MemoryEstimate,
+    /// Stream of copies to the host for checkpoints.
+    pub(super) staging: Stream,
+    /// When the copies of the last checkpoint are done, before which the optimizer must not change its state.
+    pub(super) staged: Option<Event>,
     /// Configuration and data of the run it is part of, for its checkpoints.
     pub(super) record: Option<RunRecord>,
     /// Algorithms of its GEMMs, where they are chosen.
@@ -62,8 +67,20 @@ impl Trainer {
             .with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         let runner = StepRunner::new(&rank, r)?;
+        let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
-        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate, record: None, gemms })
+        Ok(Trainer {
+            rank,
+            model,
+            optimizer,
+            runner,
+            hooks,
+            memory_estimate,
+            staging,
+            staged: None,
+            record: None,
+            gemms,
+        })
     }
 
     /// Moves the data position and counters, as when weights come from elsewhere.
@@ -135,7 +152,8 @@ impl Trainer {
         self.hooks.cuda_graph.is_undecided()
     }
 
-    /// Copies everything that a resumed run needs to the host. Training may continue while the copy is written.
+    /// Copies this rank's part of a checkpoint to the host: all ranks together have everything that a resumed run needs.
+    /// Collective.
     pub fn snapshot(&self) -> Result<Snapshot> {
         state::snapshot(self)
     }

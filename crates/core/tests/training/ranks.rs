@@ -19,7 +19,7 @@ fn damage_ends_a_resumed_run_on_every_rank() {
     assert_eq!(step, [1; 4]);
 
     let path = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();
-    let file = path.join("optimizer.safetensors");
+    let file = path.join("optimizer-rank-00003.safetensors");
     let mut bytes = std::fs::read(&file).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
@@ -27,6 +27,9 @@ fn damage_ends_a_resumed_run_on_every_rank() {
     let said = on_threads(&layout, make, |rank| Ok(open(rank).err().map(|e| e.to_string()))).unwrap();
     assert_eq!(said.len(), 4);
     for e in said {
-        assert!(e.as_ref().is_some_and(|e| e.contains("optimizer.safetensors: is damaged")), "{e:?}");
+        assert!(
+            e.as_ref().is_some_and(|e| e.contains("optimizer-rank-00003.safetensors: is damaged in tensor")),
+            "{e:?}"
+        );
     }
 }

@@ -1,12 +1,12 @@
 //! Small recipes, data and runs.
 
-use ferrotron_core::checkpoint::{self, Saver, Snapshot};
+use ferrotron_core::checkpoint::{self, Item, Saver, Snapshot};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batches, Row};
 use ferrotron_core::events::Event;
 use ferrotron_core::train::{Observer, Outcome, Run, Trainer};
 use ferrotron_core::{Error, Result};
-use ferrotron_engine::Rank;
+use ferrotron_engine::{Rank, Shard};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -168,4 +168,25 @@ pub fn refusal<T>(result: Result<T, Error>) -> String {
     let e = result.err().expect("it worked").to_string();
     assert!(!e.contains('\n'), "{e}");
     e
+}
+
+/// The whole tensors of a snapshot from the parts of all ranks.
+pub fn join(parts: Vec<Snapshot>) -> Snapshot {
+    let (step, state) = (parts[0].step, parts[0].state.clone());
+    let mut whole: BTreeMap<String, Item> = BTreeMap::new();
+    for item in parts.into_iter().flat_map(|s| s.items) {
+        let (width, numel) = (item.dtype.size(), item.shape.iter().product::<usize>());
+        let all = whole.entry(item.name.clone()).or_insert_with(|| {
+            Item::whole(&item.name, item.dtype, item.shape.clone(), vec![0; numel * width])
+        });
+        let range = |r: (u64, u64)| r.0 as usize..r.1 as usize;
+        let shard = Shard { axis: item.slice.axis, range: range(item.slice.range) };
+        let mut rest = &item.bytes[..];
+        for run in shard.runs_within(&item.shape, range(item.slice.elements)) {
+            let (own, more) = rest.split_at(run.len() * width);
+            all.bytes[run.start * width..run.end * width].copy_from_slice(own);
+            rest = more;
+        }
+    }
+    Snapshot { step, state, items: whole.into_values().collect() }
 }

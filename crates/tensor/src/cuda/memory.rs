@@ -4,7 +4,7 @@ use super::{CudaContext, CudaEvent, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys::{self, CUresult};
 use std::collections::VecDeque;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Allocates device memory; `None` if there is not enough.
 pub(crate) fn allocate(context: &CudaContext, bytes: usize) -> Option<u64> {
@@ -83,6 +83,67 @@ impl Staging {
 
     fn give(&self, slot: Slot) {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
+    }
+}
+
+/// Pinned host memory of any size, freed on drop.
+pub(crate) struct PinnedMemory {
+    context: Arc<CudaContext>,
+    host: usize,
+    bytes: usize,
+}
+
+impl PinnedMemory {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<PinnedMemory> {
+        context.enter()?;
+        let mut host = std::ptr::null_mut();
+        // SAFETY: the out-pointer is a local; the context is current. The driver returns mapped pages of the system,
+        // whose bytes have values.
+        check("pinned memory", unsafe { sys::cuMemHostAlloc(&mut host, bytes.max(1), 0) })?;
+        Ok(PinnedMemory { context: context.clone(), host: host as usize, bytes })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// The memory; the caller has waited for the copies into it.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: allocated in `new` with that length; writes need `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.host as *const u8, self.bytes) }
+    }
+
+    /// The memory, to be written; the caller has waited for the copies into it.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and nobody else has it.
+        unsafe { std::slice::from_raw_parts_mut(self.host as *mut u8, self.bytes) }
+    }
+
+    /// Enqueues a copy from device memory to bytes `at..at + bytes`.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of that length by work on `cuda`, the range is inside, and nobody reads or frees the
+    /// memory before the copy is complete.
+    pub(crate) unsafe fn download(
+        &mut self,
+        cuda: &CudaStream,
+        from: u64,
+        at: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        cuda.refuse_capture("copy device to host")?;
+        // SAFETY: guaranteed by the caller.
+        let status = unsafe { sys::cuMemcpyDtoHAsync_v2((self.host + at) as _, from, bytes, cuda.raw()) };
+        check("copy device to host", status)
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: allocated in `new`; the owner has waited for the copies into it.
+            let _ = unsafe { sys::cuMemFreeHost(self.host as _) };
+        }
     }
 }
 

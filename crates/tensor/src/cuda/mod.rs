@@ -9,7 +9,7 @@ mod memory;
 mod stream;
 
 pub(crate) use graph::GraphExec;
-pub(crate) use memory::{allocate, free};
+pub(crate) use memory::{PinnedMemory, allocate, free};
 pub(crate) use stream::{CudaEvent, CudaStream, Priority};
 
 use crate::{Error, Result};

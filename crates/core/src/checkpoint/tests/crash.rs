@@ -30,11 +30,8 @@ fn run(dir: &Path) {
         }
         if step % 2 == 0 {
             let (a, b) = weights.split_at(1 << 18);
-            let item = |name: &str, bytes: &[u8]| Item {
-                name: name.into(),
-                dtype: DType::F32,
-                shape: vec![bytes.len() / 4],
-                bytes: bytes.to_vec(),
+            let item = |name: &str, bytes: &[u8]| {
+                Item::whole(name, DType::F32, vec![bytes.len() / 4], bytes.to_vec())
             };
             let items = vec![item("model/a", a), item("adam.m/b", b)];
             saver.save(Snapshot { step, state: json!({"consumed": step * 8}), items }).unwrap();
@@ -150,7 +147,7 @@ fn full_disk_child() {
     let dir = Path::new(&dir);
     let mut big = snapshot(2, 2);
     let bytes = vec![1; 4 << 20];
-    big.items.push(Item { name: "model/z".into(), dtype: DType::U8, shape: vec![bytes.len()], bytes });
+    big.items.push(Item::whole("model/z", DType::U8, vec![bytes.len()], bytes));
     let mut saver = Saver::new(dir, Some(1)).unwrap();
     saver.save(big).unwrap();
     let e = saver.save(snapshot(3, 3)).unwrap_err().to_string();
@@ -191,6 +188,6 @@ fn a_folder_that_cannot_be_made_is_one_sentence() {
     let dir = root.path().join("run");
     let mut saver = Saver::new(&dir, None).unwrap();
     fs::remove_dir_all(&dir).unwrap();
-    saver.save(snapshot(1, 1)).unwrap();
-    assert!(saver.finish().unwrap_err().to_string().contains(".tmp-step-00000001: cannot create the folder"));
+    let e = saver.save(snapshot(1, 1)).unwrap_err().to_string();
+    assert!(e.contains(".tmp-step-00000001: cannot create the folder"), "{e}");
 }

@@ -8,7 +8,7 @@ use std::fs;
 use std::time::Duration;
 
 /// Runs `work` on `n` ranks.
-fn ranks<T: Send>(n: usize, work: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
+pub(super) fn ranks<T: Send>(n: usize, work: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     let worlds = World::threads(n, Duration::from_secs(60));
     std::thread::scope(|scope| {
         let work = &work;
@@ -36,7 +36,7 @@ fn each_byte_is_read_by_one_rank() {
     // Longer than the read buffer, and of odd length.
     let large = SeededRng(9).bytes((9 << 20) + 13);
     let shape = vec![large.len()];
-    snapshot.items.push(Item { name: "model/large".into(), dtype: DType::Bool, shape, bytes: large });
+    snapshot.items.push(Item::whole("model/large", DType::Bool, shape, large));
     let path = save(dir.path(), &snapshot);
     let headers: u64 = ["model", "optimizer"]
         .map(|f| TensorFile::open(&path.join(f).with_extension("safetensors")).unwrap().header_bytes())

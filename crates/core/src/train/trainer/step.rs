@@ -111,6 +111,10 @@ impl Trainer {
         // Such a step launches other kernels: it is neither replayed nor timed.
         let is_usual = !(collects_stats || calibrates);
         let mut timer = None;
+        // A graph holds the optimizer too, so its replay waits for the copies of a checkpoint as a whole.
+        if is_usual && hooks.cuda_graph.may_replay() {
+            self.staged.take().map_or(Ok(()), |copied| rank.compute.wait(&copied))?;
+        }
         let replayed = match is_usual {
             true => hooks.cuda_graph.run(rank, &mut self.model, &self.optimizer, runner, (&batch, rates))?,
             false => None,
@@ -155,6 +159,7 @@ impl Trainer {
             &mut |rank, decoder, i| batch.upload(rank, decoder, i, at),
         )?;
         self.hooks.routing.end(rank, &model.step_state, at.step + 1)?;
+        self.staged.take().map_or(Ok(()), |copied| rank.compute.wait(&copied))?;
         let outcome = optimizer.step(rank, &model.params, &model.step_state, &model.grads, rates)?;
         Ok(LaunchedStep { losses: passes.losses, outcome, moe_counters: passes.moe_counters })
     }

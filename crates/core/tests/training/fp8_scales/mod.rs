@@ -37,21 +37,19 @@ fn steps(t: &mut Trainer, n: usize) -> Vec<u64> {
     (0..n).map(|_| t.train_step(&RULE).unwrap().loss.to_bits()).collect()
 }
 
-/// The snapshot of the first rank after some steps under a layout, from a checkpoint or from the start.
+/// The snapshot of all ranks after some steps under a layout, from a checkpoint or from the start.
 fn under(layout: &str, r: &Resolved, from: Option<&checkpoint::Loaded>, n: usize) -> Snapshot {
     let layout: RankLayout = layout.parse().unwrap();
     let work = |rank: Rank| {
-        let first = rank.world.rank() == 0;
         let mut t = Trainer::new(rank, r)?;
         from.map_or(Ok(()), |from| t.restore(from))?;
         for _ in 0..n {
             t.train_step(&RULE)?;
         }
-        let snapshot = t.snapshot()?;
-        Ok(first.then_some(snapshot))
+        t.snapshot()
     };
     let make = || Ok(Rank::cpu(1, r.config.train.seed)?);
-    on_threads(&layout, make, work).unwrap().swap_remove(0).unwrap()
+    join(on_threads(&layout, make, work).unwrap())
 }
 
 fn in_layout(layout: &str, more: &[&str]) -> Resolved {

@@ -1,0 +1,141 @@
+//! The parts of logical tensors that this rank holds, and their copy to the host for a checkpoint.
+
+use super::{Trainer, fp8_scales, moe_state};
+use crate::Result;
+use crate::checkpoint::{Item, PartDecl, Slice, share};
+use crate::tensorfile::TensorDecl;
+use ferrotron_engine::data_parallel::{Placement, group_rank};
+use ferrotron_engine::{ParamSpec, Part};
+use ferrotron_tensor::{Event, HostBuffer};
+use std::ops::Range;
+
+/// The parts that this rank writes.
+pub(super) struct OwnParts {
+    parts: Vec<PartDecl>,
+    /// Where the bytes of each come from.
+    origins: Vec<Origin>,
+}
+
+enum Origin {
+    /// Elements of this rank's shard of a bucket of an optimizer state.
+    Bucket { state: usize, bucket: usize, elements: Range<usize> },
+    /// Small state that is on the host already.
+    Host(Vec<u8>),
+}
+
+impl Origin {
+    fn order(&self) -> Option<(usize, usize)> {
+        match self {
+            Origin::Bucket { state, bucket, .. } => Some((*state, *bucket)),
+            Origin::Host(_) => None,
+        }
+    }
+}
+
+impl OwnParts {
+    /// The parts that this rank writes of what it holds; the ranks of a pipeline stage, which together hold the stage,
+    /// share the writing of what several hold. Collective.
+    pub(super) fn of(t: &Trainer) -> Result<OwnParts> {
+        let small = fp8_scales::items(t)?.into_iter().chain(moe_state::items(t)?);
+        let mut held: Vec<_> = small.map(|item| (item.part(), Origin::Host(item.bytes))).collect();
+        for index in 0..t.optimizer.states().len() {
+            held_state(t, index, &mut held);
+        }
+        // Bucket by bucket, as they are copied; before that what needs no copy from the device.
+        held.sort_by_key(|(_, origin)| origin.order());
+        let (parts, origins): (Vec<PartDecl>, Vec<Origin>) = held.into_iter().unzip();
+        let mine = share(&parts, &t.rank.tp_dp_cp_group)?;
+        let own = parts.into_iter().zip(origins).zip(mine).filter(|(_, mine)| *mine).map(|(own, _)| own);
+        let (parts, origins) = own.unzip();
+        Ok(OwnParts { parts, origins })
+    }
+
+    /// Number of bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.parts.iter().map(PartDecl::bytes).sum()
+    }
+
+    /// Starts to copy the parts to host memory, back to back, without waiting for the device. The optimizer must wait
+    /// for the returned event before it changes its state.
+    ///
+    /// What is saved as it is leaves on a stream of its own, while the compute stream goes on. What is converted first
+    /// (master weights from remainders, packed moments) is copied on the compute stream, so that the converted bucket is
+    /// reused at once.
+    pub(super) fn stage(&self, t: &Trainer, buffer: &mut HostBuffer) -> Result<Event> {
+        let (rank, params, copies) = (&t.rank, &t.model.params, &t.staging);
+        params.wait_params(rank)?;
+        copies.wait(&rank.compute.record()?)?;
+        let (mut at, mut current) = (0, None);
+        for (part, origin) in self.parts.iter().zip(&self.origins) {
+            let end = at + part.bytes() as usize;
+            match origin {
+                Origin::Host(bytes) => buffer.put(at, bytes)?,
+                Origin::Bucket { state, bucket, elements } => {
+                    let (saved, as_it_is) = match current.take() {
+                        Some((of, saved)) if of == (*state, *bucket) => saved,
+                        _ => t.optimizer.saved_bucket(rank, params, *state, *bucket)?,
+                    };
+                    let stream = if as_it_is { copies } else { &rank.compute };
+                    stream.copy_to_host(&saved.narrow(0, elements.start, elements.len())?, buffer, at)?;
+                    current = Some(((*state, *bucket), (saved, as_it_is)));
+                }
+            }
+            at = end;
+        }
+        Ok(copies.record()?)
+    }
+
+    /// The parts, in the order of [`OwnParts::stage`].
+    pub(super) fn into_parts(self) -> Vec<PartDecl> {
+        self.parts
+    }
+
+    /// The parts with their bytes, as [`OwnParts::stage`] copied them.
+    pub(super) fn items(&self, bytes: &[u8]) -> Vec<Item> {
+        let mut rest = bytes;
+        let item = |p: &PartDecl| {
+            let (own, more) = rest.split_at(p.bytes() as usize);
+            rest = more;
+            let TensorDecl { name, dtype, shape } = p.tensor.clone();
+            Some(Item { name, dtype: dtype.native()?, shape, slice: p.slice.clone(), bytes: own.to_vec() })
+        };
+        self.parts.iter().filter_map(item).collect()
+    }
+}
+
+/// What this rank holds of one optimizer state.
+fn held_state(t: &Trainer, index: usize, out: &mut Vec<(PartDecl, Origin)>) {
+    let state = t.optimizer.states()[index];
+    for (spec, piece) in t.model.params.specs().iter().zip(t.optimizer.pieces()).filter(|(s, _)| !s.mirror) {
+        for (part, shard, range) in spec.held() {
+            let (start, end) =
+                (range.start.max(piece.param_range.start), range.end.min(piece.param_range.end));
+            if start >= end || !is_chosen_holder(t, spec, part) {
+                continue;
+            }
+            let elements = start - range.start..end - range.start;
+            let slice = Slice::of_shard(&part.shape, shard, elements);
+            let name = format!("{}/{}", state.name(), part.name);
+            let tensor = TensorDecl { name, dtype: state.saved().into(), shape: part.shape.clone() };
+            let local = piece.local_range.start + start - piece.param_range.start;
+            let elements = local..local + (end - start);
+            out.push((
+                PartDecl { tensor, slice },
+                Origin::Bucket { state: index, bucket: piece.bucket, elements },
+            ));
+        }
+    }
+}
+
+/// Where the optimizer state is sharded over replicas, tensor-parallel ranks that hold the same shard of a tensor may cut
+/// it at other elements: their buckets can differ in length. One of them is chosen by the tensor's name, so that the cuts
+/// fit together. Without that sharding all holders have the same, and share the writing.
+fn is_chosen_holder(t: &Trainer, spec: &ParamSpec, part: &Part) -> bool {
+    if t.optimizer.placement() == Placement::Replicate {
+        return true;
+    }
+    let place = group_rank(t.rank.tp_group(spec.experts));
+    let holders = part.holders(place);
+    let number = part.name.bytes().fold(0usize, |n, b| n.wrapping_mul(31).wrapping_add(usize::from(b)));
+    place.rank == holders.start + number % holders.len().max(1)
+}
