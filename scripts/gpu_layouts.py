@@ -31,30 +31,30 @@ at_end = false
 [generate]
 tokens = 0
 """
-# (name, model, ranks, keys of [parallel])
+# (name, model, ranks, keys of [parallel]); dp follows from the number of ranks
 LAYOUTS = [
     ("tp2", DENSE, 2, "tp=2"),
     ("pp2", DENSE, 2, "pp=2"),
     ("cp2", DENSE, 2, "cp=2"),
-    ("dp2", DENSE, 2, "dp=2"),
-    ("dp2-zero2", DENSE, 2, "dp=2,zero=2"),
-    ("tp2-dp2", DENSE, 4, "tp=2,dp=2"),
+    ("dp2", DENSE, 2, ""),
+    ("dp2-zero2", DENSE, 2, "zero=2"),
+    ("tp2-dp2", DENSE, 4, "tp=2"),
     ("tp2-pp2", DENSE, 4, "tp=2,pp=2"),
-    ("cp2-dp2", DENSE, 4, "cp=2,dp=2"),
+    ("cp2-dp2", DENSE, 4, "cp=2"),
     ("tp2-cp2", DENSE, 4, "tp=2,cp=2"),
-    ("pp2-vp2-dp2", DENSE, 4, "pp=2,vp=2,dp=2"),
+    ("pp2-vp2-dp2", DENSE, 4, "pp=2,vp=2"),
     ("tp4", DENSE, 4, "tp=4"),
     ("pp4-zero-bubble", DENSE, 4, 'pp=4,schedule="zero-bubble"'),
     ("tp2-cp2-pp2", DENSE, 8, "tp=2,cp=2,pp=2"),
-    ("tp2-pp2-dp2", DENSE, 8, "tp=2,pp=2,dp=2"),
-    ("dp8", DENSE, 8, "dp=8"),
-    ("moe-ep2", MOE, 2, "ep=2,dp=2"),
+    ("tp2-pp2-dp2", DENSE, 8, "tp=2,pp=2"),
+    ("dp8", DENSE, 8, ""),
+    ("moe-ep2", MOE, 2, "ep=2"),
     ("moe-tp2-etp2", MOE, 2, "tp=2,etp=2"),
-    ("moe-ep4", MOE, 4, "ep=4,dp=4"),
-    ("moe-tp2-ep2-etp1", MOE, 4, "tp=2,etp=1,ep=2,dp=2"),
-    ("moe-ep2-pp2-dp2", MOE, 4, "ep=2,pp=2,dp=2"),
-    ("moe-tp2-etp2-ep2-dp2", MOE, 4, "tp=2,etp=2,ep=2,dp=2"),
-    ("moe-cp2-ep4-dp4", MOE, 8, "cp=2,ep=4,dp=4"),
+    ("moe-ep4", MOE, 4, "ep=4"),
+    ("moe-tp2-etp1-ep2", MOE, 4, "tp=2,etp=1,ep=2"),
+    ("moe-ep2-pp2", MOE, 4, "ep=2,pp=2"),
+    ("moe-tp2-etp2-ep2", MOE, 4, "tp=2,etp=2,ep=2"),
+    ("moe-cp2-ep4-dp2", MOE, 8, "cp=2,ep=4"),
 ]
 # (name, keys, largest relative difference from one rank)
 PRECISIONS = [
@@ -137,7 +137,7 @@ def main():
                 print(f"one rank, {precision}: {error}")
         want = one[model, precision]
         out = work / f"{name}-{precision}"
-        parallel = [f"parallel.{key}" for key in layout.split(",")]
+        parallel = [f"parallel.{key}" for key in layout.split(",") if key]
         error = run(binary, model, ranks, keys + parallel, out, said.logs / f"{out.name}.log", said.launcher)
         got = losses(out) if not error else []
         if not error and (not want or len(got) != len(want) or len(got) < 10):

@@ -1,9 +1,10 @@
 //! Process groups and collectives.
 //!
 //! A [`World`] is one rank's membership of the job; it creates groups, each a [`Communicator`]. Every call has a
-//! group, a sequence number in it, a label, a kind, a shape and a dtype. Ranks compare these before any data moves: a
-//! mismatch is an error that names both sides. A rank that does not make the call within the timeout, or exits, is
-//! reported with its last operation; no call waits forever.
+//! group, a sequence number in it, a label, a kind, a shape and a dtype. Ranks compare these: before any data moves
+//! where hosts wait for each other anyway, by digests in the background over NCCL, whose calls are only enqueued. A
+//! mismatch is an error that names both sides. A rank that does not make the call within the timeout, exits, or whose
+//! GPU does not get there, is reported with its last operation; no call waits forever.
 //!
 //! | backend | ranks | tensors | order of sums |
 //! |---|---|---|---|

@@ -81,8 +81,11 @@ impl Monitor {
                 }
             }
         }
-        if let Some((rank, text)) = control.broken() {
-            self.report(Diagnosis { rank, text });
+        if let Some((rank, what)) = control.broken() {
+            self.report(match control.has_exited(rank) {
+                true => self.exited(rank),
+                false => Diagnosis { rank, text: format!("rank {rank}: {what}") },
+            });
         }
     }
 
@@ -95,10 +98,7 @@ impl Monitor {
         let others = (0..state.control.size()).filter(|r| *r != here);
         let exited = others.clone().find(|r| state.control.has_exited(*r));
         if let Some(rank) = exited.filter(|_| !state.leaving.load(Ordering::Acquire)) {
-            let now = state.recorder.current().map_or(String::new(), |r| format!("; rank {here} {r}"));
-            let text =
-                format!("rank {rank} has exited ({}){now}", diagnosis::last_deed(state.seen(rank).as_ref()));
-            return self.report(Diagnosis { rank, text });
+            return self.report(self.exited(rank));
         }
         let asked =
             here == 0 && others.clone().any(|r| state.control.try_receive(r, Topic::STALLED).is_some());
@@ -120,6 +120,13 @@ impl Monitor {
             }
             None => {}
         }
+    }
+
+    fn exited(&self, rank: usize) -> Diagnosis {
+        let (state, here) = (&self.state, self.state.control.rank());
+        let now = state.recorder.current().map_or(String::new(), |r| format!("; rank {here} {r}"));
+        let last = diagnosis::last_deed(state.seen(rank).as_ref());
+        Diagnosis { rank, text: format!("rank {rank} has exited ({last}){now}") }
     }
 
     fn is_stalled(&self) -> bool {
