@@ -17,7 +17,7 @@ use crate::control::Topic;
 use crate::diagnosis::{self, Diagnosis, RankState, diagnose};
 use crate::flight_recorder::{OpRecord, OpStatus};
 use crate::process::{ProcessState, decode_failure};
-use crate::{Error, Result, snapshot};
+use crate::{Error, Result, snapshot, watchdog};
 use std::sync::Arc;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -221,13 +221,15 @@ impl Monitor {
 
     /// The main thread may be stuck on its GPU and never print the error it gets.
     fn print(&self, failure: &FailureReport) {
-        eprintln!("ferrotron: rank {}: {}", self.state.control.rank(), failure.reason);
+        watchdog::say(format_args!("rank {}: {}", self.state.control.rank(), failure.reason));
     }
 
     fn end_by_force(&self) {
         if self.state.failed().is_some_and(|(_, at)| at.elapsed() > FORCE_EXIT) {
             let here = self.state.control.rank();
-            eprintln!("rank {here}: a rank has failed and the job did not exit by itself; terminating it");
+            watchdog::say(format_args!(
+                "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
+            ));
             self.state.control.abort();
             exit_now();
         }

@@ -12,6 +12,13 @@ pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(Duration::from_secs(30 * 24 * 3600))
 }
 
+/// Says why the job ends, on standard error and in the log: these may be the last words of this process, so that they need
+/// no subscriber. Nothing else is printed by this crate.
+pub(crate) fn say(what: std::fmt::Arguments) {
+    tracing::error!(shown = true, "{what}");
+    eprintln!("ferrotron: {what}");
+}
+
 /// Turns an [`OpError`] into this rank's error, prints it if ranks are missing, and reports it to the other ranks.
 pub(crate) fn fail_op(
     job_backend: &dyn JobBackend,
@@ -22,8 +29,8 @@ pub(crate) fn fail_op(
 ) -> Error {
     let error = explain(job_backend, ranks, call, waited, error);
     if matches!(error, Error::Stall { .. } | Error::Ended { .. }) {
-        // The only thing this crate prints: the thread that gets the error may itself be stuck, or be one of many.
-        eprintln!("ferrotron: {error}");
+        // The thread that gets the error may itself be stuck, or be one of many.
+        say(format_args!("{error}"));
     }
     report(job_backend, &error);
     error

@@ -112,6 +112,7 @@ impl World {
             _ => create_group(&*self.job.backend, index, name, ranks, self.job.timeout)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
+        tracing::debug!(name, ?ranks, "process group");
         Ok(Some(self.job.member((index, name), ranks.to_vec(), rank, backend)))
     }
 

@@ -9,11 +9,11 @@ use ferrotron_core::bench::{self, TrainBench};
 use ferrotron_core::config::Resolved;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::format_bytes;
-use ferrotron_tensor::trace::{Coverage, Trace};
+use ferrotron_tensor::trace::{CommunicationTime, Coverage, Trace};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// What rank 0 knows in the end.
+/// The timed steps, as rank 0 knows them.
 struct Measured {
     bench: TrainBench,
     balanced: Option<TrainBench>,
@@ -21,7 +21,6 @@ struct Measured {
     step_s: f64,
     /// Peak memory of the fullest rank; ranks that share a device report it as one.
     peak_bytes: usize,
-    trace: Trace,
     device: String,
     engine: &'static str,
     on_gpu: bool,
@@ -37,24 +36,38 @@ pub fn run(args: &Train, global: &Global, resolved: &Resolved) -> Result<ExitCod
         return Err(output::UsageError::new(what).into());
     }
     let layout = resolved.config.parallel.layout();
-    let traced = Global { trace: true, ..args.trace.with_tracing(global)? };
+    // Steps are traced apart from the timed ones: tracing slows them down, and rules out CUDA graphs.
+    let with_tracing = Global { trace: true, ..args.trace.with_tracing(global)? };
     let one = |rank: Rank| measure(args, global, resolved, &rank).map_err(ranks::to_core_error);
-    let measured = ranks::run(&traced, &layout, 1234, one)?;
-    let Some(m) = measured.into_iter().flatten().next() else { return Ok(ExitCode::SUCCESS) };
+    let m = ranks::run(global, &layout, 1234, one)?.into_iter().flatten().next();
+    let one = |rank: Rank| traced(args, resolved, &rank).map_err(ranks::to_core_error);
+    let trace = ranks::run(&with_tracing, &layout, 1234, one)?.into_iter().flatten().next();
+    let Some((m, trace)) = m.zip(trace) else { return Ok(ExitCode::SUCCESS) };
     let file = args.trace.trace.as_deref();
-    let written = file.map(|file| trace::write(m.trace.clone(), file)).transpose()?;
+    let written = file.map(|file| trace::write(trace.clone(), file)).transpose()?;
+    let c = Communication { trace, steps: args.trace.trace_steps };
     if global.json {
         let mut value = m.json(args, resolved, layout.world()?);
+        (value["communication"], value["communication_total"]) = (c.json(), c.total_json());
         value["trace"] = written.map(|t| t.json()).into();
         output::print_json(&value)?;
     } else {
-        output::print(&m.text(args, resolved))?;
+        output::print(&format!("{}\n{}", m.text(args, resolved, layout.world()?), c.text()))?;
         written.map_or(Ok(()), |t| t.print(global))?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Timed steps, then traced ones, which tracing slows down. None on ranks other than 0.
+/// Traces steps. None on ranks other than 0.
+fn traced(args: &Train, resolved: &Resolved, rank: &Rank) -> Result<Option<Trace>> {
+    let mut silent = NullObserver;
+    let mut tracer = args.trace.step_tracer(&mut silent);
+    let steps = args.trace.trace_steps as usize;
+    bench::train_with_observer(rank.clone(), resolved, args.warmup.max(1), steps, &mut tracer)?;
+    trace::gather(rank)
+}
+
+/// Times steps. None on ranks other than 0.
 fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> Result<Option<Measured>> {
     let (document, steps) = (args.packed.map(usize::from), args.steps.max(1));
     let time = |r: &Resolved| bench::train(rank.clone(), r, args.warmup, steps, document, global.started);
@@ -62,11 +75,9 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     let even = balanced(args, resolved)?.map(|r| time(&r)).transpose()?;
     let step_s = bench::max_over_ranks(&rank.world.all(), b.median())?;
     let peak_bytes = bench::max_over_ranks(&rank.world.all(), b.memory.total_peak as f64)? as usize;
-    let traced = args.trace.trace_steps as usize;
-    let mut silent = NullObserver;
-    let mut tracer = args.trace.step_tracer(&mut silent);
-    bench::train_with_observer(rank.clone(), resolved, args.warmup.max(1), traced, &mut tracer)?;
-    let Some(trace) = trace::gather(rank)? else { return Ok(None) };
+    if rank.world.rank() > 0 {
+        return Ok(None);
+    }
     let launched = global.launch.job()?.is_some();
     let on_gpu = rank.device().gpu().is_some();
     let engine = match (launched, on_gpu) {
@@ -78,7 +89,7 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     let gpus = if launched { rank.world.size() } else { 1 };
     let peak = args.peak.or_else(|| peak_by_datasheet(rank).map(|peak| peak * gpus as f64));
     let (bench, balanced, device) = (b, even, ranks::device_description(rank));
-    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, trace, device, engine, on_gpu, peak }))
+    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, device, engine, on_gpu, peak }))
 }
 
 impl Measured {
@@ -91,13 +102,8 @@ impl Measured {
         self.tokens_per_s() * self.bench.flops_per_token / 1e12
     }
 
-    /// Milliseconds per step and rank of a time summed over traced steps and ranks.
-    fn ms(&self, args: &Train, seconds: f64) -> f64 {
-        seconds * 1e3 / (args.trace.trace_steps as f64 * self.trace.ranks().len().max(1) as f64)
-    }
-
-    fn text(&self, args: &Train, resolved: &Resolved) -> String {
-        let (b, ranks) = (&self.bench, self.trace.ranks().len().max(1));
+    fn text(&self, args: &Train, resolved: &Resolved, ranks: usize) -> String {
+        let b = &self.bench;
         let mut rows = vec![
             vec![
                 "step".into(),
@@ -125,59 +131,24 @@ impl Measured {
         if self.on_gpu {
             let (host, share) = (b.host_least() * 1e3, b.host_least() / self.step_s * 1e2);
             rows.push(vec!["CPU launch overhead".into(), format!("{host:.2} ms per step ({share:.0} %)")]);
+            let how = if b.graph { "on" } else { "off" };
+            rows.push(vec!["CUDA graph".into(), format!("{how} ({})", b.cuda_graph_decision.reason)]);
         }
         rows.push(vec![
             "peak memory".into(),
             format!("{} on the fullest rank", format_bytes(self.peak_bytes)),
         ]);
         format!(
-            "{} in {} on {}, over {}\n{}\n{}",
+            "{} in {} on {}, over {}\n{}",
             args.work,
             precision_text(resolved),
             self.device,
             self.engine,
-            output::table(&rows),
-            self.communication(args)
-        )
-    }
-
-    /// The table of communication.
-    fn communication(&self, args: &Train) -> String {
-        let heads = ["group", "collective", "calls", "ms", "hidden", "exposed"];
-        let mut rows = vec![heads.map(String::from).to_vec()];
-        let ms = |s: f64| format!("{:.3}", self.ms(args, s));
-        let line = |group: &str, op: &str, calls: String, [total, hidden]: [f64; 2]| {
-            vec![group.into(), op.into(), calls, ms(total), ms(hidden), ms(total - hidden)]
-        };
-        let times = self.trace.by_communication();
-        for t in &times {
-            // Calls count as their time does: per step and rank.
-            let calls = format!("{:.1}", self.ms(args, t.calls as f64 / 1e3));
-            rows.push(line(&t.group, &t.op, calls, [t.total, t.hidden]));
-        }
-        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
-        rows.push(line("all", "", String::new(), [total, same_rank]));
-        format!(
-            "communication per step and rank, in ms on its stream with the wait for other ranks; hidden while the rank computes\n{}",
             output::table(&rows)
         )
     }
 
     fn json(&self, args: &Train, resolved: &Resolved, ranks: usize) -> Value {
-        let times = self.trace.by_communication();
-        let one = |total: f64, hidden: f64| {
-            let [total, hidden, exposed] = [total, hidden, total - hidden].map(|s| self.ms(args, s));
-            json!({ "ms": total, "hidden_ms": hidden, "exposed_ms": exposed })
-        };
-        let communication = times.iter().map(|t| {
-            let mut row = one(t.total, t.hidden);
-            row["group"] = t.group.as_str().into();
-            row["op"] = t.op.as_str().into();
-            row["calls"] = self.ms(args, t.calls as f64 / 1e3).into();
-            row
-        });
-        let communication: Vec<Value> = communication.collect();
-        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
         json!({
             "work": args.work,
             "ranks": ranks,
@@ -194,11 +165,65 @@ impl Measured {
             "mfu": self.peak.map(|peak| self.tflops() / peak),
             "balanced_step_ms": self.balanced.as_ref().map(|f| f.median() * 1e3),
             "host_ms": self.bench.host_least() * 1e3,
+            "cuda_graph": self.bench.graph,
             "peak_bytes": self.peak_bytes,
             "loss": self.bench.loss,
-            "communication": communication,
-            "communication_total": one(total, same_rank),
             "commit": env!("FERROTRON_COMMIT"),
         })
+    }
+}
+
+/// Communication of traced steps.
+struct Communication {
+    trace: Trace,
+    steps: u64,
+}
+
+impl Communication {
+    /// Per step and rank, of what is summed over traced steps and ranks.
+    fn mean(&self, sum: f64) -> f64 {
+        sum / (self.steps as f64 * self.trace.ranks().len().max(1) as f64)
+    }
+
+    fn text(&self) -> String {
+        let heads = ["group", "collective", "calls", "ms", "hidden", "exposed"];
+        let mut rows = vec![heads.map(String::from).to_vec()];
+        let ms = |s: f64| format!("{:.3}", self.mean(s) * 1e3);
+        let line = |group: &str, op: &str, calls: String, [total, hidden]: [f64; 2]| {
+            vec![group.into(), op.into(), calls, ms(total), ms(hidden), ms(total - hidden)]
+        };
+        let times = self.trace.by_communication();
+        for t in &times {
+            let calls = format!("{:.1}", self.mean(t.calls as f64));
+            rows.push(line(&t.group, &t.op, calls, [t.total, t.hidden]));
+        }
+        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
+        rows.push(line("all", "", String::new(), [total, same_rank]));
+        format!(
+            "communication per step and rank, in ms on its stream with the wait for other ranks; hidden while the rank computes\n{}",
+            output::table(&rows)
+        )
+    }
+
+    fn one_json(&self, total: f64, hidden: f64) -> Value {
+        let [total, hidden, exposed] = [total, hidden, total - hidden].map(|s| self.mean(s) * 1e3);
+        json!({ "ms": total, "hidden_ms": hidden, "exposed_ms": exposed })
+    }
+
+    /// Every kind.
+    fn json(&self) -> Value {
+        let row = |t: CommunicationTime| {
+            let mut row = self.one_json(t.total, t.hidden);
+            row["calls"] = self.mean(t.calls as f64).into();
+            (row["group"], row["op"]) = (t.group.into(), t.op.into());
+            row
+        };
+        self.trace.by_communication().into_iter().map(row).collect()
+    }
+
+    /// All of it; what runs at the same time counts once.
+    fn total_json(&self) -> Value {
+        let Coverage { total, same_rank, .. } = self.trace.overlap().collectives;
+        self.one_json(total, same_rank)
     }
 }
