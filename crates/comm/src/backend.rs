@@ -16,6 +16,9 @@ use std::time::Instant;
 
 /// One rank's connection to the job.
 pub(crate) trait JobBackend: Send + Sync {
+    /// Its name for people: `nccl`.
+    fn name(&self) -> &'static str;
+
     /// This rank in the job.
     fn rank(&self) -> usize;
 

@@ -85,6 +85,11 @@ impl World {
         self.job.backend.size()
     }
 
+    /// What moves data between ranks: `threads`, `shared memory`, `mpi` or `nccl`.
+    pub fn engine(&self) -> &'static str {
+        self.job.backend.name()
+    }
+
     /// The group of all ranks.
     pub fn all(&self) -> Communicator {
         self.all.clone()

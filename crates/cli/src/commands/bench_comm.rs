@@ -15,8 +15,8 @@ pub const LONG: &str = "\
 Benchmark every collective from 1 KiB to 64 MiB: time per call, algorithm bandwidth and bus bandwidth, as nccl-tests define
 them.
 
-Ranks are threads of this process, on the CPU or sharing one GPU, or the processes of a launcher: over MPI on the CPU, over NCCL
-with one GPU each. The size is that of a rank's tensor for all-reduce, broadcast and message, and of the full gathered,
+Ranks are threads of this process, on the CPU or sharing one GPU, or the processes of a launcher: on the CPU over MPI or, on one
+host, shared memory; over NCCL with one GPU each. The size is that of a rank's tensor for all-reduce, broadcast and message, and of the full gathered,
 scattered or exchanged tensor otherwise. Algorithm bandwidth is size / time. Bus bandwidth is algorithm bandwidth x 2(n-1)/n for
 all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all: what the slowest link of a ring carries, which is
 comparable between numbers of ranks. `message` is a send-recv around the ring: every rank sends to the next and receives
@@ -70,17 +70,12 @@ pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
                 }
             }
         }
-        Ok((ranks::device_description(&rank), rank.device().gpu().is_some(), rows))
+        Ok((ranks::device_description(&rank), rank.world.engine(), rows))
     };
-    let (device, card, rows) = ranks::run(global, &layout, 0, one)?.swap_remove(0);
+    let (device, engine, rows) = ranks::run(global, &layout, 0, one)?.swap_remove(0);
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
     }
-    let engine = match (global.launch.job()?.is_some(), card) {
-        (false, _) => "threads",
-        (true, false) => "mpi",
-        (true, true) => "nccl",
-    };
     if global.json {
         output::print_json(&serde_json::json!({
             "ranks": ranks,

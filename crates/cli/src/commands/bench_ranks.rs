@@ -80,11 +80,7 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     }
     let launched = global.launch.job()?.is_some();
     let on_gpu = rank.device().gpu().is_some();
-    let engine = match (launched, on_gpu) {
-        (false, _) => "threads",
-        (true, false) => "mpi",
-        (true, true) => "nccl",
-    };
+    let engine = rank.world.engine();
     // Ranks that are threads share one GPU.
     let gpus = if launched { rank.world.size() } else { 1 };
     let peak = args.peak.or_else(|| peak_by_datasheet(rank).map(|peak| peak * gpus as f64));

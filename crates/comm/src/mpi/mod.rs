@@ -59,6 +59,10 @@ pub fn mpi_version() -> Result<String> {
 }
 
 impl JobBackend for MpiJobBackend {
+    fn name(&self) -> &'static str {
+        "mpi"
+    }
+
     fn rank(&self) -> usize {
         self.control.rank()
     }

@@ -158,6 +158,10 @@ fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
 }
 
 impl JobBackend for NcclJobBackend {
+    fn name(&self) -> &'static str {
+        "nccl"
+    }
+
     fn rank(&self) -> usize {
         self.process.control().rank()
     }

@@ -92,6 +92,10 @@ fn open_segment(text: &[u8], n: usize) -> Result<Segment, String> {
 }
 
 impl JobBackend for ShmJobBackend {
+    fn name(&self) -> &'static str {
+        "shared memory"
+    }
+
     fn rank(&self) -> usize {
         self.process.control().rank()
     }

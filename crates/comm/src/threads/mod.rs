@@ -109,6 +109,10 @@ impl ThreadJobBackend {
 }
 
 impl JobBackend for ThreadJobBackend {
+    fn name(&self) -> &'static str {
+        "threads"
+    }
+
     fn rank(&self) -> usize {
         self.rank
     }
