@@ -12,7 +12,7 @@ root = pathlib.Path(__file__).resolve().parent.parent
 binary = os.environ.get("FERROTRON_BIN", str(root / "target/release/ferrotron"))
 home = pathlib.Path(tempfile.mkdtemp(dir=sys.argv[3] if len(sys.argv) > 3 else None))
 
-STEPS = 21  # saves after 5, 10, 15 and 20
+STEPS = 11  # saves after 5 and 10
 CPU = """
 [model]
 layers = 8

@@ -200,7 +200,10 @@ fn damaged_scales_are_refused() {
         (&resize(HISTORY, &[3, 4]), "fp8.history/layers.1.mlp.down is f32 [3, 4]"),
         (&|items| drop(items.remove(at(items, SCALE))), "without fp8.scale/layers.1.mlp.down"),
         (&|items| drop(items.remove(at(items, HISTORY))), "without fp8.history/layers.1.mlp.down"),
-        (&|items| items[0].name = "fp8.scale/layers.9.mlp.down".into(), "layers.9.mlp.down is unknown"),
+        (
+            &|items| items.last_mut().unwrap().name = "fp8.scale/layers.9.mlp.down".into(),
+            "layers.9.mlp.down is unknown",
+        ),
     ];
     for (change, said) in wrong {
         for told in with(change) {
