@@ -67,9 +67,9 @@ pub(crate) trait ControlTransport: Send + Sync {
     /// True if the rank is known to have exited.
     fn has_exited(&self, rank: usize) -> bool;
 
-    /// The rank by which the transport broke, and how: it broke the protocol, sent more than may wait, or all
-    /// messages went through it and it has exited. The job is over then.
-    fn broken(&self) -> Option<(usize, String)>;
+    /// The rank by which the transport broke, and how it broke the protocol (or sent more than may wait); `None` if all
+    /// messages went through that rank and it has exited. The job is over then.
+    fn broken(&self) -> Option<(usize, Option<String>)>;
 
     /// Closes the connections, after every rank has said goodbye.
     fn close(&self);

@@ -82,9 +82,9 @@ impl Monitor {
             }
         }
         if let Some((rank, what)) = control.broken() {
-            self.report(match control.has_exited(rank) {
-                true => self.exited(rank),
-                false => Diagnosis { rank, text: format!("rank {rank}: {what}") },
+            self.report(match what {
+                None => self.exited(rank),
+                Some(what) => Diagnosis { rank, text: format!("rank {rank} broke the protocol: {what}") },
             });
         }
     }

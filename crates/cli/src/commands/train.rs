@@ -41,9 +41,11 @@ the key. Data is compared by its whole .idx and by the .bin: all of it up to 64 
 
 Several ranks: parallel.tp is the tensor-parallel size, parallel.cp the context-parallel size, parallel.pp the number of
 pipeline stages; the remaining ranks are data-parallel replicas (parallel.dp). Ranks are threads of this process, on the CPU or
-sharing one GPU, or the processes of a launcher, one rank each: mpirun (CPU, or one GPU per process), srun, or any launcher that
-sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT as torchrun does; parallel.dp then follows from their number. If
-a rank does not join a collective within --timeout seconds, the run fails with an error that names it; the newest checkpoint
+sharing one GPU, or the processes of a launcher, one rank each: mpirun (Open MPI), srun, torchrun, Kubernetes, or anything that
+sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; parallel.dp then follows from their number. On GPUs they use
+NCCL, one GPU per process; on the CPU MPI, or without it shared memory on one host. FERROTRON_JOB_SECRET, the same on all
+ranks, keeps other processes out of the job; without it a secret comes from torchrun, or on one host from a private file. If a
+rank does not join a collective within --timeout seconds, the run fails with an error that names it; the newest checkpoint
 stays intact.";
 
 const AFTER: &str = "\
@@ -55,6 +57,7 @@ Examples:
   ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
   ferrotron train my.toml --ranks 4 --set parallel.tp=2
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
+  torchrun --no-python --nproc-per-node 8 ferrotron train my.toml
   ferrotron train my.toml --dry-run        print the resolved configuration, derived values, memory and communication
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";

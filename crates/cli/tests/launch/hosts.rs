@@ -1,11 +1,11 @@
-//! Two hosts: network namespaces joined by a bridge, each with an `mpirun` daemon. Without the permission for
+//! Two hosts: network namespaces joined by a bridge, each with an `mpirun` daemon, or with one process each. Without the permission for
 //! namespaces, two daemons on this host whose ranks communicate over loopback TCP only.
 
 use super::layouts::agrees;
-use super::{mpi, recipe, text};
+use super::{mpi, recipe, support, text};
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// Two namespaces with an address each, removed on drop.
 struct Hosts {
@@ -16,9 +16,11 @@ struct Hosts {
 }
 
 impl Hosts {
-    fn make() -> Result<Hosts, String> {
+    /// `pair` tells them from those of other tests.
+    fn make(pair: u32) -> Result<Hosts, String> {
         let id = std::process::id();
-        let hosts = Hosts { name: format!("ft{}", id % 100_000), net: format!("10.203.{}", id % 256) };
+        let (name, net) = (format!("ft{pair}{}", id % 100_000), format!("10.{}.{}", 203 + pair, id % 256));
+        let hosts = Hosts { name, net };
         let (name, net) = (&hosts.name, &hosts.net);
         ip(&format!("link add {name}b type bridge"))?;
         ip(&format!("addr add {net}.1/24 dev {name}b"))?;
@@ -88,7 +90,7 @@ fn loss_and_gradients_are_those_of_one_rank_across_two_hosts() {
     }
     let dir = tempfile::tempdir().unwrap();
     let recipe = recipe(dir.path(), 2);
-    let hosts = Hosts::make();
+    let hosts = Hosts::make(0);
     let (agent, names, net) = match &hosts {
         Ok(h) => (
             agent(dir.path(), &format!("ip netns exec {}h${{host##*.}}", h.name)),
@@ -110,4 +112,38 @@ fn loss_and_gradients_are_those_of_one_rank_across_two_hosts() {
         let o = mpi::ferrotron(4, &options, &args).wait(Duration::from_secs(120)).succeeded();
         agrees(&o, layout);
     }
+}
+
+/// Nothing closes the connections of a host that has lost its network or power: only their silence tells.
+#[test]
+fn a_host_that_falls_silent_is_named_by_the_other() {
+    let hosts = match Hosts::make(1) {
+        Ok(hosts) => hosts,
+        Err(why) => return eprintln!("SKIPPED: a_host_that_falls_silent_is_named_by_the_other: {why}"),
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (recipe, out) = (recipe(dir.path(), 1_000_000), dir.path().join("run"));
+    // Far beyond the time in which it must be noticed. The hosts share a kernel, and so memory for data.
+    let args = ["train", text(&recipe), "--out", text(&out), "--timeout", "60", "--device", "cpu"];
+    let start = |rank: usize| -> Child {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &format!("{}h{}", hosts.name, rank + 2)]).arg(support::binary());
+        command.args(args).args(["--threads", "1"]).env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        command.env("MASTER_ADDR", format!("{}.2", hosts.net)).env("MASTER_PORT", "29500");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    };
+    let children = [start(0), start(1)];
+    let begun = Instant::now();
+    while !std::fs::read_to_string(out.join("events.jsonl")).is_ok_and(|t| t.contains("\"step\":5")) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "it does not begin");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ip(&format!("link set {}v3 down", hosts.name)).unwrap();
+    let cut = Instant::now();
+    for (rank, child) in children.into_iter().enumerate() {
+        let e = support::wait(child);
+        assert!(e.code.is_some_and(|code| code != 0), "{e:?}");
+        assert!(e.err.contains(&format!("rank {} ", 1 - rank)) && e.err.contains("exited"), "{e:?}");
+    }
+    assert!(cut.elapsed() < Duration::from_secs(12), "{:?}", cut.elapsed());
 }

@@ -263,3 +263,32 @@ fn sigterm_to_torchrun_saves_and_ends() {
     let step = losses(&scene.out()).last().unwrap().0;
     assert!(scene.out().join(format!("checkpoints/step-{step:08}")).is_dir(), "step {step} is not saved");
 }
+
+/// The child of `parent` that has this rank.
+fn child_of(parent: u32, rank: usize) -> u32 {
+    let (parent, rank) = (format!("PPid:\t{parent}"), format!("RANK={rank}"));
+    let read =
+        |pid: u32, file: &str| std::fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let is_it = |pid: &u32| {
+        read(*pid, "status").lines().any(|l| l == parent)
+            && read(*pid, "environ").split('\0').any(|v| v == rank)
+    };
+    let all = std::fs::read_dir("/proc").unwrap().flatten();
+    all.filter_map(|e| e.file_name().to_str()?.parse().ok()).find(is_it).expect("the process of the rank")
+}
+
+#[test]
+fn torchrun_restarts_a_job_whose_rank_was_killed() {
+    let scene = Scene::new();
+    let args = scene.args(&scene.out());
+    let test = "torchrun_restarts_a_job_whose_rank_was_killed";
+    let Some(child) = torchrun(test, &["--max-restarts", "1"], &args) else { return };
+    scene.under_way();
+    signal("-KILL", child_of(child.id(), 1));
+    let e = support::wait(child);
+    assert_eq!(e.code, Some(0), "{e:?}");
+    assert!(e.err.contains("resuming"), "{e:?}");
+    let whole = scene.dir.path().join("whole");
+    assert_eq!(run(&[&scene.args(&whole)[..], &["--ranks".into(), "2".into()]].concat()).code, Some(0));
+    assert_eq!(losses(&scene.out()), losses(&whole));
+}

@@ -178,8 +178,9 @@ impl ControlTransport for MpiControl {
         false
     }
 
-    fn broken(&self) -> Option<(usize, String)> {
-        self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn broken(&self) -> Option<(usize, Option<String>)> {
+        let broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        broken.map(|(rank, what)| (rank, Some(what)))
     }
 
     fn close(&self) {

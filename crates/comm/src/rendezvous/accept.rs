@@ -72,7 +72,11 @@ pub(crate) fn all_ranks(
     let mut pending: VecDeque<Candidate> = VecDeque::new();
     let error = loop {
         if joined.len() + 1 == size {
-            break None;
+            // A rank that has ended meanwhile may have been started again.
+            joined.retain(|_, stream| !has_gone(stream));
+            if joined.len() + 1 == size {
+                break None;
+            }
         }
         if Instant::now() >= deadline {
             let missing: Vec<usize> = (1..size).filter(|r| !joined.contains_key(r)).collect();

@@ -135,3 +135,24 @@ impl JobBackend for ShmJobBackend {
         self.process.last_ops(rank)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_host_is_refused_with_what_to_use_there() {
+        let (_own, file) = Segment::create(segment_bytes(2)).unwrap();
+        let here = (std::process::id(), segment::number(&file));
+        let text = |host: &str| format!("{}\n{}\n{host}", here.0, here.1).into_bytes();
+        assert!(open_segment(&text(&host_name()), 2).is_ok());
+        let error = open_segment(&text("another host"), 2).err().unwrap();
+        assert!(error.contains("another host") && error.contains("MPI") && error.contains("NCCL"), "{error}");
+        for bad in [&b""[..], b"1\n", b"x\n2\n", b"-1\n-1\n"] {
+            assert!(open_segment(bad, 2).is_err(), "{bad:?}");
+        }
+        // Of a group of another size.
+        assert!(open_segment(&text(&host_name()), 3).is_err());
+    }
+}

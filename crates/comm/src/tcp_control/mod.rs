@@ -20,9 +20,6 @@ use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time after which the kernel gives up a connection to a host that answers nothing. A stopped process is not one:
-/// its kernel answers.
-const DEAD_HOST: Duration = Duration::from_secs(5);
 /// Time to write what is queued, and on rank 0 for the others to leave, before the connections are closed.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
@@ -84,7 +81,8 @@ impl TcpControl {
     }
 }
 
-/// Sets up a connection for the time after the handshake: unlimited, but noticing a host that has died.
+/// Sets up a connection for the time after the handshake: unlimited, but noticing within [`outgoing::DEAD_HOST`] a host
+/// that has died. A stopped process is no such host: its kernel answers.
 fn prepare(stream: &TcpStream) -> std::io::Result<()> {
     use rustix::net::sockopt;
     stream.set_nonblocking(false)?;
@@ -96,9 +94,7 @@ fn prepare(stream: &TcpStream) -> std::io::Result<()> {
     sockopt::set_tcp_keepintvl(stream, Duration::from_secs(1))?;
     sockopt::set_tcp_keepcnt(stream, 3)?;
     // For data that is on its way when the host dies; keepalive is silent then.
-    #[cfg(target_os = "linux")]
-    sockopt::set_tcp_user_timeout(stream, DEAD_HOST.as_millis() as u32)?;
-    Ok(())
+    outgoing::notice_dead_host(stream, true)
 }
 
 impl ControlTransport for TcpControl {
@@ -134,11 +130,11 @@ impl ControlTransport for TcpControl {
         self.connections.inbox().exited.contains(&rank)
     }
 
-    fn broken(&self) -> Option<(usize, String)> {
+    fn broken(&self) -> Option<(usize, Option<String>)> {
         let inbox = self.connections.inbox();
         // Without rank 0 nothing reaches anybody.
-        let lost = (self.rank != 0 && inbox.exited.contains(&0)).then(|| (0, "rank 0 has exited".into()));
-        inbox.broken.clone().or(lost)
+        let lost = (self.rank != 0 && inbox.exited.contains(&0)).then_some((0, None));
+        inbox.broken.clone().map(|(rank, what)| (rank, Some(what))).or(lost)
     }
 
     fn close(&self) {}
@@ -200,7 +196,7 @@ impl Connections {
 
     /// Records that `rank` broke the protocol, and reads no more from it.
     fn break_off(&self, rank: usize, what: String) {
-        self.inbox().broken.get_or_insert_with(|| (rank, format!("rank {rank} broke the protocol: {what}")));
+        self.inbox().broken.get_or_insert((rank, what));
         if let Some(out) = self.out.get(&rank) {
             out.close();
         }
@@ -212,6 +208,7 @@ impl Connections {
         let mut stream = BufReader::new(stream);
         let end = End { here: self.here, peer, size: self.size };
         while let Ok(frame) = Frame::read(&mut stream, end) {
+            self.out.get(&peer).into_iter().for_each(Outgoing::heard);
             match frame {
                 Ok(frame) => self.forward(frame),
                 Err(what) => {

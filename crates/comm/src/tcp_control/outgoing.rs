@@ -6,14 +6,32 @@ use crate::control::MAX_WAITING;
 use std::collections::{HashMap, VecDeque};
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+/// Time after which the kernel gives up a connection to a host that answers nothing.
+pub(super) const DEAD_HOST: Duration = Duration::from_secs(5);
+/// Bytes that always fit into the buffers of a peer that does not read.
+const MAX_UNHEARD: usize = 128 << 10;
 
 /// The queue to one peer.
 pub(super) struct Outgoing {
     stream: TcpStream,
     queue: Mutex<Queue>,
     changed: Condvar,
+    /// Bytes written since the peer was heard last.
+    unheard: AtomicUsize,
+}
+
+/// Lets the kernel give up the connection when data is not acknowledged for [`DEAD_HOST`], or not. It must not while a
+/// peer that was stopped may have full buffers: to the kernel that looks the same.
+pub(super) fn notice_dead_host(stream: &TcpStream, on: bool) -> std::io::Result<()> {
+    #[cfg(target_os = "linux")]
+    rustix::net::sockopt::set_tcp_user_timeout(stream, if on { DEAD_HOST.as_millis() as u32 } else { 0 })?;
+    #[cfg(not(target_os = "linux"))]
+    let _ = (stream, on);
+    Ok(())
 }
 
 #[derive(Default)]
@@ -28,7 +46,7 @@ struct Queue {
 
 impl Outgoing {
     pub(super) fn new(stream: TcpStream) -> Outgoing {
-        Outgoing { stream, queue: Mutex::default(), changed: Condvar::new() }
+        Outgoing { stream, queue: Mutex::default(), changed: Condvar::new(), unheard: AtomicUsize::new(0) }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -57,6 +75,13 @@ impl Outgoing {
         Ok(())
     }
 
+    /// The peer has sent something, so it runs, and reads what was written.
+    pub(super) fn heard(&self) {
+        if self.unheard.swap(0, Ordering::SeqCst) > MAX_UNHEARD {
+            let _ = notice_dead_host(&self.stream, true);
+        }
+    }
+
     /// Writes frames until the connection or the queue is closed.
     pub(super) fn write(&self) {
         let mut queue = self.queue();
@@ -67,6 +92,10 @@ impl Outgoing {
             };
             queue.writing = true;
             drop(queue);
+            let before = self.unheard.fetch_add(bytes.len(), Ordering::SeqCst);
+            if before <= MAX_UNHEARD && before + bytes.len() > MAX_UNHEARD {
+                let _ = notice_dead_host(&self.stream, false);
+            }
             let written = (&self.stream).write_all(&bytes);
             queue = self.queue();
             queue.writing = false;
