@@ -104,8 +104,9 @@ if has start; then
   row kernels-warm load_cold
   row kernels-damaged damaged_cache
 fi
+has conformance && row kernels-unit env FERROTRON_TEST_DEVICE=cuda "$here/tests/kernels_lib" --test-threads=1 cuda::
 has conformance && row conformance tests conformance && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/conformance" --test-threads=8
-has comm && row ranks-on-one-gpu tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
+has comm && row ranks-on-one-gpu tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/comm_lib" nccl::tests
 if has layouts; then
   row context-attention env THREADS=1 "$here/tests/context_parallel" --test-threads=1
   row layout-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/layouts" --test-threads=1 --nocapture matrix

@@ -173,7 +173,7 @@ fn fault(name: &str, words: &[&str]) {
 
 #[test]
 fn another_shape_is_named_on_every_rank() {
-    fault("another shape", &["all-reduce", "'stop'", "[2]", "[3]"]);
+    fault("another shape", &["all-reduce", "'stop'", "[3]", "[7]"]);
 }
 
 #[test]
@@ -226,7 +226,7 @@ impl Observer for Faulty<'_> {
         // What follows fails, too: the job is over.
         let _ = match *fault {
             "another shape" => {
-                let wrong = s.zeros(&[3], DType::I32, Category::Communication).unwrap();
+                let wrong = s.zeros(&[7], DType::I32, Category::Communication).unwrap();
                 rank.world.all().all_reduce(s, &wrong, ReduceOp::Max, "stop")
             }
             // Goes on with the next step instead.
