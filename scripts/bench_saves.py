@@ -4,7 +4,7 @@
 On the CPU: a model of 50 million parameters on 4 processes. On a GPU: llama-1b with 0.5 M tokens a step.
 Needs a release build (cargo build --release), mpirun on the CPU, and an otherwise idle machine. Checkpoints go to a folder
 in OUT (default: the system's folder for temporary files); use a memory-backed one if the disk writes less than 0.5 GB/s.
-Usage: scripts/bench_saves.py cpu|gpu [PAIRS=3] [OUT]      FERROTRON_BIN names another binary"""
+Usage: scripts/bench_saves.py cpu|gpu [PAIRS=3] [OUT [KEY=VALUE...]]      FERROTRON_BIN names another binary; keys are for gpu"""
 import os, pathlib, shutil, statistics, subprocess, sys, tempfile, time
 
 kind, pairs = sys.argv[1] if len(sys.argv) > 1 else "cpu", int(sys.argv[2]) if len(sys.argv) > 2 else 3
@@ -45,7 +45,7 @@ if kind == "cpu":
     mpi = ["mpirun", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none", "-n", "4"]
     command = mpi + [binary, "train", str(recipe), "--device", "cpu", "--threads", "1"]
 else:
-    keys = ["checkpoint.at_end=false", "checkpoint.keep=1", "train.log_every=1", "generate.tokens=0"]
+    keys = ["data.path=embedded", "checkpoint.at_end=false", "checkpoint.keep=1", "train.log_every=1", "generate.tokens=0"]
     command = [binary, "train", "llama-1b", "--device", "cuda", "--steps", str(STEPS)]
     command += [word for key in keys + sys.argv[4:] for word in ("--set", key)]
 
