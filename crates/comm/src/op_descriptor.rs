@@ -24,13 +24,11 @@ pub enum OpKind {
     SendRecv,
     /// Concatenation of host bytes, on every rank.
     AllGatherBytes,
-    /// A CUDA graph with collectives in it.
-    Graph,
 }
 
 impl OpKind {
     /// All kinds, in order of their numbers.
-    pub const ALL: [OpKind; 9] = [
+    pub const ALL: [OpKind; 8] = [
         OpKind::Barrier,
         OpKind::AllReduce,
         OpKind::AllGather,
@@ -39,7 +37,6 @@ impl OpKind {
         OpKind::Broadcast,
         OpKind::SendRecv,
         OpKind::AllGatherBytes,
-        OpKind::Graph,
     ];
 
     /// The name in messages, traces and reports.
@@ -53,7 +50,6 @@ impl OpKind {
             OpKind::Broadcast => "broadcast",
             OpKind::SendRecv => "message",
             OpKind::AllGatherBytes => "all-gather of bytes",
-            OpKind::Graph => "CUDA graph",
         }
     }
 }

@@ -65,13 +65,6 @@ impl VolumeMeter {
         sum.fetch_add(bytes, Relaxed);
     }
 
-    pub(crate) fn add_all(&self, volume: &Volume) {
-        for (to, from) in self.entries.iter().zip(&volume.entries) {
-            to.0.fetch_add(from.0, Relaxed);
-            to.1.fetch_add(from.1, Relaxed);
-        }
-    }
-
     pub(crate) fn read(&self) -> Volume {
         let mut out = Volume::default();
         for (to, from) in out.entries.iter_mut().zip(&self.entries) {

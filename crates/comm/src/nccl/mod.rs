@@ -16,7 +16,7 @@ mod tests;
 
 use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
 use crate::control::{ControlTransport, Topic};
-use crate::flight_recorder::{FlightRecorder, GRAPHS, OpRecord};
+use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::launch_env::{LaunchEnv, Launcher};
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
@@ -99,8 +99,6 @@ impl NcclJobBackend {
             });
             Error::Backend { call: "setting up NCCL".into(), what }
         })?;
-        let everyone: Vec<usize> = (0..process.control().size()).collect();
-        process.shared.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(GRAPHS, everyone);
         process.shared.watches_device.store(true, Ordering::Release);
         let comms = Arc::default();
         poll_errors(&comms, &process)?;
@@ -191,10 +189,6 @@ impl JobBackend for NcclJobBackend {
 
     fn failure(&self) -> Option<FailureReport> {
         self.process.failure()
-    }
-
-    fn only_enqueues(&self) -> bool {
-        !self.stream.device().is_race_checked()
     }
 
     fn flight_recorder(&self) -> &Arc<FlightRecorder> {

@@ -15,8 +15,8 @@ impl Config {
     /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
     pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
         let p = &self.parallel;
-        if p.pp > 1 {
-            Some("pipeline stages exchange activations on streams of their own")
+        if p.tp * p.cp * p.pp * p.dp * p.ep * p.etp.unwrap_or(1) > 1 {
+            Some("several ranks synchronize on the host in every step")
         } else if self.dropout.hidden > 0.0 {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {

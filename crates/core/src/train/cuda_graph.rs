@@ -16,7 +16,6 @@ use super::step_runner::StepRunner;
 use super::trainer::LaunchedStep;
 use crate::Result;
 use crate::config::{Config, CudaGraphMode};
-use crate::cost::Traffic;
 use crate::optimizer::{Optimizer, StepRates, outcome};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, DType, Event, Graph, Stream, Tensor};
@@ -35,8 +34,6 @@ struct CapturedStep {
     inputs: GraphInputs,
     /// f32 `[outcome::COUNT + micro-batches]`: the optimizer's outcome, then the loss of each micro-batch.
     results: Tensor,
-    /// What its collectives send.
-    sent: Traffic,
 }
 
 impl CudaGraph {
@@ -68,13 +65,8 @@ impl CudaGraph {
         self.policy.timer(s)
     }
 
-    pub(super) fn finish_timer(
-        &mut self,
-        timer: &StepTimer,
-        done: &Event,
-        mean: impl FnOnce([f64; 2]) -> Result<[f64; 2]>,
-    ) -> Result<()> {
-        self.policy.finish_timer(timer, done, mean)
+    pub(super) fn finish_timer(&mut self, timer: &StepTimer, done: &Event) -> Result<()> {
+        self.policy.finish_timer(timer, done)
     }
 
     /// Replays a step, capturing it first if it is time to; nothing if the step is to be launched eagerly.
@@ -116,10 +108,7 @@ impl CapturedStep {
         runner: &mut StepRunner,
         shape: StepShape,
     ) -> Result<CapturedStep> {
-        // A graph holds the work of one stream: collectives run on the compute stream, with the same results.
-        let rank = &Rank { overlap: false, ..rank.clone() };
         let s = &rank.compute;
-        let before = Traffic::of(rank);
         let inputs = GraphInputs::new(rank, shape)?;
         let words = outcome::COUNT + shape.micro_batches;
         let results = Tensor::empty(s, &[words], DType::F32, Category::Workspace)?;
@@ -135,7 +124,7 @@ impl CapturedStep {
             }
             Ok(())
         })?;
-        Ok(CapturedStep { shape, graph, inputs, results, sent: Traffic::of(rank).since(&before) })
+        Ok(CapturedStep { shape, graph, inputs, results })
     }
 
     fn replay(
@@ -149,8 +138,7 @@ impl CapturedStep {
         let s = &rank.compute;
         let scalars = optimizer.scalar_values(rates);
         self.inputs.fill(rank, &model.decoder, &batch.micro_batches, batch.label_weights[0], &scalars)?;
-        rank.world.replay(s, || self.graph.replay())?;
-        self.sent.add_replayed(rank);
+        self.graph.replay()?;
         // Copied, because the next replay overwrites them.
         let out = Tensor::empty(s, self.results.shape(), DType::F32, Category::Workspace)?;
         s.copy(&self.results, &out)?;
