@@ -34,7 +34,7 @@ const DIAGNOSIS_TIMEOUT: Duration = Duration::from_millis(2500);
 /// A host that waits has a deadline of its own; the monitor comes after it.
 const HOST_GRACE: Duration = Duration::from_secs(1);
 /// After a failure, time until the process is ended by force.
-const FORCE_EXIT: Duration = Duration::from_secs(4);
+const FORCE_EXIT: Duration = Duration::from_secs(3);
 
 /// Starts the monitor of a process.
 pub(crate) fn start(state: Arc<ProcessState>) -> Result<std::thread::JoinHandle<()>> {
