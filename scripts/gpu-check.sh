@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks against PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm layouts moe golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm processes layouts moe golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance precision comm layouts moe golden parity train kill sanitizer bench}
+parts=${*:-start conformance precision comm processes layouts moe golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden:$here/golden-b FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -107,6 +107,12 @@ fi
 has conformance && row kernels-unit env FERROTRON_TEST_DEVICE=cuda "$here/tests/kernels_lib" --test-threads=1 cuda::
 has conformance && row conformance tests conformance && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/conformance" --test-threads=8
 has comm && row ranks-on-one-gpu tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/comm_lib" nccl::tests
+# Processes that share the GPU, which needs NCCL 2.30 (FERROTRON_CUDA_LIB names its folder). A quarter of the layouts: PART=2/4 for others.
+if has processes; then
+  row nccl-processes env FERROTRON_NEEDS_NCCL=1 "$here/tests/nccl" --test-threads=1
+  row nccl-layouts python3 "$here/gpu_layouts.py" "$here/ferrotron" "$logs/layouts" --part "${PART:-1/4}"
+  row nccl-faults python3 "$here/gpu_faults.py" "$here/ferrotron" "$logs/faults"
+fi
 if has layouts; then
   row context-attention env THREADS=1 "$here/tests/context_parallel" --test-threads=1
   row layout-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/layouts" --test-threads=1 --nocapture matrix
