@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the fuzz targets, each from its seeds and the corpus of earlier runs, two at a time. Prints executions, coverage and corpus.
 # Usage: scripts/fuzz.sh [SECONDS] [TARGET...]     (default: 3600 seconds each, every target)
+# FERROTRON_FUZZ_SEED=N repeats a run; without it every run mutates differently.
 set -euo pipefail
 cd "$(dirname "$0")/../fuzz"
 
@@ -29,7 +30,7 @@ fuzz() {
   esac
   # 20 seconds and 2 GiB are the limits of every parser.
   "target/$triple/release/$target" "corpus/$target" "${seeds[@]}" -artifact_prefix="artifacts/$target/" -timeout=20 \
-    -rss_limit_mb=2048 -max_total_time="$seconds" -print_final_stats=1 >"$logs/$target" 2>&1
+    -rss_limit_mb=2048 -seed="${FERROTRON_FUZZ_SEED:-0}" -max_total_time="$seconds" -print_final_stats=1 >"$logs/$target" 2>&1
 }
 failed=0
 report() {
