@@ -43,8 +43,7 @@ pub struct Global {
     /// Write results to standard output as JSON
     #[arg(long, global = true, help_heading = "Options of every command")]
     pub json: bool,
-    /// What to log: error, warn, info, debug or trace, on standard error and, of a training run, in logs/rank-N.log; also
-    /// FERROTRON_LOG [default: warn on standard error, info in files]
+    /// Log level: error, warn, info, debug or trace; also FERROTRON_LOG [default: warn on stderr, info in log files]
     #[arg(
         long,
         global = true,
