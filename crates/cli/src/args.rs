@@ -43,7 +43,7 @@ pub struct Global {
     /// Write results to standard output as JSON
     #[arg(long, global = true, help_heading = "Options of every command")]
     pub json: bool,
-    /// Log level: error, warn, info, debug or trace; also FERROTRON_LOG [default: warn on stderr, info in log files]
+    /// Log level: error, warn, info, debug, trace; also FERROTRON_LOG [default: warn; info in log files]
     #[arg(
         long,
         global = true,

@@ -35,8 +35,7 @@ pub struct Args {
 /// Subcommands of `bench`.
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
-    /// Benchmark training steps on random tokens: tokens/s, TFLOP/s, MFU, peak memory by category; with several ranks the
-    /// communication that computation hides and that it does not
+    /// Benchmark training steps on random tokens: tokens/s, MFU, memory, communication hidden and exposed
     Train(Train),
     /// Benchmark each kernel of a training step against measured GEMM and memory ceilings
     Kernels(Kernels),
