@@ -196,8 +196,9 @@ impl Transfer for ShmTransfer {
         let path = format!("/proc/{pid}/fd/{descriptor}");
         let read = File::open(path).and_then(|file| file.read_exact_at(to, 0));
         read.map_err(|e| {
-            // It is there as long as its sender is.
-            match self.group.process.control().has_exited(rank) {
+            // It is there as long as its sender is, which may be known here only later.
+            let gone = e.kind() == std::io::ErrorKind::NotFound;
+            match gone || self.group.process.control().has_exited(rank) {
                 true => {
                     OpError::RanksMissing { missing: vec![from], ended: vec![(from, false)], failure: None }
                 }
