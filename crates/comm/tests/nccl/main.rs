@@ -4,6 +4,8 @@
 //! Prints SKIPPED where there is no GPU or no NCCL; FERROTRON_NEEDS_NCCL makes that a failure.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../support/data_movement.rs"]
+mod data_movement;
 mod operations;
 
 use ferrotron_comm::{Communicator, ReduceKernels, ReduceOp, World};

@@ -4,6 +4,8 @@
 #![cfg(target_os = "linux")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../support/data_movement.rs"]
+mod data_movement;
 mod launch;
 mod mpi;
 mod operations;
