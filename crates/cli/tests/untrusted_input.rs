@@ -272,7 +272,7 @@ fn devices_and_pipes_are_refused_as_inputs() {
     let ended = ferrotron(&["data", "build", path(&socket), "--output", path(&at("to"))]);
     assert_eq!(ended.status.code(), Some(1));
     // An endless prompt.
-    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_ferrotron"));
+    let mut command = std::process::Command::new(binary());
     command.args(["generate", "--model", path(&model), "--prompt", "-"]);
     let ended = command.stdin(fs::File::open("/dev/zero").unwrap()).output().unwrap();
     assert!(String::from_utf8_lossy(&ended.stderr).contains("longer than"));

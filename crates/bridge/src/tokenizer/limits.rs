@@ -1,6 +1,7 @@
 //! Refuses tokenizers that would make endless work or text of a short input. A `tokenizer.json` came with a model, and
 //! the library trusts it.
 
+use super::charsmap::CharsMap;
 use serde_json::Value;
 
 /// Most that normalizers, or decoders, may make of a byte. Published tokenizers need 9: spaces become U+2581 after NFKC.
@@ -13,6 +14,8 @@ const MAX_UNIGRAM_TOKEN: usize = 128;
 const MAX_WORDPIECE_WORD: u64 = 1000;
 /// Longest text that is put before every input.
 const MAX_PREFIX: usize = 1024;
+/// Longest added token, in bytes: it is normalized, and must not reach the longest token that the library supports.
+const MAX_ADDED_TOKEN: usize = 512;
 
 /// How much longer than its input a normalized text may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +37,12 @@ impl Growth {
 /// Checks a `tokenizer.json` in its canonical form.
 pub(super) fn check(tokenizer: &Value) -> Result<Growth, String> {
     check_model(tokenizer.get("model").unwrap_or(&Value::Null))?;
+    for token in tokenizer.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
+        let bytes = token.get("content").and_then(Value::as_str).map_or(0, str::len);
+        if bytes > MAX_ADDED_TOKEN {
+            return Err(format!("it has an added token of {bytes} bytes, more than {MAX_ADDED_TOKEN}"));
+        }
+    }
     let slot = |name: &str| tokenizer.get(name).map_or(Ok(1), growth);
     for name in ["normalizer", "decoder"] {
         let growth = slot(name)?;
@@ -82,7 +91,7 @@ fn growth(node: &Value) -> Result<u64, String> {
         "Prepend" if text("prepend").len() > MAX_PREFIX => {
             return Err(format!("it puts {} bytes before every text", text("prepend").len()));
         }
-        "Precompiled" => match longest_replacement(text("precompiled_charsmap")) {
+        "Precompiled" => match CharsMap::parse(text("precompiled_charsmap"))?.longest() {
             // Rare characters become phrases; common ones do not.
             0..=64 => 3,
             n => n as u64,
@@ -93,29 +102,4 @@ fn growth(node: &Value) -> Result<u64, String> {
         "ByteLevel" | "Lowercase" => 2,
         _ => 1,
     })
-}
-
-/// The longest text that a SentencePiece character map puts in place of a character: after the length of the trie and
-/// the trie itself come the texts, each ended by a zero.
-fn longest_replacement(base64: &str) -> usize {
-    let digit = |c: u8| match c {
-        b'A'..=b'Z' => Some(c - b'A'),
-        b'a'..=b'z' => Some(c - b'a' + 26),
-        b'0'..=b'9' => Some(c - b'0' + 52),
-        b'+' => Some(62),
-        b'/' => Some(63),
-        _ => None,
-    };
-    let (mut bytes, mut held, mut bits) = (Vec::with_capacity(base64.len() / 4 * 3), 0u32, 0);
-    for d in base64.bytes().filter_map(digit) {
-        (held, bits) = (held << 6 | u32::from(d), bits + 6);
-        if bits >= 8 {
-            bits -= 8;
-            bytes.push((held >> bits) as u8);
-            held &= (1 << bits) - 1;
-        }
-    }
-    let Some((head, rest)) = bytes.split_first_chunk::<4>() else { return 0 };
-    let texts = rest.get(u32::from_le_bytes(*head) as usize..).unwrap_or_default();
-    texts.split(|b| *b == 0).map(<[u8]>::len).max().unwrap_or(0)
 }

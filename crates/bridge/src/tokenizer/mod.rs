@@ -1,6 +1,8 @@
 //! Text ↔ token ids, by a Hugging Face `tokenizer.json` or byte-level.
 
 mod byte_level;
+mod charsmap;
+mod consistency;
 mod file;
 mod limits;
 mod stream;
@@ -80,9 +82,12 @@ impl Tokenizer {
         let checked = file::check(text).map_err(wrong)?;
         let built = guard(|| {
             let mut value = checked.value;
+            consistency::check_merges(&value["model"])?;
             tokenizers::canonicalize_value(&mut value).map_err(|e| e.to_string())?;
             let growth = limits::check(&value)?;
+            consistency::check(&value)?;
             let built = tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())?;
+            check_added_ids(&built, &checked.specials)?;
             Ok((built, growth))
         });
         let (built, growth) = built.map_err(wrong)?;
@@ -150,7 +155,14 @@ impl Tokenizer {
         let mut out = Vec::new();
         guard(|| inner.encode_into(text, &options, &mut out).map_err(|e| e.to_string()))
             .map_err(|what| self.wrong(what))?;
-        Ok(out.into_iter().map(|t| t.id()).collect())
+        let ids: Vec<u32> = out.into_iter().map(|t| t.id()).collect();
+        // The ids of a post-processor's template are as the file has them.
+        match ids.iter().find(|id| **id as usize >= self.vocab_size) {
+            Some(id) => {
+                Err(self.wrong(format!("it adds the id {id}, and its vocabulary has {}", self.vocab_size)))
+            }
+            None => Ok(ids),
+        }
     }
 
     /// Decodes ids without special tokens. Ids outside the vocabulary are skipped; invalid UTF-8 becomes U+FFFD.
@@ -170,8 +182,12 @@ impl Tokenizer {
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
             TokenizerKind::File(inner, _) => {
-                guard(|| inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()))
-                    .map_err(|what| self.wrong(what))
+                guard(|| match inner.decode_tokens(ids, skip_special_tokens).is_empty() {
+                    // A decoder of the library subtracts one from the number of tokens.
+                    true => Ok(String::new()),
+                    false => inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()),
+                })
+                .map_err(|what| self.wrong(what))
             }
         }
     }
@@ -189,6 +205,22 @@ impl Tokenizer {
 /// The digest of the byte-level tokenizer as a `tokenizer.json`.
 fn byte_level_digest() -> Option<u32> {
     file::check(&byte_tokenizer_json()).ok().map(|checked| checked.digest)
+}
+
+/// The library numbers added tokens itself, after the vocabulary. Text would become other ids than the file says.
+fn check_added_ids(built: &PipelineTokenizer, declared: &[(String, u32)]) -> Result<(), String> {
+    for (content, id) in declared {
+        match built.get_added_vocabulary().token_to_id(content) {
+            Some(got) if got != *id => {
+                return Err(format!(
+                    "added token {content:?} has the id {id} in the file and would get {got}: ids of added tokens follow \
+                     the vocabulary without gaps"
+                ));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// Turns a panic of the tokenizers library, which trusts indices in the file, into an error.

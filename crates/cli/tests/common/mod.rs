@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 /// The binary under test: `FERROTRON_BIN` if set (on a GPU host), otherwise the one just built.
-fn binary() -> std::ffi::OsString {
+pub fn binary() -> std::ffi::OsString {
     std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
 }
 

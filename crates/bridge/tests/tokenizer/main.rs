@@ -1,6 +1,8 @@
 //! Tokenizers built in the tests, against a naive reference encoder.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+mod inconsistent;
+#[path = "../support/mod.rs"]
 mod support;
 
 use ferrotron_bridge::{Error, Tokenizer};
