@@ -109,6 +109,8 @@ fn every_collective_is_measured_with_its_bandwidths() {
             assert!((bus / algorithm / factor - 1.0).abs() < 1e-9, "{r}");
             assert!(bytes <= 4096.0 && bytes > 1000.0, "{r}");
             assert!(r["host_seconds"].as_f64().unwrap() > 0.0, "{r}");
+            // Threads have no library that moves data, and no frames.
+            assert!(r["own_seconds"].is_null() && r["frames"] == 0.0, "{r}");
         }
     }
     let text = ok(&[&args[..], &["--filter", "reduce", "--dtype", "bf16"]].concat());

@@ -8,6 +8,7 @@
 //! reach a backend.
 
 use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::host_cost::HostCost;
 use crate::op_descriptor::OpDescriptor;
 use crate::{ReduceOp, Result};
 use ferrotron_tensor::{Event, Stream, Tensor};
@@ -51,6 +52,11 @@ pub(crate) trait JobBackend: Send + Sync {
     /// The last operations of a rank, oldest first; `None` if unknown. Must not block for long: it is called when
     /// that rank does not respond.
     fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>>;
+
+    /// What communication has cost this rank's host; nothing between threads.
+    fn host_cost(&self) -> HostCost {
+        HostCost::default()
+    }
 }
 
 /// One rank's connection to one group. Ranks are numbered within the group. `deadline` bounds the wait for other
@@ -72,6 +78,26 @@ pub(crate) trait GroupBackend: Send + Sync {
     /// Moves the data, after all ranks have agreed. Memory is accessed only inside [`Stream::launch`] on `s` with its
     /// accesses declared. Work given to `s` after this returns sees the result and may overwrite the inputs.
     fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Result<Completion, OpError>;
+
+    /// Whether [`GroupBackend::run_coalesced`] moves the data of several collectives at once. Otherwise they run one after
+    /// another.
+    fn coalesces(&self) -> bool {
+        false
+    }
+
+    /// [`GroupBackend::run`] of several collectives whose tensors do not overlap, after all ranks have agreed to every one.
+    fn run_coalesced(
+        &self,
+        s: &Stream,
+        collectives: &[Collective],
+        deadline: Instant,
+    ) -> Result<Completion, OpError> {
+        let mut last = Completion::Done;
+        for collective in collectives {
+            last = self.run(s, collective, deadline)?;
+        }
+        Ok(last)
+    }
 
     /// Posts the sends. Waits for nobody: data is copied, or kept safe until delivered. Messages from one rank to
     /// another arrive in the order sent, each with its descriptor. Memory rules as for [`GroupBackend::run`]. A

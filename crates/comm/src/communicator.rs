@@ -1,6 +1,6 @@
 //! Process groups as seen by one rank, and the collectives on them.
 
-use crate::backend::{Collective, Completion, Descriptors, GroupBackend, JobBackend, SplitSizes};
+use crate::backend::{Collective, Completion, Descriptors, GroupBackend, JobBackend, OpError, SplitSizes};
 use crate::flight_recorder::OpStatus;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use crate::volume::{self, VolumeMeter};
@@ -45,6 +45,23 @@ pub(crate) struct Counters {
     collectives: u64,
     /// Messages by direction and peer.
     pub(crate) messages: HashMap<(Direction, usize), u64>,
+}
+
+impl Counters {
+    /// The next collective, with its sequence number.
+    pub(crate) fn numbered(&mut self, mut descriptor: OpDescriptor) -> OpDescriptor {
+        descriptor.sequence = self.collectives;
+        self.collectives += 1;
+        descriptor
+    }
+}
+
+/// A collective whose arguments were checked.
+pub(crate) struct PreparedCall<'a> {
+    pub(crate) descriptor: OpDescriptor,
+    pub(crate) collective: Collective<'a>,
+    /// Bytes that this rank sends.
+    pub(crate) sent: u64,
 }
 
 /// Direction of a message.
@@ -93,17 +110,37 @@ impl Communicator {
     /// `t = Σ over ranks of t` (or the maximum), in place, with identical bits on every rank. For f32, f64, i32, i64;
     /// bf16 and f16 are summed in f32 and rounded once (NCCL rounds at every step).
     pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: ReduceOp, label: &'static str) -> Result<()> {
+        self.run_prepared(s, self.prepare_all_reduce(s, t, op, label)?)
+    }
+
+    pub(crate) fn prepare_all_reduce<'a>(
+        &self,
+        s: &Stream,
+        t: &'a Tensor,
+        op: ReduceOp,
+        label: &'static str,
+    ) -> Result<PreparedCall<'a>> {
         let descriptor = self
             .descriptor(OpKind::AllReduce, label)
             .for_tensor(t, true)
             .with_detail(Detail::Reduce(op as u64));
         self.check(&descriptor, |c| c.contiguous_on(s, t)?.reducible(t))?;
         let sent = volume::all_reduce(self.size(), t.bytes());
-        self.collective(Some(s), descriptor, Collective::AllReduce { t, op }, sent)
+        Ok(PreparedCall { descriptor, collective: Collective::AllReduce { t, op }, sent })
     }
 
     /// `all [n·count]` = concatenation of every rank's `mine [count]`. `mine` may be its own slot in `all`.
     pub fn all_gather(&self, s: &Stream, mine: &Tensor, all: &Tensor, label: &'static str) -> Result<()> {
+        self.run_prepared(s, self.prepare_all_gather(s, mine, all, label)?)
+    }
+
+    pub(crate) fn prepare_all_gather<'a>(
+        &self,
+        s: &Stream,
+        mine: &'a Tensor,
+        all: &'a Tensor,
+        label: &'static str,
+    ) -> Result<PreparedCall<'a>> {
         let descriptor = self.descriptor(OpKind::AllGather, label).for_tensor(mine, true);
         self.check(&descriptor, |c| {
             c.contiguous_on(s, mine)?.contiguous_on(s, all)?.is_multiple(mine, all, self.size())?.in_slot(
@@ -113,7 +150,7 @@ impl Communicator {
             )
         })?;
         let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
-        self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: None }, sent)
+        Ok(PreparedCall { descriptor, collective: Collective::AllGather { mine, all, counts: None }, sent })
     }
 
     /// [`Communicator::all_gather`] with `counts[r]` elements from rank r; the list is the same on all ranks.
@@ -219,6 +256,10 @@ impl Communicator {
         self.core.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(crate) fn run_prepared(&self, s: &Stream, call: PreparedCall) -> Result<()> {
+        self.collective(Some(s), call.descriptor, call.collective, call.sent)
+    }
+
     fn collective(
         &self,
         s: Option<&Stream>,
@@ -244,9 +285,9 @@ impl Communicator {
     pub(crate) fn run_collective<T: Default>(
         &self,
         s: Option<&Stream>,
-        mut descriptor: OpDescriptor,
+        descriptor: OpDescriptor,
         collective: &Collective,
-        run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<(T, Completion), crate::backend::OpError>,
+        run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<(T, Completion), OpError>,
         sent: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
         let core = &*self.core;
@@ -255,29 +296,18 @@ impl Communicator {
         if let Some(backend) = &core.backend {
             let _span = s.map(|s| self.span(s, &descriptor)).transpose()?;
             let mut counters = self.counters();
-            descriptor.sequence = counters.collectives;
-            counters.collectives += 1;
-            let descriptor = Arc::new(descriptor);
+            let descriptor = Arc::new(counters.numbered(descriptor));
             let recorder = core.job_backend.flight_recorder();
             let number = recorder.begin(core.index, descriptor.clone());
             let start = Instant::now();
-            let fail =
-                |t| watchdog::fail_op(&*core.job_backend, &core.ranks, &descriptor, start.elapsed(), t);
-            let exchanged =
-                backend.exchange_descriptors(s, &descriptor, collective, watchdog::deadline(core.timeout));
-            let deferred = matches!(exchanged, Ok(Descriptors::Deferred));
-            let agreed = match exchanged {
-                Ok(Descriptors::PerRank(descriptors)) => watchdog::compare(&core.ranks, &descriptors)
-                    .inspect_err(|e| watchdog::report(&*core.job_backend, e)),
-                Ok(Descriptors::AllEqual | Descriptors::Deferred) => Ok(()),
-                Err(t) => Err(fail(t)),
-            };
-            let done = agreed.and_then(|()| {
+            let agreed = self.agree(&**backend, s, (&descriptor, collective), start);
+            let done = agreed.and_then(|deferred| {
                 // A backend that only enqueues waits in `run`, if at all.
                 if !deferred {
                     recorder.set(number, OpStatus::Running);
                 }
-                run(&**backend, watchdog::deadline(core.timeout)).map_err(fail)
+                let done = run(&**backend, watchdog::deadline(core.timeout));
+                done.map_err(|e| self.failed(&descriptor, start, e))
             });
             match done {
                 Ok((result, completion)) => {
@@ -292,6 +322,30 @@ impl Communicator {
         }
         self.add_volume(kind, sent(&out));
         Ok(out)
+    }
+
+    /// Exchanges and compares descriptors; true if that is left to digests.
+    pub(crate) fn agree(
+        &self,
+        backend: &dyn GroupBackend,
+        s: Option<&Stream>,
+        (descriptor, collective): (&OpDescriptor, &Collective),
+        start: Instant,
+    ) -> Result<bool> {
+        let core = &*self.core;
+        match backend.exchange_descriptors(s, descriptor, collective, watchdog::deadline(core.timeout)) {
+            Ok(Descriptors::AllEqual) => Ok(false),
+            Ok(Descriptors::Deferred) => Ok(true),
+            Ok(Descriptors::PerRank(descriptors)) => watchdog::compare(&core.ranks, &descriptors)
+                .inspect_err(|e| watchdog::report(&*core.job_backend, e))
+                .map(|()| false),
+            Err(e) => Err(self.failed(descriptor, start, e)),
+        }
+    }
+
+    /// Reports that a call begun at `start` has failed.
+    pub(crate) fn failed(&self, call: &OpDescriptor, start: Instant, error: OpError) -> Error {
+        watchdog::fail_op(&*self.core.job_backend, &self.core.ranks, call, start.elapsed(), error)
     }
 
     /// Opens a span for the call in a trace of its stream.

@@ -71,6 +71,9 @@ pub(crate) trait ControlTransport: Send + Sync {
     /// messages went through that rank and it has exited. The job is over then.
     fn broken(&self) -> Option<(usize, Option<String>)>;
 
+    /// Number of frames sent to other ranks so far, with those forwarded for others.
+    fn frames(&self) -> u64;
+
     /// Closes the connections, after every rank has said goodbye.
     fn close(&self);
 

@@ -17,12 +17,14 @@
 
 mod backend;
 mod call_digest;
+mod coalesced;
 mod communicator;
 mod control;
 mod diagnosis;
 mod error;
 mod flight_recorder;
 mod hmac_sha256;
+mod host_cost;
 mod host_group;
 mod in_flight;
 mod launch_env;
@@ -51,6 +53,7 @@ pub use backend::SplitSizes;
 pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use flight_recorder::{OpRecord, OpStatus};
+pub use host_cost::HostCost;
 pub use in_flight::InFlight;
 pub use launch_env::{LaunchEnv, Launcher};
 pub use mpi::mpi_version;

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Volume {
     entries: [(u64, u64); OpKind::ALL.len()],
+    /// Calls launched together with the one before.
+    coalesced: u64,
 }
 
 impl Volume {
@@ -31,9 +33,15 @@ impl Volume {
         self.entries.iter().map(|e| e.1).sum()
     }
 
+    /// Number of launches: collectives that are coalesced count as one, as NCCL launches them.
+    pub fn launches(&self) -> u64 {
+        self.entries.iter().map(|e| e.0).sum::<u64>() - self.coalesced
+    }
+
     /// The difference to an earlier reading.
     pub fn since(&self, earlier: &Volume) -> Volume {
         let mut out = *self;
+        out.coalesced = self.coalesced.saturating_sub(earlier.coalesced);
         for (now, then) in out.entries.iter_mut().zip(&earlier.entries) {
             *now = (now.0.saturating_sub(then.0), now.1.saturating_sub(then.1));
         }
@@ -56,6 +64,7 @@ impl fmt::Display for Volume {
 #[derive(Default)]
 pub(crate) struct VolumeMeter {
     entries: [(AtomicU64, AtomicU64); OpKind::ALL.len()],
+    coalesced: AtomicU64,
 }
 
 impl VolumeMeter {
@@ -65,8 +74,12 @@ impl VolumeMeter {
         sum.fetch_add(bytes, Relaxed);
     }
 
+    pub(crate) fn add_coalesced(&self, calls: u64) {
+        self.coalesced.fetch_add(calls, Relaxed);
+    }
+
     pub(crate) fn read(&self) -> Volume {
-        let mut out = Volume::default();
+        let mut out = Volume { coalesced: self.coalesced.load(Relaxed), ..Volume::default() };
         for (to, from) in out.entries.iter_mut().zip(&self.entries) {
             *to = (from.0.load(Relaxed), from.1.load(Relaxed));
         }

@@ -5,7 +5,7 @@ use crate::communicator::{Communicator, CommunicatorInner};
 use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::threads::{self, ReduceKernels};
 use crate::volume::VolumeMeter;
-use crate::{Error, OpRecord, Result, Volume, watchdog};
+use crate::{Error, HostCost, OpRecord, Result, Volume, watchdog};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -142,6 +142,11 @@ impl World {
     /// Number of calls and bytes sent by this rank on all groups.
     pub fn volume(&self) -> Volume {
         self.job.meter.read()
+    }
+
+    /// What communication has cost this rank's host so far.
+    pub fn host_cost(&self) -> HostCost {
+        self.job.backend.host_cost()
     }
 
     /// The flight recorder: the last operations of every rank, oldest first, as far as known to this rank.

@@ -21,7 +21,8 @@ scattered or exchanged tensor otherwise. Algorithm bandwidth is size / time. Bus
 all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all: what the slowest link of a ring carries, which is
 comparable between numbers of ranks. `message` is a send-recv around the ring: every rank sends to the next and receives
 from the previous. Host time is what a rank's host takes to issue one call: with NCCL the enqueue and what is checked before it,
-with threads and MPI the call itself.";
+with threads and MPI the call itself. Own time is the part of it outside NCCL. Frames are control messages between hosts that
+the busiest rank sends per call; over NCCL they are heartbeats, however many calls there are.";
 
 const AFTER: &str = "\
 Examples:
@@ -91,8 +92,18 @@ pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
 }
 
 fn table(rows: &[CommBench]) -> String {
-    let head =
-        ["collective", "type", "bytes", "time", "host time", "algorithm GB/s", "bus GB/s"].map(String::from);
+    let head = [
+        "collective",
+        "type",
+        "bytes",
+        "time",
+        "host time",
+        "own time",
+        "frames",
+        "algorithm GB/s",
+        "bus GB/s",
+    ]
+    .map(String::from);
     let mut out = vec![head.to_vec()];
     out.extend(rows.iter().map(|r| {
         vec![
@@ -101,6 +112,8 @@ fn table(rows: &[CommBench]) -> String {
             format_bytes(r.bytes),
             short(r.seconds),
             short(r.host_seconds),
+            r.own_seconds.map_or("-".into(), short),
+            format!("{:.2}", r.frames),
             format!("{:.3}", r.algorithm),
             format!("{:.3}", r.bus),
         ]

@@ -21,6 +21,8 @@ struct Measured {
     step_s: f64,
     /// Peak memory of the fullest rank; ranks that share a device report it as one.
     peak_bytes: usize,
+    /// Control frames per step of the rank that sends most.
+    frames: f64,
     device: String,
     engine: &'static str,
     on_gpu: bool,
@@ -75,17 +77,16 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     let even = balanced(args, resolved)?.map(|r| time(&r)).transpose()?;
     let step_s = bench::max_over_ranks(&rank.world.all(), b.median())?;
     let peak_bytes = bench::max_over_ranks(&rank.world.all(), b.memory.total_peak as f64)? as usize;
+    let gpus = bench::gpus_of_all_ranks(rank)?;
+    let frames = bench::max_over_ranks(&rank.world.all(), b.frames)?;
     if rank.world.rank() > 0 {
         return Ok(None);
     }
-    let launched = global.launch.job()?.is_some();
     let on_gpu = rank.device().gpu().is_some();
     let engine = rank.world.engine();
-    // Ranks that are threads share one GPU.
-    let gpus = if launched { rank.world.size() } else { 1 };
     let peak = args.peak.or_else(|| peak_by_datasheet(rank).map(|peak| peak * gpus as f64));
     let (bench, balanced, device) = (b, even, ranks::device_description(rank));
-    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, device, engine, on_gpu, peak }))
+    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, frames, device, engine, on_gpu, peak }))
 }
 
 impl Measured {
@@ -134,6 +135,12 @@ impl Measured {
             "peak memory".into(),
             format!("{} on the fullest rank", format_bytes(self.peak_bytes)),
         ]);
+        if self.engine != "threads" {
+            rows.push(vec![
+                "control frames".into(),
+                format!("{:.1} per step on the busiest rank", self.frames),
+            ]);
+        }
         format!(
             "{} in {} on {}, over {}\n{}",
             args.work,
@@ -160,6 +167,7 @@ impl Measured {
             "peak_tflops": self.peak,
             "mfu": self.peak.map(|peak| self.tflops() / peak),
             "balanced_step_ms": self.balanced.as_ref().map(|f| f.median() * 1e3),
+            "control_frames": self.frames,
             "host_ms": self.bench.host_least() * 1e3,
             "cuda_graph": self.bench.graph,
             "peak_bytes": self.peak_bytes,

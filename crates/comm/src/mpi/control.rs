@@ -5,6 +5,7 @@ use super::ffi::{Handle, Mpi};
 use crate::control::{ControlTransport, Mailbox, Topic};
 use crate::{Error, Result};
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ pub(super) struct MpiControl {
     arrived: Mutex<Mailbox>,
     /// The first rank that sent more than may wait.
     broken: Mutex<Option<(usize, String)>>,
+    frames: AtomicU64,
 }
 
 /// A communicator handle, usable from all threads (MPI_THREAD_MULTIPLE).
@@ -43,7 +45,8 @@ impl MpiControl {
     pub(super) fn new(mpi: &'static Mpi, comm: Comm, rank: usize, size: usize) -> MpiControl {
         let incoming = (0..size).map(|_| VecDeque::new()).collect();
         let pending = Mutex::new(Pending { incoming, ..Pending::default() });
-        MpiControl { mpi, comm, rank, size, pending, arrived: Mutex::default(), broken: Mutex::default() }
+        let (arrived, broken, frames) = Default::default();
+        MpiControl { mpi, comm, rank, size, pending, arrived, broken, frames }
     }
 
     fn arrived(&self) -> MutexGuard<'_, Mailbox> {
@@ -158,6 +161,7 @@ impl ControlTransport for MpiControl {
         // SAFETY: the bytes stay unmoved on the heap until the request completes.
         let request = unsafe { self.mpi.send(self.comm.0, &bytes, to, 0)? };
         pending.outgoing.push((bytes, vec![request]));
+        self.frames.fetch_add(1, Relaxed);
         Ok(())
     }
 
@@ -181,6 +185,10 @@ impl ControlTransport for MpiControl {
     fn broken(&self) -> Option<(usize, Option<String>)> {
         let broken = self.broken.lock().unwrap_or_else(PoisonError::into_inner).clone();
         broken.map(|(rank, what)| (rank, Some(what)))
+    }
+
+    fn frames(&self) -> u64 {
+        self.frames.load(Relaxed)
     }
 
     fn close(&self) {

@@ -13,7 +13,7 @@ use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::host_group::HostGroupBackend;
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
-use crate::{Result, World};
+use crate::{HostCost, Result, World};
 use control::{Comm, MpiControl};
 use ffi::Mpi;
 use std::sync::Arc;
@@ -102,5 +102,9 @@ impl JobBackend for MpiJobBackend {
 
     fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
         self.process.last_ops(rank)
+    }
+
+    fn host_cost(&self) -> HostCost {
+        HostCost { frames: self.process.control().frames(), ..HostCost::default() }
     }
 }

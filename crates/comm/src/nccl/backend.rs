@@ -4,6 +4,7 @@ use super::comm::NcclComm;
 use super::ffi::{Comm, CudaStream, Nccl, SUCCESS};
 use crate::backend::{Collective, Completion, Descriptors, GroupBackend, OpError, P2pOp, SplitSizes};
 use crate::control::Topic;
+use crate::host_cost::LibraryClock;
 use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
 use crate::threads::reduce::reduce;
@@ -20,6 +21,8 @@ pub(super) struct NcclGroupBackend {
     pub(super) kernels: ReduceKernels,
     /// Compare every call with all ranks before it is enqueued, instead of by digests.
     pub(super) checked: bool,
+    /// Time inside NCCL.
+    pub(super) clock: Arc<LibraryClock>,
 }
 
 type Done<T = ()> = Result<T, OpError>;
@@ -91,7 +94,7 @@ impl NcclGroupBackend {
             let mut code = SUCCESS;
             s.launch(op, args, |l| {
                 let stream: CudaStream = l.cuda_stream()?.cast();
-                code = enqueue(&Call { launch: l, comm, stream })?;
+                code = self.clock.time(|| enqueue(&Call { launch: l, comm, stream }))?;
                 Ok(())
             })?;
             Ok(self.nccl.check(op, code)?)
@@ -116,17 +119,68 @@ impl NcclGroupBackend {
         let (sends, receives) = (resolve(sends)?, resolve(receives)?);
         // SAFETY: the slices are inside arguments of the launch, declared as read or written; the communicator is
         // live and used by this thread only.
-        unsafe {
-            let mut codes = vec![(n.group_start)()];
+        Ok(self.grouped(|done| unsafe {
             for (peer, at, len) in sends {
-                codes.push((n.send)(at, len, BYTES, peer, c.comm, c.stream));
+                done((n.send)(at, len, BYTES, peer, c.comm, c.stream));
             }
             for (peer, at, len) in receives {
-                codes.push((n.receive)(at, len, BYTES, peer, c.comm, c.stream));
+                done((n.receive)(at, len, BYTES, peer, c.comm, c.stream));
             }
-            let end = (n.group_end)();
-            Ok(codes.into_iter().find(|c| *c != SUCCESS).unwrap_or(end))
+        }))
+    }
+
+    /// One NCCL group: `calls` passes on the code of every call. Returns the first that is no success.
+    fn grouped(&self, calls: impl FnOnce(&mut dyn FnMut(c_int))) -> c_int {
+        let mut first = SUCCESS;
+        let mut done = |code| first = if first == SUCCESS { code } else { first };
+        // SAFETY: every start has its end, on the same thread.
+        done(unsafe { (self.nccl.group_start)() });
+        calls(&mut done);
+        // SAFETY: as above.
+        done(unsafe { (self.nccl.group_end)() });
+        first
+    }
+
+    /// All-reduces and all-gathers as one NCCL group.
+    fn transfer_grouped(&self, s: &Stream, collectives: &[Collective]) -> Done {
+        let mut args = Vec::new();
+        for collective in collectives {
+            match collective {
+                Collective::AllReduce { t, .. } => args.push(write(t)),
+                Collective::AllGather { mine, all, .. } if mine.overlaps(all) => args.push(write(all)),
+                Collective::AllGather { mine, all, .. } => args.extend([write(all), read(mine)]),
+                _ => {}
+            }
         }
+        self.call(s, "coalesced", &args, |c| {
+            // Resolve addresses first: no early return is allowed between group start and end.
+            let (mut reduces, mut gathers, mut arg) = (Vec::new(), Vec::new(), 0);
+            for collective in collectives {
+                match collective {
+                    Collective::AllReduce { t, op } => {
+                        reduces.push((c.at(arg, 0)?, t.numel(), nccl_dtype(t.dtype())?, nccl_op(*op)));
+                        arg += 1;
+                    }
+                    Collective::AllGather { mine, all, .. } => {
+                        let inside = mine.overlaps(all);
+                        let from =
+                            if inside { c.at(arg, self.group.me * mine.bytes()) } else { c.at(arg + 1, 0) };
+                        gathers.push((from?, c.at(arg, 0)?, mine.bytes()));
+                        arg += if inside { 1 } else { 2 };
+                    }
+                    _ => {}
+                }
+            }
+            // SAFETY: as for single calls: whole contiguous tensors, `all` with n times the bytes of `mine`.
+            Ok(self.grouped(|done| unsafe {
+                for (at, count, dtype, op) in reduces {
+                    done((self.nccl.all_reduce)(at, at, count, dtype, op, c.comm, c.stream));
+                }
+                for (from, to, bytes) in gathers {
+                    done((self.nccl.all_gather)(from, to, bytes, BYTES, c.comm, c.stream));
+                }
+            }))
+        })
     }
 
     fn gather(&self, s: &Stream, (mine, all): (&Tensor, &Tensor), counts: Option<&[usize]>) -> Done {
@@ -261,6 +315,22 @@ impl GroupBackend for NcclGroupBackend {
 
     fn run(&self, s: &Stream, collective: &Collective, _: Instant) -> Done<Completion> {
         self.enqueue(s, || self.transfer(s, collective))
+    }
+
+    fn coalesces(&self) -> bool {
+        true
+    }
+
+    fn run_coalesced(&self, s: &Stream, collectives: &[Collective], _: Instant) -> Done<Completion> {
+        let one_call = |c: &Collective| match c {
+            Collective::AllReduce { t, op } => t.numel() > 0 && !loses_nan(*op, t.dtype()),
+            Collective::AllGather { mine, counts, .. } => mine.numel() > 0 && counts.is_none(),
+            _ => false,
+        };
+        self.enqueue(s, || match collectives.iter().all(one_call) {
+            true => self.transfer_grouped(s, collectives),
+            false => collectives.iter().try_for_each(|c| self.transfer(s, c)),
+        })
     }
 
     /// Sends nothing: NCCL needs sends and receives of a stream in one group. When every call is compared, the

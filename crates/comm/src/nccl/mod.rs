@@ -5,6 +5,10 @@
 //! race checker on, op descriptors are compared before each call. Sums are NCCL's: the same bits in every run on the same machines, but added in the
 //! order of its rings and trees instead of rank order, with bf16 rounded at every step.
 //!
+//! A group has one communicator. NCCL runs its operations one after another in the order of the calls, whatever their streams,
+//! so what must not wait for long operations uses another group. Buffers are not registered (`ncclCommRegister`): for NVLink
+//! SHARP that takes memory of `ncclMemAlloc`, which the memory pool is not made of.
+//!
 //! A send waits on the stream, not on the host, for its receiver: two ranks that send to each other at the same time
 //! must do so in one `send_recv`.
 
@@ -17,11 +21,12 @@ mod tests;
 use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
 use crate::control::{ControlTransport, Topic};
 use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::host_cost::LibraryClock;
 use crate::launch_env::{LaunchEnv, Launcher};
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
-use crate::{Error, ReduceKernels, Result, World};
+use crate::{Error, HostCost, ReduceKernels, Result, World};
 use backend::NcclGroupBackend;
 use comm::{NcclComm, ParentComm};
 use ferrotron_tensor::{Device, Stream};
@@ -41,6 +46,8 @@ struct NcclJobBackend {
     /// Selects the device of new groups.
     stream: Stream,
     comms: Arc<PolledComms>,
+    /// Time inside NCCL, of all groups.
+    clock: Arc<LibraryClock>,
 }
 
 /// Communicators polled by the background thread, which ends when nobody else holds this list.
@@ -102,7 +109,7 @@ impl NcclJobBackend {
         process.shared.watches_device.store(true, Ordering::Release);
         let comms = Arc::default();
         poll_errors(&comms, &process)?;
-        Ok(NcclJobBackend { nccl, process, parent, kernels, stream, comms })
+        Ok(NcclJobBackend { nccl, process, parent, kernels, stream, comms, clock: Arc::default() })
     }
 }
 
@@ -179,8 +186,9 @@ impl JobBackend for NcclJobBackend {
         let comm = self.parent.split(&self.stream, group.as_ref().map(|c| c.me), deadline)?;
         let (Some(group), Some(comm)) = (group, comm) else { return Ok(None) };
         self.comms.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&comm));
-        let (kernels, checked) = (self.kernels.clone(), self.stream.device().is_race_checked());
-        Ok(Some(Arc::new(NcclGroupBackend { nccl: self.nccl, comm, group, kernels, checked })))
+        let (nccl, kernels, clock) = (self.nccl, self.kernels.clone(), self.clock.clone());
+        let checked = self.stream.device().is_race_checked();
+        Ok(Some(Arc::new(NcclGroupBackend { nccl, comm, group, kernels, checked, clock })))
     }
 
     fn fail(&self, failure: FailureReport) {
@@ -197,5 +205,9 @@ impl JobBackend for NcclJobBackend {
 
     fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
         self.process.last_ops(rank)
+    }
+
+    fn host_cost(&self) -> HostCost {
+        HostCost { frames: self.process.control().frames(), library: self.clock.read() }
     }
 }

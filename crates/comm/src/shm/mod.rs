@@ -16,7 +16,7 @@ use crate::launch_env::LaunchEnv;
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
-use crate::{Result, World};
+use crate::{HostCost, Result, World};
 use outbox::Outbox;
 use rings::{Rings, segment_bytes};
 use segment::Segment;
@@ -133,6 +133,10 @@ impl JobBackend for ShmJobBackend {
 
     fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
         self.process.last_ops(rank)
+    }
+
+    fn host_cost(&self) -> HostCost {
+        HostCost { frames: self.process.control().frames(), ..HostCost::default() }
     }
 }
 

@@ -17,6 +17,7 @@ use outgoing::Outgoing;
 use std::collections::{BTreeSet, HashMap};
 use std::io::BufReader;
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,8 @@ struct Connections {
     out: HashMap<usize, Outgoing>,
     inbox: Mutex<Inbox>,
     arrived: Condvar,
+    /// Frames queued to other ranks.
+    frames: AtomicU64,
 }
 
 #[derive(Default)]
@@ -67,8 +70,8 @@ impl TcpControl {
             readers.push((peer, stream.try_clone().map_err(failed)?));
             out.insert(peer, Outgoing::new(stream));
         }
-        let connections =
-            Arc::new(Connections { here: rank, size, out, inbox: Mutex::default(), arrived: Condvar::new() });
+        let (inbox, arrived, frames) = Default::default();
+        let connections = Arc::new(Connections { here: rank, size, out, inbox, arrived, frames });
         for (peer, stream) in readers {
             let reading = connections.clone();
             let spawn = |name: &str| std::thread::Builder::new().name(format!("{name} rank {peer}"));
@@ -137,6 +140,10 @@ impl ControlTransport for TcpControl {
         inbox.broken.clone().map(|(rank, what)| (rank, Some(what))).or(lost)
     }
 
+    fn frames(&self) -> u64 {
+        self.connections.frames.load(Relaxed)
+    }
+
     fn close(&self) {}
 
     fn abort(&self) {
@@ -184,7 +191,10 @@ impl Connections {
         } else {
             // Only rank 0 is connected to everyone.
             match self.out.get(&frame.to).or_else(|| self.out.get(&0)) {
-                Some(next) => next.push(&frame),
+                Some(next) => {
+                    self.frames.fetch_add(1, Relaxed);
+                    next.push(&frame)
+                }
                 None => Ok(()),
             }
         };

@@ -8,7 +8,7 @@
 mod data_movement;
 mod operations;
 
-use ferrotron_comm::{Communicator, ReduceKernels, ReduceOp, World};
+use ferrotron_comm::{ReduceKernels, ReduceOp, World};
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -143,7 +143,7 @@ fn worker() {
     let last = world.size() - 1;
     match scenario.as_str() {
         "good operations" | "good checked" => operations::all(&world, &s),
-        "good host cost" => host_cost(&all, &s),
+        "good host cost" => host_cost(&world, &s),
         "killed" | "killed rank 0" => {
             let victim = if scenario == "killed" { last } else { 0 };
             if rank == victim {
@@ -230,16 +230,49 @@ fn signal(name: &str) {
 }
 
 /// Prints the host's time per enqueued all-reduce, without waiting for the GPU more often than every 50 calls.
-fn host_cost(all: &Communicator, s: &Stream) {
+fn host_cost(world: &World, s: &Stream) {
+    let all = world.all();
     let t = s.zeros(&[1024], DType::F32, Category::Communication).unwrap();
-    let mut best = f64::MAX;
-    for _ in 0..5 {
-        let start = Instant::now();
-        (0..50).for_each(|_| all.all_reduce(s, &t, ReduceOp::Sum, "host cost").unwrap());
-        best = best.min(start.elapsed().as_secs_f64() / 50.0 * 1e6);
-        s.synchronize().unwrap();
+    let cost = |calls: &dyn Fn()| {
+        let (mut best, mut own) = (f64::MAX, f64::MAX);
+        for _ in 0..5 {
+            let (before, start) = (world.host_cost(), Instant::now());
+            (0..50).for_each(|_| calls());
+            let host = start.elapsed().as_secs_f64() / 50.0 * 1e6;
+            let library = world.host_cost().since(&before).library.as_secs_f64() / 50.0 * 1e6;
+            (best, own) = (best.min(host), own.min(host - library));
+            s.synchronize().unwrap();
+        }
+        (best, own)
+    };
+    let n = all.size();
+    let (best, own) = cost(&|| all.all_reduce(s, &t, ReduceOp::Sum, "host cost").unwrap());
+    eprintln!(
+        "ferrotron: {best:.1} us per enqueued all-reduce of {n} ranks, {own:.1} us of them outside NCCL"
+    );
+    assert!(own <= 10.0, "{own} us");
+    let small: Vec<Tensor> =
+        (0..4).map(|_| s.zeros(&[64], DType::F32, Category::Communication).unwrap()).collect();
+    let labelled: Vec<_> = small.iter().map(|t| (t, "host cost")).collect();
+    let (apart, _) = cost(&|| {
+        small.iter().for_each(|t| all.all_reduce(s, t, ReduceOp::Sum, "host cost").unwrap());
+    });
+    let (together, _) = cost(&|| all.all_reduce_coalesced(s, &labelled, ReduceOp::Sum).unwrap());
+    eprintln!(
+        "ferrotron: four small all-reduces of {n} ranks: {apart:.1} us apart, {together:.1} us coalesced"
+    );
+    // Frames are sent with time, not with calls.
+    let (before, start) = (world.host_cost(), Instant::now());
+    for i in 0..2000 {
+        all.all_reduce(s, &t, ReduceOp::Sum, "host cost").unwrap();
+        if i % 100 == 0 {
+            s.synchronize().unwrap();
+        }
     }
-    eprintln!("ferrotron: {best:.1} us per enqueued all-reduce of {} ranks", all.size());
+    let (frames, seconds) = (world.host_cost().since(&before).frames, start.elapsed().as_secs_f64());
+    let receivers = if world.rank() == 0 { n as u64 - 1 } else { 1 };
+    eprintln!("ferrotron: {frames} control frames in {seconds:.2} s and 2000 calls of {n} ranks");
+    assert!(frames <= ((seconds / 0.5) as u64 + 2) * receivers, "{frames} frames in {seconds} s");
 }
 
 fn good(scenario: &str, n: usize) {

@@ -1,6 +1,6 @@
 //! Every operation against its definition. Values are small integers, whose sums are exact in every order.
 
-use crate::data_movement::{data_movement, maxima_keep_nan, two_rings, uneven, up};
+use crate::data_movement::{coalesced, data_movement, maxima_keep_nan, two_rings, uneven, up};
 use ferrotron_comm::{Communicator, ReduceOp, World};
 use ferrotron_tensor::{Category, Element, Stream, bf16, f16};
 
@@ -63,6 +63,7 @@ fn on(g: &Communicator, s: &Stream) {
         data_movement(g, s, len);
     }
     uneven(g, s);
+    coalesced(g, s);
     maxima_keep_nan(g, s);
     let mine = vec![g.rank() as u8; g.rank() * 1000];
     let all = g.all_gather_bytes(&mine, "bytes").unwrap();

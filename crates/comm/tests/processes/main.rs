@@ -64,6 +64,22 @@ fn worker() {
             all.broadcast(&s, &t, 1, "much").unwrap();
             assert!(places.iter().all(|p| s.download::<u8>(p).unwrap() == [1, 2, 3, 4]));
         }
+        "good frames" => {
+            let t = s.zeros(&[16], DType::F32, Category::Communication).unwrap();
+            let some = s.zeros(&[4], DType::F32, Category::Communication).unwrap();
+            let before = world.host_cost();
+            assert!(before.frames > 0, "groups are created over the control transport");
+            for _ in 0..500 {
+                all.all_reduce(&s, &t, ReduceOp::Sum, "gradients").unwrap();
+                all.all_gather(&s, &some, &t, "weights").unwrap();
+                all.broadcast(&s, &t, 1, "weights").unwrap();
+                all.barrier("step").unwrap();
+            }
+            let sent = world.host_cost().since(&before);
+            // Nobody says goodbye, through rank 0, before all have counted.
+            all.barrier("counted").unwrap();
+            assert_eq!(sent, ferrotron_comm::HostCost::default(), "collectives send no control frames");
+        }
         "good idle" => {
             if rank == 0 {
                 std::thread::sleep(Duration::from_secs(3));

@@ -1,6 +1,6 @@
 //! Every operation against its definition, on any backend: each rank can compute what all of them contribute.
 
-use crate::data_movement::{data_movement, maxima_keep_nan, two_rings, uneven, up};
+use crate::data_movement::{coalesced, data_movement, maxima_keep_nan, two_rings, uneven, up};
 use ferrotron_comm::{Communicator, ReduceOp, World};
 use ferrotron_tensor::{Category, DType, Element, Float, Stream, bf16};
 
@@ -72,6 +72,7 @@ fn on(g: &Communicator, s: &Stream) {
         data_movement(g, s, len);
     }
     uneven(g, s);
+    coalesced(g, s);
     messages(g, s);
     maxima_keep_nan(g, s);
     let mine = vec![g.rank() as u8; g.rank() * 1000];

@@ -28,6 +28,11 @@ fn messages_may_exceed_32_bit_counts() {
 }
 
 #[test]
+fn collectives_send_no_control_frames() {
+    good("good frames");
+}
+
+#[test]
 fn a_waiting_rank_does_not_use_cpu_time() {
     good("good idle");
 }

@@ -1,7 +1,7 @@
 //! Operations that only move data, against their definition, on any backend: each rank can compute what all of them
 //! contribute.
 
-use ferrotron_comm::{Communicator, ReduceOp, SendRecv, SplitSizes, World};
+use ferrotron_comm::{Communicator, OpKind, ReduceOp, SendRecv, SplitSizes, World};
 use ferrotron_tensor::{Category, DType, Element, Stream, Tensor, bf16};
 
 fn f32s(rank: usize, len: usize) -> Vec<f32> {
@@ -36,6 +36,40 @@ pub fn two_rings(world: &World, s: &Stream) {
         assert_eq!(s.download::<f32>(&a).unwrap(), f32s(last, len));
         assert_eq!(s.download::<f32>(&b).unwrap(), f32s(next, len));
     }
+}
+
+/// Coalesced collectives have the results, calls and bytes of single ones, in one launch.
+pub fn coalesced(g: &Communicator, s: &Stream) {
+    let (n, me) = (g.size(), g.rank());
+    for empty in [0, 5] {
+        let make = || {
+            let whole: Vec<i64> = (0..70).map(|i| (me * 100 + i) as i64).collect();
+            let wide: Vec<f64> = f32s(me, 3).into_iter().map(f64::from).collect();
+            [up(s, &f32s(me, 1000)), up(s, &whole), up(s, &wide), up(s, &f32s(me, empty))]
+        };
+        for op in [ReduceOp::Sum, ReduceOp::Max] {
+            let (single, joined) = (make(), make());
+            let before = g.volume();
+            single.iter().for_each(|t| g.all_reduce(s, t, op, "small").unwrap());
+            let (middle, labelled) = (g.volume(), joined.each_ref().map(|t| (t, "small")));
+            g.all_reduce_coalesced(s, &labelled, op).unwrap();
+            let (one_by_one, together) = (middle.since(&before), g.volume().since(&middle));
+            assert_eq!((one_by_one.launches(), together.launches()), (4, 1));
+            assert_eq!((one_by_one.total(), together.calls(OpKind::AllReduce)), (together.total(), 4));
+            for (a, b) in single.iter().zip(&joined) {
+                let bytes = |t: &Tensor| s.download::<u8>(&t.as_bytes().unwrap()).unwrap();
+                assert_eq!(bytes(a), bytes(b), "{op:?} of {a:?}");
+            }
+        }
+    }
+    let all = [0, 1].map(|_| s.zeros(&[n * 100], DType::F32, Category::Communication).unwrap());
+    let inside = all[1].narrow(0, me * 100, 100).unwrap();
+    let mine = up(s, &f32s(me, 100));
+    s.copy(&mine, &inside).unwrap();
+    g.all_gather_coalesced(s, &[(&mine, &all[0], "values"), (&inside, &all[1], "in place")]).unwrap();
+    let everything: Vec<f32> = (0..n).flat_map(|r| f32s(r, 100)).collect();
+    all.iter().for_each(|t| assert_eq!(s.download::<f32>(t).unwrap(), everything));
+    g.all_gather_coalesced(s, &[]).unwrap();
 }
 
 pub fn data_movement(g: &Communicator, s: &Stream, len: usize) {

@@ -48,6 +48,22 @@ fn a_different_shape() {
 }
 
 #[test]
+fn a_different_shape_among_coalesced_calls() {
+    let errors = all_fail(4, |world, s| {
+        let [a, b] = [5, if world.rank() == 2 { 7 } else { 6 }].map(|n| blank::<f32>(&s, n));
+        world.all().all_reduce_coalesced(&s, &[(&a, "loss"), (&b, "zeros")], ReduceOp::Sum)
+    });
+    names(&errors, "all-reduce 'zeros' (group world, seq 1, f32 [6], sum)", "f32 [7]");
+    // Calls that are launched together must not overlap, whatever the backend.
+    let errors = all_fail(2, |world, s| {
+        let t = blank::<f32>(&s, 6);
+        let part = t.narrow(0, 2, 3).unwrap();
+        world.all().all_reduce_coalesced(&s, &[(&t, "loss"), (&part, "loss")], ReduceOp::Sum)
+    });
+    assert!(errors.iter().any(|e| text(e).contains("overlap")), "{errors:?}");
+}
+
+#[test]
 fn a_different_dtype_reduction_or_root() {
     let errors = all_fail(4, |world, s| {
         let odd = world.rank() == 2;

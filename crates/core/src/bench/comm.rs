@@ -1,11 +1,11 @@
 //! Benchmark of the collectives, from small to large messages.
 
 use crate::Result;
-use ferrotron_comm::{Communicator, OpKind, ReduceOp};
+use ferrotron_comm::{Communicator, HostCost, OpKind, ReduceOp};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, DType, Tensor};
 use serde::Serialize;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The benchmarked operations. Send-receive goes round a ring: every rank sends to the next and receives from the
 /// previous.
@@ -38,6 +38,10 @@ pub struct CommBench {
     /// Seconds that the host takes to issue one call, of the slowest rank: the least of several rounds, each with an empty
     /// queue before it. Where the host does the work (threads, MPI) that is the call itself.
     pub host_seconds: f64,
+    /// Those of them outside NCCL: what this program adds. None where the host itself moves the data.
+    pub own_seconds: Option<f64>,
+    /// Control frames that the busiest rank sent per call.
+    pub frames: f64,
     /// Algorithm bandwidth, `bytes / seconds`, in GB/s.
     pub algorithm: f64,
     /// Bus bandwidth in GB/s: what the slowest link carries if the algorithm is a ring; see [`FORMULA`].
@@ -64,15 +68,23 @@ pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64)
     let bench = CollectiveBench::new(rank, &all, kind, dtype, bytes)?;
     // The first call sets up connections, the second estimates how many calls make a round.
     bench.call()?;
-    let one = max_over_ranks(&all, bench.time(1)?.0)?;
+    let one = max_over_ranks(&all, bench.time(1)?.seconds)?;
     let calls = ((seconds / ROUNDS as f64 / one.max(1e-9)) as usize).clamp(1, 10_000);
     let mut rounds = Vec::with_capacity(ROUNDS);
-    let mut host_seconds = f64::INFINITY;
+    let (mut host_seconds, mut own_seconds, mut frames) = (f64::INFINITY, f64::INFINITY, 0.0);
+    let mut in_library = false;
     for _ in 0..ROUNDS {
-        rounds.push(max_over_ranks(&all, bench.time(calls)?.0 / calls as f64)?);
+        let round = bench.time(calls)?;
+        rounds.push(max_over_ranks(&all, round.seconds / calls as f64)?);
+        frames += max_over_ranks(&all, round.cost.frames as f64 / (ROUNDS * calls) as f64)?;
         let issued = calls.min(MAX_ISSUED);
-        host_seconds = host_seconds.min(max_over_ranks(&all, bench.time(issued)?.1 / issued as f64)?);
+        let Round { host, cost, .. } = bench.time(issued)?;
+        let own = (host - cost.library.as_secs_f64()).max(0.0);
+        host_seconds = host_seconds.min(max_over_ranks(&all, host / issued as f64)?);
+        own_seconds = own_seconds.min(max_over_ranks(&all, own / issued as f64)?);
+        in_library |= cost.library > Duration::ZERO;
     }
+    let own_seconds = in_library.then_some(own_seconds);
     rounds.sort_by(f64::total_cmp);
     let (seconds, share) = (rounds[ROUNDS / 2], (n as f64 - 1.0) / n as f64);
     let factor = match kind {
@@ -83,7 +95,7 @@ pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64)
     let bytes = bench.whole.bytes();
     let algorithm = bytes as f64 / seconds / 1e9;
     let (collective, bus) = (kind.name(), algorithm * factor);
-    Ok(CommBench { collective, dtype, bytes, seconds, host_seconds, algorithm, bus })
+    Ok(CommBench { collective, dtype, bytes, seconds, host_seconds, own_seconds, frames, algorithm, bus })
 }
 
 /// The largest value measured on any rank.
@@ -137,14 +149,25 @@ impl<'a> CollectiveBench<'a> {
         Ok(())
     }
 
-    /// Seconds of `calls` calls, from a common start until the device is done, and until the host has issued them.
-    fn time(&self, calls: usize) -> Result<(f64, f64)> {
+    /// Times `calls` calls from a common start.
+    fn time(&self, calls: usize) -> Result<Round> {
         self.rank.compute.synchronize()?;
         self.all.barrier("start of a round")?;
-        let start = Instant::now();
+        let world = &self.rank.world;
+        let (before, start) = (world.host_cost(), Instant::now());
         (0..calls).try_for_each(|_| self.call())?;
-        let issued = start.elapsed().as_secs_f64();
+        let (host, cost) = (start.elapsed().as_secs_f64(), world.host_cost().since(&before));
         self.rank.compute.synchronize()?;
-        Ok((start.elapsed().as_secs_f64(), issued))
+        Ok(Round { seconds: start.elapsed().as_secs_f64(), host, cost })
     }
+}
+
+/// Some calls in a row.
+struct Round {
+    /// Seconds until the device is done.
+    seconds: f64,
+    /// Seconds until the host has issued them.
+    host: f64,
+    /// What they cost the host until then.
+    cost: HostCost,
 }

@@ -54,6 +54,8 @@ pub struct TrainBench {
     pub step_s: Vec<f64>,
     /// CPU launch overhead of each step in seconds, sorted. On the CPU that is the step itself.
     pub host_s: Vec<f64>,
+    /// Control frames per step that this rank's host sent to others.
+    pub frames: f64,
     /// Tokens per step.
     pub tokens: u64,
     /// Tokens per document.
@@ -157,6 +159,7 @@ pub fn train(
     let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     let mut events = vec![trainer.rank.compute.record()?];
     let mut last = None;
+    let before = trainer.rank.world.host_cost();
     for _ in 0..steps {
         let begin = Instant::now();
         let in_flight = trainer.begin_step(&data)?;
@@ -177,6 +180,7 @@ pub fn train(
         note_first_step();
         (tokens, loss) = (report.tokens, report.loss);
     }
+    let frames = trainer.rank.world.host_cost().since(&before).frames as f64 / steps as f64;
     let loads = trainer.take_moe_metrics()?;
     let mut step_s =
         events.windows(2).map(|w| Ok(w[1].since(&w[0])?.as_secs_f64())).collect::<Result<Vec<f64>>>()?;
@@ -185,6 +189,7 @@ pub fn train(
     Ok(TrainBench {
         step_s,
         host_s,
+        frames,
         tokens,
         context: data.document,
         flops_per_token: r.model.flops_per_token(data.document as f64)?.total(),

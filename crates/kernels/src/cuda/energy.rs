@@ -66,7 +66,8 @@ fn library() -> Option<Library> {
     places.into_iter().find_map(|path| unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.ok())
 }
 
-fn bus_id(ordinal: usize) -> Option<String> {
+/// PCI bus id of a GPU: its name on its host, whatever CUDA_VISIBLE_DEVICES calls it.
+pub fn bus_id(ordinal: usize) -> Option<String> {
     let (mut device, mut text) = (0, [0; 32]);
     // SAFETY: a pointer for the device, and a buffer with its length. There is a GPU, so the driver is loaded.
     unsafe {

@@ -49,7 +49,7 @@ mod weighted_activation;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, KernelResources};
-pub use energy::EnergyCounter;
+pub use energy::{EnergyCounter, bus_id};
 pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{KernelCacheStats, architecture};
 pub use sources::{SOURCES, Source, Variant, variants};
