@@ -1,6 +1,7 @@
 //! Bytes that every rank sends in a step, by process group: counted and described, exactly.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use ferrotron_comm::OpKind;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::cost::{ByGroup, Traffic, step_volume};
 use ferrotron_core::data::source;
@@ -386,4 +387,38 @@ fn moe_fp8() {
             }
         }
     }
+}
+
+/// Calls and launches of one step of the first rank.
+fn calls_and_launches(layout: &str, set: &[&str]) -> (u64, u64) {
+    let layout: RankLayout = layout.parse().unwrap();
+    let resolved = recipe(&layout, set);
+    let work = |rank: Rank| {
+        let sources = source::open(&resolved)?;
+        let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+        let before = rank.world.volume();
+        trainer.train_step(&*sources.train)?;
+        let sent = rank.world.volume().since(&before);
+        Ok((OpKind::ALL.iter().map(|k| sent.calls(*k)).sum::<u64>(), sent.launches()))
+    };
+    let found = on_threads(&layout, || Ok(Rank::cpu(1, 1234)?), work).unwrap().swap_remove(0);
+    eprintln!("{layout} {set:?}: {} collectives and messages in {} launches", found.0, found.1);
+    found
+}
+
+#[test]
+fn small_collectives_in_a_row_are_launched_together() {
+    // dp·ep = 4 ranks share the batch.
+    let (layers, micro_batches) = (4, (BATCH / MICRO / 4) as u64);
+    let (calls, launches) = calls_and_launches("tp=2,dp=2", &[]);
+    assert_eq!(calls, launches, "a dense step has none");
+    // At the end of a step four counters; in every layer the counts of the balancing loss and the sums of the z-loss.
+    let losses = ["moe.balance=[\"aux\"]", "moe.z_loss=0.001"];
+    let (calls, launches) = calls_and_launches("tp=2,ep=2,dp=2", &[&MOE[..], &losses].concat());
+    assert_eq!(calls - launches, 3 + layers * micro_batches);
+    // In FP8 with block scaling, values and their scales, where every rank has whole blocks of tokens.
+    let fp8 = ["precision.dtype=bf16", "precision.recipe=fp8-block", "model.hidden=256", "model.ffn=512"];
+    let fp8 = [&fp8[..], &["data.seq_len=256", "model.max_positions=256"]].concat();
+    let (calls, launches) = calls_and_launches("tp=2,dp=2", &fp8);
+    assert!(calls > launches, "{calls} calls in {launches} launches");
 }

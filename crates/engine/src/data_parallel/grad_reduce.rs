@@ -111,7 +111,8 @@ impl GradBuffer {
         if here.size == 1 {
             return Ok(());
         }
-        let mut small = Vec::new();
+        const LABEL: &str = "gradients of replicated weights";
+        let (mut small, mut large) = (Vec::new(), Vec::new());
         for span in &self.plan.buckets()[bucket].spans {
             for (part, _, r) in self.specs[span.param.0].held() {
                 let share = whole.narrow(0, span.range.start + r.start, r.len())?;
@@ -119,7 +120,7 @@ impl GradBuffer {
                 if holders.len() == here.size && share.numel() < SMALL {
                     small.push(share);
                 } else if holders.len() == here.size {
-                    tp_group.all_reduce(s, &share, ReduceOp::Sum, "gradients of replicated weights")?;
+                    large.push(share);
                 } else if part.shared(here.size) {
                     // Groups of ranks share KV heads: each sums the gradients of its own group.
                     let n = share.numel();
@@ -132,6 +133,8 @@ impl GradBuffer {
                 }
             }
         }
+        let large: Vec<_> = large.iter().map(|share| (share, LABEL)).collect();
+        tp_group.all_reduce_coalesced(s, &large, ReduceOp::Sum)?;
         if small.is_empty() {
             return Ok(());
         }
@@ -139,7 +142,7 @@ impl GradBuffer {
         let joint = Tensor::empty(s, &[sizes.iter().sum()], DType::F32, Category::Communication)?;
         let place_of = |i: usize| joint.narrow(0, sizes[..i].iter().sum(), sizes[i]);
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(share, &place_of(i)?))?;
-        tp_group.all_reduce(s, &joint, ReduceOp::Sum, "gradients of replicated weights")?;
+        tp_group.all_reduce(s, &joint, ReduceOp::Sum, LABEL)?;
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(&place_of(i)?, share))
     }
 

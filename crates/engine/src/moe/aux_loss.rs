@@ -42,15 +42,33 @@ pub(super) fn forward(
     logits: &Tensor,
 ) -> Result<(Vec<SavedTensor>, Option<SavedTensor>)> {
     let (k, s) = (&p.rank.kernels, &p.rank.compute);
-    let mut weights = Vec::new();
-    for (kind, coefficient) in &training.balance {
+    let mut stats = Vec::new();
+    for (kind, _) in &training.balance {
         let (segments, count) = segments(p, *kind, logits.shape()[0])?;
         let b = AuxLoss { logits, score: of.score, k: of.topk, segments: &segments };
         let (sums, counts) =
             (table(p, &[count, of.experts], DType::F32)?, table(p, &[count, of.experts], DType::I64)?);
         k.aux_loss_stats(s, &b, &sums, &counts)?;
-        let group = if *kind == AuxLossKind::Global { &p.rank.tp_dp_cp_group } else { &p.rank.tp_cp_group };
-        group.all_reduce(s, &counts, ReduceOp::Sum, "tokens of experts")?;
+        stats.push((count, sums, counts));
+    }
+    let z = match training.z_loss > 0.0 {
+        true => {
+            let sums = s.zeros(&[2], DType::F64, Category::Workspace)?;
+            k.z_loss(s, logits, &p.segments(logits.shape()[0])?, &sums)?;
+            k.accumulate_f64(s, &sums, &state.row(&state.z, id)?)?;
+            Some(sums)
+        }
+        false => None,
+    };
+    for (group, global) in [(&p.rank.tp_dp_cp_group, true), (&p.rank.tp_cp_group, false)] {
+        let of_group = training.balance.iter().map(|(kind, _)| (*kind == AuxLossKind::Global) == global);
+        let counts = stats.iter().zip(of_group).filter(|(_, here)| *here);
+        let counts = counts.map(|((.., counts), _)| (counts, "tokens of experts"));
+        let z = z.as_ref().filter(|_| !global).map(|sums| (sums, "logits of the router"));
+        group.all_reduce_coalesced(s, &counts.chain(z).collect::<Vec<_>>(), ReduceOp::Sum)?;
+    }
+    let mut weights = Vec::new();
+    for ((kind, coefficient), (count, sums, counts)) in training.balance.iter().zip(stats) {
         // Mean over the sequences.
         let factor = coefficient * micro_batch_weight(p, training, *kind) / count as f32;
         let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
@@ -89,15 +107,6 @@ pub(super) fn forward(
         }
         weights.push(SavedTensor::small(&w));
     }
-    let z = if training.z_loss > 0.0 {
-        let sums = s.zeros(&[2], DType::F64, Category::Workspace)?;
-        k.z_loss(s, logits, &p.segments(logits.shape()[0])?, &sums)?;
-        k.accumulate_f64(s, &sums, &state.row(&state.z, id)?)?;
-        p.rank.tp_cp_group.all_reduce(s, &sums, ReduceOp::Sum, "logits of the router")?;
-        Some(SavedTensor::small(&sums))
-    } else {
-        None
-    };
     if let RoutingMethod::Quantiles { .. } = training.routing_method {
         let [t, e] = [logits.shape()[0], of.experts];
         let group = &p.rank.tp_cp_group;
@@ -111,7 +120,7 @@ pub(super) fn forward(
             &state.row(&state.quantile_sums, id)?,
         )?;
     }
-    Ok((weights, z))
+    Ok((weights, z.as_ref().map(SavedTensor::small)))
 }
 
 /// Adds the gradients of the losses to `dlogits`.

@@ -39,12 +39,10 @@ pub(super) fn apply(
         return Ok(TopK { index, probs });
     }
     // The bound is over the tokens of all tp×cp ranks in token order: gather the routing, drop, keep the own rows.
-    let gather = |mine: &Tensor| -> Result<Tensor> {
-        let all = p.rank.activation(&[t * group.size(), n], mine.dtype())?;
-        group.all_gather(s, mine, &all, "routing of all tokens")?;
-        Ok(all)
-    };
-    let (all_index, all_probs) = (gather(&index)?, gather(&probs)?);
+    const LABEL: &str = "routing of all tokens";
+    let empty = |mine: &Tensor| p.rank.activation(&[t * group.size(), n], mine.dtype());
+    let (all_index, all_probs) = (empty(&index)?, empty(&probs)?);
+    group.all_gather_coalesced(s, &[(&index, &all_index, LABEL), (&probs, &all_probs, LABEL)])?;
     let Some(order) = p.moe.and_then(|m| m.input.order.as_ref()) else {
         return shape_error(
             "capacity",

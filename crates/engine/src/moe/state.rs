@@ -126,9 +126,9 @@ impl MoeState {
             z: copy(s, &self.z)?,
             dropped: copy(s, &self.dropped)?,
         };
-        for t in [&counters.tokens_per_expert, &counters.losses, &counters.z, &counters.dropped] {
-            rank.tp_dp_cp_group.all_reduce(s, t, ReduceOp::Sum, "tokens per expert")?;
-        }
+        let all = [&counters.tokens_per_expert, &counters.losses, &counters.z, &counters.dropped];
+        let all = all.map(|t| (t, "tokens per expert"));
+        rank.tp_dp_cp_group.all_reduce_coalesced(s, &all, ReduceOp::Sum)?;
         let used = copy(s, &counters.tokens_per_expert)?;
         for (i, spec) in self.specs.iter().enumerate() {
             let id = MoeLayerId(i);

@@ -151,8 +151,8 @@ impl Linear {
             let Some(GemmOperand::Fp8(mine)) = cols else {
                 return shape_error(LABEL, "the gradient was not quantized columnwise");
             };
-            let data = p.all_gather(&mine.data, "columns of a gradient")?;
-            let scales = p.all_gather(&mine.scale_inv, "scales of a gradient")?;
+            const LABELS: [&str; 2] = ["columns of a gradient", "scales of a gradient"];
+            let [data, scales] = p.all_gather_pair([&mine.data, &mine.scale_inv], LABELS)?;
             return Ok((dx, GemmOperand::Fp8(StepContext::join_columnwise(p.rank, &mine, &data, &scales)?)));
         }
         let all = p.all_gather(dy, LABEL)?;
@@ -217,12 +217,11 @@ impl Linear {
     /// Column-parallel wgrad from columnwise `dy` and this rank's columnwise shard of `x`, whose blocks no other rank
     /// shares.
     fn weight_grad_of_shards(&self, p: &StepContext, dy: GemmOperand, mine: Fp8Tensor) -> Result<WeightGrad> {
-        let data = p.begin_all_gather(&GemmOperand::rowwise(&mine.data), "input of a layer, again")?;
-        let scales =
-            p.begin_all_gather(&GemmOperand::rowwise(&mine.scale_inv), "scales of an input, again")?;
+        const LABELS: [&str; 2] = ["input of a layer, again", "scales of an input, again"];
+        let all = p.begin_all_gather_pair([&mine.data, &mine.scale_inv], LABELS)?;
         Ok(WeightGrad::deferred(self.weight, move |rank, grad, accumulate| {
-            let (data, scales) = (data.wait(&rank.compute)?, scales.wait(&rank.compute)?);
-            let cols = StepContext::join_columnwise(rank, &mine, data.memory(), scales.memory())?;
+            let [data, scales] = all.wait(&rank.compute)?;
+            let cols = StepContext::join_columnwise(rank, &mine, &data, &scales)?;
             let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
             dy.gemm(rank, &GemmOperand::Fp8(cols), how, grad)
         }))

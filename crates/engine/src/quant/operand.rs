@@ -184,9 +184,10 @@ impl StepContext<'_> {
             return Ok(x.with(self.all_gather(x.memory(), label)?));
         };
         // Scales are stored block-major over all rows: each rank's go to their own columns.
-        let (m, blocks, all) = (b.rows(), mine.shape()[0], self.all_gather(mine, label)?);
+        let (m, blocks) = (b.rows(), mine.shape()[0]);
+        let [all, data] = self.all_gather_pair([mine, &b.data], [label; 2])?;
         let operand = x.empty_like(self.rank, m * self.rank.tp.size())?;
-        let operand = operand.with(self.all_gather(&b.data, label)?);
+        let operand = operand.with(data);
         if let Some(scales) = operand.scales() {
             self.rank.compute.zero(scales)?;
             for r in 0..self.rank.tp.size() {
