@@ -98,10 +98,9 @@ pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collecti
         step.bucket(bucket, replicas.into_iter().max().unwrap_or(1));
     }
     step.moe_counters();
-    // Token counts over dp; losses over all replicas, then to the other stages; the squared gradient norm.
+    // Token counts over dp; losses and the squared gradient norm over all ranks.
     let losses = 8 * (1 + shape.model.mtp_depth());
-    for (group, bytes) in [(Group::Dp, losses), (Group::DpCp, losses), (Group::Pp, losses), (Group::World, 8)]
-    {
+    for (group, bytes) in [(Group::Dp, losses), (Group::World, losses), (Group::World, 8)] {
         step.all_reduce(group, bytes);
     }
     step.out

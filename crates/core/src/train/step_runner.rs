@@ -232,15 +232,18 @@ impl StepRunner {
     }
 
     /// Sums numbers that the last pipeline stage has over all data- and context-parallel ranks; every rank gets them.
+    ///
+    /// Not on the groups of those ranks: NCCL runs the operations of a communicator one after another, whatever their streams,
+    /// so the host would wait for the weights that are being gathered for the next step.
     pub(super) fn all_reduce_from_last_stage(
         &self,
         rank: &Rank,
         mine: Vec<f64>,
         label: &'static str,
     ) -> Result<Vec<f64>> {
-        let sums = self.all_reduce(&rank.dp_cp_group, mine, label)?;
-        // Every stage but the last contributes zeros.
-        self.all_reduce(&rank.pp, sums, label)
+        // Every stage but the last contributes zeros, and tensor-parallel ranks have the same numbers.
+        let mine = if rank.tp.rank() == 0 { mine } else { vec![0.0; mine.len()] };
+        self.all_reduce(&rank.world.all(), mine, label)
     }
 }
 
