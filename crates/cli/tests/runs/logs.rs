@@ -19,6 +19,9 @@ fn every_rank_has_its_file_with_rank_and_step() {
         let lines = lines(&out, rank);
         assert!(lines.iter().all(|l| l.contains(&format!(" rank={rank} "))), "{lines:#?}");
         assert!(lines[0].contains(" INFO ") && lines[0].contains("the run begins ranks=2"), "{}", lines[0]);
+        // The thread that saves logs as its rank.
+        let written = "ferrotron_core::checkpoint::saver: parts of a checkpoint are written";
+        assert!(lines.iter().any(|l| l.contains(written)), "{lines:#?}");
         for step in 1..=3 {
             let done =
                 format!("DEBUG rank={rank} step={step} ferrotron_core::train::run_loop: step done loss=");

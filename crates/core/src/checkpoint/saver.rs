@@ -201,15 +201,18 @@ impl Saver {
                     None => write::write_index(&temporary, step, writer, written),
                     Some((dir, keep, state)) => complete(&dir, keep, &temporary, step, state, written),
                 });
+            tracing::debug!(step, ok = done.is_ok(), "parts of a checkpoint are written");
             (done, staged.buffer)
         };
         self.spawn(work)
     }
 
+    /// Starts a thread that logs as this rank, which may itself be a thread.
     fn spawn<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Result<JoinHandle<T>> {
+        let log = tracing::dispatcher::get_default(tracing::Dispatch::clone);
         std::thread::Builder::new()
             .name("checkpoint".into())
-            .spawn(work)
+            .spawn(move || tracing::dispatcher::with_default(&log, work))
             .map_err(|e| Error::io_doing(&self.dir, "start the thread that writes checkpoints", e))
     }
 
