@@ -10,7 +10,7 @@ use crate::model::description::Group;
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::Rank;
-use ferrotron_kernels::Kernels;
+use ferrotron_kernels::{Kernels, NewChoices};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,6 +19,10 @@ pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Creates a rank's process groups. Every rank of the world calls it.
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
+    // Algorithms round differently: ranks never choose on their own. Before the first group, so that no rank has begun.
+    if world.size() > 1 {
+        rank.kernels.use_gemm_choices(&[], NewChoices::Proposed);
+    }
     // Creating a group is collective: every rank creates every group in the same order, whether it is a member or
     // not.
     let mine = |group: Group| -> Result<Communicator> {
