@@ -280,7 +280,7 @@ fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<Logica
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
         for (part, _, r) in spec.held() {
-            let values = model.rank.gather_tensor(spec.experts, part, 1, &values[r]).map_err(tensor)?;
+            let values = model.rank.gather_tensor(spec.experts, part, &values[r]).map_err(tensor)?;
             out.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
         }
     }

@@ -7,7 +7,7 @@ use ferrotron_comm::{Communicator, World};
 use ferrotron_kernels::cuda::{CudaKernels, KernelCacheStats};
 use ferrotron_kernels::{Kernels, cpu};
 use ferrotron_tensor::trace::COMMUNICATION;
-use ferrotron_tensor::{Category, DType, Device, Element, Instrumentation, Result, Stream, Tensor, Threads};
+use ferrotron_tensor::{Category, DType, Device, Instrumentation, Result, Stream, Tensor, Threads};
 use std::sync::Arc;
 
 /// Device, streams, kernels, process groups and seed of one worker.
@@ -133,26 +133,18 @@ impl Rank {
         Tokens::new(layout, cp, self.tp.size())
     }
 
-    /// All-gathers a logical tensor from its tensor-parallel shards. `held` is this rank's shard, row-major, with `size`
-    /// values per element (1, or the bytes of an element). `experts`: it is sharded over the expert tensor-parallel group.
-    pub fn gather_tensor<T: Element>(
-        &self,
-        experts: bool,
-        part: &Part,
-        size: usize,
-        held: &[T],
-    ) -> Result<Vec<T>> {
+    /// All-gathers a logical tensor from its tensor-parallel shards. `held` is this rank's shard, row-major. `experts`: it is
+    /// sharded over the expert tensor-parallel group.
+    pub fn gather_tensor(&self, experts: bool, part: &Part, held: &[f32]) -> Result<Vec<f32>> {
         let tp_group = self.tp_group(experts);
         if tp_group.size() == 1 {
             return Ok(held.to_vec());
         }
         let all = tp_group.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
-        let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
-        let mut whole = vec![T::zeroed(); shape.iter().product()];
+        let mut whole = vec![0.0; part.shape.iter().product()];
         for (rank, bytes) in all.iter().enumerate() {
-            let values: Vec<T> =
-                bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-            part.cut(GroupRank { rank, size: tp_group.size() }).put(&shape, &values, &mut whole);
+            let values: Vec<f32> = bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+            part.cut(GroupRank { rank, size: tp_group.size() }).put(&part.shape, &values, &mut whole);
         }
         Ok(whole)
     }

@@ -62,7 +62,7 @@ impl Trainer {
                 out.push(LogicalValues {
                     name,
                     shape,
-                    values: self.rank.gather_tensor(spec.experts, part, 1, &values[r])?,
+                    values: self.rank.gather_tensor(spec.experts, part, &values[r])?,
                 });
             }
         }

@@ -176,7 +176,7 @@ pub fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         for (i, spec) in model.params.specs().iter().enumerate().filter(|(_, spec)| !spec.mirror) {
             let values: Vec<f32> = model.rank.compute.download(&grads.get(ParamId(i))?)?;
             for (part, _, r) in spec.held() {
-                let values = model.rank.gather_tensor(spec.experts, part, 1, &values[r])?;
+                let values = model.rank.gather_tensor(spec.experts, part, &values[r])?;
                 mine.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
             }
         }
