@@ -211,6 +211,11 @@ fn hostile_templates_are_refused() {
         "{{ ('a' * 100000)|list|map('replace', 'a', 'b' * 100000)|list }}".into(),
         "{{ ('a' * 200000)|list|select('in', 'b' * 4000000)|list }}".into(),
         "{{ ('a' * 10000)|list|map('indent', 9000, true)|list }}".into(),
+        // Arguments that are no text are printed.
+        "{{ ('a' * 100000)|replace('a', ['b' * 40000]) }}".into(),
+        "{{ ['a' * 100000]|replace('a', 'b' * 40000) }}".into(),
+        "{{ range(99000)|join(['b' * 40000]) }}".into(),
+        "{{ range(99000)|join(d='b' * 40000) }}".into(),
         // A small value that is endless when it is read.
         dag("{{ ns.x }}"),
         dag("{{ ns.x ~ '' }}"),

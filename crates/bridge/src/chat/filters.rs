@@ -7,6 +7,7 @@ use super::slice::slice;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, filters};
 use serde_json::Value as Json;
+use std::borrow::Cow;
 use std::sync::Arc;
 
 type Result<T> = std::result::Result<T, Error>;
@@ -80,24 +81,27 @@ pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
 /// The most bytes that a filter makes of its arguments; the first is what it is applied to.
 type Check = fn(&[Value]) -> Result<u64>;
 
-fn text(args: &[Value], at: usize) -> u64 {
-    args.get(at).and_then(Value::as_str).map_or(0, |s| s.len() as u64)
+/// An argument as the text that filters take it for: a list is printed first.
+fn text(args: &[Value], at: usize) -> Cow<'_, str> {
+    match args.get(at) {
+        Some(value) if !value.is_none() && !value.is_undefined() => {
+            value.as_str().map_or_else(|| value.to_string().into(), Cow::Borrowed)
+        }
+        _ => "".into(),
+    }
 }
 
 fn replaced(args: &[Value]) -> Result<u64> {
-    let (Some(all), Some(from)) = (args.first().and_then(Value::as_str), args.get(1).and_then(Value::as_str))
-    else {
-        return args.iter().map(size).sum();
-    };
-    let matches = if from.is_empty() { all.len() + 1 } else { all.matches(from).count() };
-    Ok(all.len() as u64 + (matches as u64).saturating_mul(text(args, 2)))
+    let (all, from, to) = (text(args, 0), text(args, 1), text(args, 2));
+    let matches = if from.is_empty() { all.len() + 1 } else { all.matches(&*from).count() };
+    Ok(all.len() as u64 + (matches as u64).saturating_mul(to.len() as u64))
 }
 
-/// `join` of the first argument by the second.
+/// `join` of the first argument by the second, which may be named and is then printed with its name.
 fn joined(args: &[Value]) -> Result<u64> {
     let Some(all) = args.first() else { return Ok(0) };
     let items = all.len().unwrap_or_else(|| all.as_str().map_or(0, str::len)) as u64;
-    Ok(size(all)?.saturating_add(items.saturating_mul(text(args, 1))))
+    Ok(size(all)?.saturating_add(items.saturating_mul(text(args, 1).len() as u64)))
 }
 
 /// `indent`, `batch` and `slice`, whose arguments are counts.
