@@ -95,16 +95,22 @@ fn a_broken_pipe_ends_nothing() {
         .unwrap()
         .replace("micro_batch = 2", "micro_batch = 2\nlog_every = 1");
     std::fs::write(&recipe, text).unwrap();
-    for (name, more) in [("text", ""), ("json", "--json")] {
+    // A reader that goes after a line, and one that has gone before the run begins.
+    for (name, more, reader, lines) in [
+        ("text", "", "head -1", 1),
+        ("json", "--json", "head -1", 1),
+        ("no text", "", "true", 0),
+        ("no json", "--json", "true", 0),
+    ] {
         let out = dir.path().join(name);
         let script = format!(
-            "(\"$0\" train {} --out {} --threads 1 {more} 2>&1; echo $? > {}/code) | head -1",
+            "(sleep 0.2; \"$0\" train {} --out '{}' --threads 1 {more} 2>&1; echo $? > {}/code) | {reader}",
             recipe.display(),
             out.display(),
             dir.path().display()
         );
         let head = Command::new("sh").args(["-c", &script]).arg(binary()).output().unwrap();
-        assert_eq!(head.stdout.iter().filter(|b| **b == b'\n').count(), 1, "{head:?}");
+        assert_eq!(head.stdout.iter().filter(|b| **b == b'\n').count(), lines, "{head:?}");
         assert_eq!(std::fs::read_to_string(dir.path().join("code")).unwrap(), "0\n", "{name}");
         assert_eq!(losses(&out).len(), 200, "{name}");
         assert_eq!(of_kind(&out, "run_end")[0]["ending"], "finished", "{name}");
