@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included).
+# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), a minute
+# of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
-# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI.
+# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI and g++.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,7 +37,23 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
     || echo "test.sh: Open MPI could not be installed (apt-get install openmpi-bin)" >&2
 fi
 
+# libFuzzer is C++.
+if ! command -v c++ >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ >/dev/null; }
+  install 2>/dev/null || { apt-get update >/dev/null && install; } || echo "test.sh: g++ could not be installed" >&2
+fi
+
 step scripts/words.sh
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step cargo test --workspace --locked --quiet --no-fail-fast
+
+# A minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
+if command -v c++ >/dev/null; then
+  step env FERROTRON_FUZZ_SEED=1 scripts/fuzz.sh 60
+elif [ -n "${CI:-}" ]; then
+  echo "test.sh: fuzzing needs a C++ compiler (g++)" >&2
+  exit 1
+else
+  echo "test.sh: SKIPPED: fuzzing (no C++ compiler)"
+fi
