@@ -24,6 +24,7 @@ seq_len = 128
 steps = 10
 global_batch = 16
 micro_batch = 2
+cuda_graph = "off"
 [optimizer]
 lr = 1e-3
 [checkpoint]
@@ -31,7 +32,9 @@ at_end = false
 [generate]
 tokens = 0
 """
-# (name, model, ranks, keys of [parallel]); dp follows from the number of ranks
+# Nothing is dropped: the capacity is the number of tokens.
+PADDED = "moe.capacity=2,moe.pad_to_capacity=true,moe.capacity_per_rank=true"
+# (name, model, ranks, keys, of [parallel] unless they name a table); dp follows from the number of ranks
 LAYOUTS = [
     ("tp2", DENSE, 2, "tp=2"),
     ("pp2", DENSE, 2, "pp=2"),
@@ -55,6 +58,12 @@ LAYOUTS = [
     ("moe-ep2-pp2", MOE, 4, "ep=2,pp=2"),
     ("moe-tp2-etp2-ep2", MOE, 4, "tp=2,etp=2,ep=2"),
     ("moe-cp2-ep4-dp2", MOE, 8, "cp=2,ep=4"),
+    ("graph-tp2", DENSE, 2, 'tp=2,train.cuda_graph="on"'),
+    ("graph-dp2", DENSE, 2, 'train.cuda_graph="on"'),
+    ("graph-tp2-cp2", DENSE, 4, 'tp=2,cp=2,train.cuda_graph="on"'),
+    ("graph-dp4-zero2", DENSE, 4, 'zero=2,train.cuda_graph="on"'),
+    ("graph-moe-ep2", MOE, 2, f'ep=2,train.cuda_graph="on",{PADDED}'),
+    ("graph-moe-tp2-ep2", MOE, 4, f'tp=2,etp=1,ep=2,train.cuda_graph="on",moe.dispatcher="all_gather"'),
 ]
 # (name, keys, largest relative difference from one rank)
 PRECISIONS = [
@@ -121,7 +130,7 @@ def main():
     part, parts = map(int, said.part.split("/"))
     binary = str(said.binary.resolve())
     said.logs.mkdir(parents=True, exist_ok=True)
-    cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "dp2-zero2")]
+    cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "dp2-zero2", "graph-tp2", "graph-moe-ep2")]
     if said.only:
         cases = [c for c in cases if said.only in c[0][0]]
     cases = cases[part - 1 :: parts]
@@ -137,7 +146,7 @@ def main():
                 print(f"one rank, {precision}: {error}")
         want = one[model, precision]
         out = work / f"{name}-{precision}"
-        parallel = [f"parallel.{key}" for key in layout.split(",") if key]
+        parallel = [key if "." in key.split("=")[0] else f"parallel.{key}" for key in layout.split(",") if key]
         error = run(binary, model, ranks, keys + parallel, out, said.logs / f"{out.name}.log", said.launcher)
         got = losses(out) if not error else []
         if not error and (not want or len(got) != len(want) or len(got) < 10):

@@ -46,6 +46,11 @@ pub(crate) trait JobBackend: Send + Sync {
     /// The first failure known to this rank.
     fn failure(&self) -> Option<FailureReport>;
 
+    /// True if collectives are enqueued on a stream without waiting for other hosts, so that a CUDA graph can hold them.
+    fn only_enqueues(&self) -> bool {
+        false
+    }
+
     /// This rank's flight recorder; visible to other ranks where the backend allows it.
     fn flight_recorder(&self) -> &Arc<FlightRecorder>;
 

@@ -102,6 +102,12 @@ impl Communicator {
         self.core.meter.read()
     }
 
+    /// Adds calls that a replayed CUDA graph makes, of which this rank's host knows nothing.
+    pub fn add_replayed(&self, volume: &Volume) {
+        self.core.meter.add_all(volume);
+        self.core.world_meter.add_all(volume);
+    }
+
     /// Returns when all ranks have called it. Synchronizes hosts, not streams.
     pub fn barrier(&self, label: &'static str) -> Result<()> {
         self.collective(None, self.descriptor(OpKind::Barrier, label), Collective::Barrier, 0)

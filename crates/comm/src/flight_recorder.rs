@@ -75,6 +75,9 @@ pub(crate) struct Channel {
     pub(crate) route: Option<(u64, u64)>,
 }
 
+/// Number of the group of all ranks under which replays of CUDA graphs are recorded.
+pub(crate) const GRAPHS: u64 = u64::MAX;
+
 impl Channel {
     pub(crate) fn of(group: u64, descriptor: &OpDescriptor) -> Channel {
         let route = match descriptor.detail {

@@ -24,11 +24,13 @@ pub enum OpKind {
     SendRecv,
     /// Concatenation of host bytes, on every rank.
     AllGatherBytes,
+    /// A CUDA graph with collectives in it.
+    Graph,
 }
 
 impl OpKind {
     /// All kinds, in order of their numbers.
-    pub const ALL: [OpKind; 8] = [
+    pub const ALL: [OpKind; 9] = [
         OpKind::Barrier,
         OpKind::AllReduce,
         OpKind::AllGather,
@@ -37,6 +39,7 @@ impl OpKind {
         OpKind::Broadcast,
         OpKind::SendRecv,
         OpKind::AllGatherBytes,
+        OpKind::Graph,
     ];
 
     /// The name in messages, traces and reports.
@@ -50,6 +53,7 @@ impl OpKind {
             OpKind::Broadcast => "broadcast",
             OpKind::SendRecv => "message",
             OpKind::AllGatherBytes => "all-gather of bytes",
+            OpKind::Graph => "CUDA graph",
         }
     }
 }

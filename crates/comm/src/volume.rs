@@ -78,6 +78,14 @@ impl VolumeMeter {
         self.coalesced.fetch_add(calls, Relaxed);
     }
 
+    pub(crate) fn add_all(&self, volume: &Volume) {
+        for (to, from) in self.entries.iter().zip(&volume.entries) {
+            to.0.fetch_add(from.0, Relaxed);
+            to.1.fetch_add(from.1, Relaxed);
+        }
+        self.coalesced.fetch_add(volume.coalesced, Relaxed);
+    }
+
     pub(crate) fn read(&self) -> Volume {
         let mut out = Volume { coalesced: self.coalesced.load(Relaxed), ..Volume::default() };
         for (to, from) in out.entries.iter_mut().zip(&self.entries) {

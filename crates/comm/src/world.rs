@@ -1,11 +1,14 @@
 //! The ranks of the job, and the groups created from them.
 
-use crate::backend::{FailureReport, GroupBackend, JobBackend};
+use crate::backend::{Completion, FailureReport, GroupBackend, JobBackend};
 use crate::communicator::{Communicator, CommunicatorInner};
+use crate::flight_recorder::GRAPHS;
 use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::threads::{self, ReduceKernels};
 use crate::volume::VolumeMeter;
 use crate::{Error, HostCost, OpRecord, Result, Volume, watchdog};
+use ferrotron_tensor::Stream;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +28,8 @@ struct Job {
     backend: Arc<dyn JobBackend>,
     timeout: Duration,
     meter: Arc<VolumeMeter>,
+    /// Number of CUDA graphs launched.
+    replays: Arc<AtomicU64>,
 }
 
 impl World {
@@ -65,7 +70,7 @@ impl World {
         timeout: Duration,
     ) -> World {
         let (rank, size) = (job_backend.rank(), job_backend.size());
-        let job = Job { backend: job_backend, timeout, meter: Arc::default() };
+        let job = Job { backend: job_backend, timeout, meter: Arc::default(), replays: Arc::default() };
         let all = job.member((0, "world"), (0..size).collect(), rank, backend);
         World { job, all, groups: Arc::new(Mutex::new(1)) }
     }
@@ -137,6 +142,28 @@ impl World {
                 Err(Error::Abandoned { rank: self.rank(), call: "the step".into(), by, reason })
             }
         }
+    }
+
+    /// True if collectives are enqueued on a stream without waiting for other hosts, so that a CUDA graph can hold them.
+    pub fn only_enqueues(&self) -> bool {
+        self.job.backend.only_enqueues()
+    }
+
+    /// Launches a CUDA graph that holds collectives, so that a stall in it is noticed as in any collective. All ranks
+    /// replay the same step at the same time.
+    pub fn replay(&self, s: &Stream, launch: impl FnOnce() -> ferrotron_tensor::Result<()>) -> Result<()> {
+        if self.size() == 1 {
+            return Ok(launch()?);
+        }
+        self.check()?;
+        let mut descriptor = OpDescriptor::new("world", OpKind::Graph, "captured step");
+        descriptor.sequence = self.job.replays.fetch_add(1, Ordering::Relaxed);
+        let recorder = self.job.backend.flight_recorder();
+        let number = recorder.begin(GRAPHS, Arc::new(descriptor));
+        let start = s.record()?;
+        launch()?;
+        recorder.complete(&[number], Completion::Enqueued { start, done: s.record()? });
+        Ok(())
     }
 
     /// Number of calls and bytes sent by this rank on all groups.

@@ -47,6 +47,18 @@ const GPT2: &[&str] = &[
     "model.tied=true",
 ];
 
+const MOE: &[&str] = &[
+    "moe.experts=4",
+    "moe.topk=2",
+    "moe.ffn=128",
+    "moe.shared_ffn=128",
+    "moe.shared_gate=true",
+    "moe.expert_bias=true",
+    "moe.score_function=sigmoid",
+    "moe.balance=seq_aux",
+    "moe.log=all",
+];
+
 fn recipe(graph: &str, changes: &[&str]) -> Resolved {
     let mut r = Recipe::default();
     r.add("test", BASE).unwrap();
@@ -164,6 +176,13 @@ fn replayed_steps_are_bit_equal_to_launched_ones() {
         ("gpt2 f32", GPT2.to_vec()),
         ("gpt2 bf16", [GPT2, bf16].concat()),
         ("one micro-batch, sgd", vec!["train.micro_batch=8", "optimizer.kind=sgd", "optimizer.clip=0"]),
+        ("moe, dropless, f32", MOE.to_vec()),
+        ("moe, dropless, bf16", [MOE, bf16].concat()),
+        ("moe, fp8, block", [MOE, bf16, &["precision.recipe=fp8-block"]].concat()),
+        (
+            "moe, padded",
+            [MOE, bf16, &["moe.capacity=1.25", "moe.pad_to_capacity=true", "moe.z_loss=1e-3"]].concat(),
+        ),
         ("recomputed", vec!["train.recompute=full", "model.window=24", "model.qk_norm=true"]),
     ];
     let Some((rank, _alone)) = card() else {
@@ -330,4 +349,12 @@ fn failed_captures_are_errors_and_leave_the_stream_usable() {
     assert_eq!(s.download::<f32>(&t).unwrap(), [1.0, 2.0]);
     graph.replay().unwrap();
     assert_eq!(s.download::<f32>(&t).unwrap(), [0.0, 0.0]);
+    // The graph keeps constants of the host.
+    let constant = || s.copy(&s.constant(&[5f32, 6.0], &[2], Category::Workspace)?, &t);
+    let graph = s.capture(constant).unwrap();
+    for _ in 0..2 {
+        s.zero(&t).unwrap();
+        graph.replay().unwrap();
+        assert_eq!(s.download::<f32>(&t).unwrap(), [5.0, 6.0]);
+    }
 }

@@ -4,7 +4,7 @@
 //! come from an arena, which starts with the free blocks of that stream, so a capture needs hardly any new memory.
 //! When the capture ends, the arena is sealed: its blocks stay reserved for the lifetime of the graph. Between two
 //! replays their contents are dead, so they are lent to other work on the same stream, whose order separates the two.
-//! The graph may be replayed only while no block is lent.
+//! The graph may be replayed only while no block is lent; one whose replays must never wait lends nothing.
 
 use crate::buffer::{Block, MemoryPool, SizeClasses};
 use std::collections::HashMap;
@@ -22,6 +22,8 @@ pub(crate) struct Arena {
     in_use: usize,
     /// True during the capture, false once sealed.
     open: bool,
+    /// Whether blocks are lent between replays.
+    lends: bool,
     /// A block allocated before the capture was freed during it. The pool would hand it to other work while the graph
     /// still uses its address.
     freed_outside: bool,
@@ -42,8 +44,11 @@ impl Arena {
 
     /// Lends a block of size `class` to work between replays.
     pub(crate) fn lend(&mut self, class: usize) -> Option<Block> {
-        let block =
-            self.free.get_mut(&class).filter(|_| class >= LEND_MIN_BYTES && !self.open).and_then(Vec::pop)?;
+        let block = self
+            .free
+            .get_mut(&class)
+            .filter(|_| self.lends && class >= LEND_MIN_BYTES && !self.open)
+            .and_then(Vec::pop)?;
         self.in_use += 1;
         Some(block)
     }
@@ -60,10 +65,11 @@ impl Arena {
 
 impl MemoryPool {
     /// Starts an arena: allocations on `stream` come from its free blocks, then from new memory.
-    pub(crate) fn open_arena(&self, id: u64, stream: u32) {
+    pub(crate) fn open_arena(&self, id: u64, stream: u32, lends: bool) {
         let SizeClasses { free, arenas } = &mut *self.lock();
         let own = free.extract_if(|(s, _), _| *s == stream).map(|((_, class), blocks)| (class, blocks));
-        arenas.push(Arena { id, stream, free: own.collect(), in_use: 0, open: true, freed_outside: false });
+        let free = own.collect();
+        arenas.push(Arena { id, stream, free, in_use: 0, open: true, lends, freed_outside: false });
     }
 
     /// Ends the capture: untouched blocks become free again, the others stay reserved. Fails with the reason if
@@ -137,7 +143,7 @@ mod tests {
         let (used, unused) = (bytes(&s, 2 << 20), bytes(&s, 3 << 20));
         let ids = [at(&used), at(&unused)];
         drop((used, unused));
-        pool.open_arena(7, 0);
+        pool.open_arena(7, 0, true);
         let again = bytes(&s, 2 << 20);
         assert_eq!(at(&again), ids[0]);
         drop(again);
@@ -174,13 +180,26 @@ mod tests {
     }
 
     #[test]
+    fn reserved_memory_is_never_lent() {
+        let (device, s) = device();
+        let pool = &device.inner.pool;
+        pool.open_arena(7, 0, false);
+        let captured = bytes(&s, 2 << 20);
+        let id = at(&captured);
+        drop(captured);
+        pool.seal_arena(7).unwrap();
+        let other = bytes(&s, 2 << 20);
+        assert!(at(&other) != id && pool.is_unused(7));
+    }
+
+    #[test]
     fn memory_accounting_is_the_same_with_and_without_capture() {
         let step = |captured: bool| {
             let (device, s) = device();
             let kept = bytes(&s, 1000);
             for n in 0..3 {
                 if captured && n == 1 {
-                    device.inner.pool.open_arena(1, 0);
+                    device.inner.pool.open_arena(1, 0, true);
                 }
                 let a = bytes(&s, 3 << 20);
                 let b = Tensor::empty(&s, &[70_000], DType::F32, Category::Workspace).unwrap();
@@ -202,7 +221,7 @@ mod tests {
     fn captures_that_cannot_be_replayed_are_refused() {
         let (device, s) = device();
         let pool = &device.inner.pool;
-        pool.open_arena(1, 0);
+        pool.open_arena(1, 0, true);
         let kept = bytes(&s, 100);
         assert!(pool.seal_arena(1).unwrap_err().contains("keeps memory"));
         // The arena is dissolved: the block that was still in use returns to the pool.
@@ -210,7 +229,7 @@ mod tests {
         drop(kept);
         let before = bytes(&s, 100);
         assert_eq!(at(&before), id);
-        pool.open_arena(2, 0);
+        pool.open_arena(2, 0, true);
         drop(before);
         assert!(pool.seal_arena(2).unwrap_err().contains("frees memory"));
         assert!(pool.lock().arenas.is_empty());

@@ -11,6 +11,15 @@ pub struct Graph {
     arena: u64,
 }
 
+/// What happens to the memory of a graph between replays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GraphMemory {
+    /// Other work on its stream may use it; the graph can be replayed when it is given back.
+    Lent,
+    /// Nobody else uses it, so that the graph can always be replayed.
+    Reserved,
+}
+
 impl Stream {
     /// Captures what `work` gives to this stream, without running it. Each [`Graph::replay`] runs it on the current
     /// contents of the same memory, so `work` must not depend on host state in any other way. Tensors allocated by
@@ -19,6 +28,15 @@ impl Stream {
     /// Fails, without side effects, if the device cannot capture or if `work` waits, copies from or to the host, or
     /// uses other streams.
     pub fn capture<E: From<Error>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+        self.capture_with(GraphMemory::Lent, work)
+    }
+
+    /// [`Stream::capture`] with a choice of what happens to the graph's memory between replays.
+    pub fn capture_with<E: From<Error>>(
+        &self,
+        memory: GraphMemory,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<Graph, E> {
         const OP: &str = "capture";
         let refuse = |what: &str| E::from(Error::Unsupported { op: OP, what: what.into() });
         let Some(cuda) = self.cuda() else {
@@ -32,7 +50,7 @@ impl Stream {
         let inner = &self.device().inner;
         let arena = inner.next_id();
         cuda.begin_capture()?;
-        inner.pool.open_arena(arena, self.id());
+        inner.pool.open_arena(arena, self.id(), memory == GraphMemory::Lent);
         let done = work();
         let ended = cuda.end_capture(done.is_ok());
         let graph = done.and_then(|()| {

@@ -25,7 +25,7 @@ pub use cuda::{DRIVER as CUDA_DRIVER, GpuInfo, gpus};
 pub use device::{Device, DeviceKind, Instrumentation, Profile};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};
-pub use graph::Graph;
+pub use graph::{Graph, GraphMemory};
 pub use half::{bf16, f16};
 pub use host_buffer::HostBuffer;
 pub use launch::{Arg, Launch, read, write};

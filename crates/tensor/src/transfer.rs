@@ -10,6 +10,28 @@ impl Stream {
         Ok(t)
     }
 
+    /// [`Stream::upload`] of values that are the same in every step. A graph being captured keeps them, so this is allowed
+    /// in a capture.
+    pub fn constant<T: Element>(&self, values: &[T], shape: &[usize], category: Category) -> Result<Tensor> {
+        let t = Tensor::empty(self, shape, T::DTYPE, category)?;
+        if !self.is_capturing() {
+            self.upload_into(&t, values)?;
+            return Ok(t);
+        }
+        if t.numel() != values.len() {
+            return shape_error("constant", format!("{} values into {t:?}", values.len()));
+        }
+        let args = [write(&t)];
+        self.launch("constant", &args, |l| match l.cuda {
+            None => Ok(()),
+            // SAFETY: the argument is declared as written, contiguous, and as long as the values.
+            Some(q) => unsafe {
+                q.shared_context().upload_constant(q, bytemuck::cast_slice(values), l.address(0)?)
+            },
+        })?;
+        Ok(t)
+    }
+
     /// Copies host values into a contiguous tensor.
     pub fn upload_into<T: Element>(&self, t: &Tensor, values: &[T]) -> Result<()> {
         if !t.is_contiguous() || t.numel() != values.len() {

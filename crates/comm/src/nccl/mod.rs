@@ -20,7 +20,7 @@ mod tests;
 
 use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
 use crate::control::{ControlTransport, Topic};
-use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::flight_recorder::{FlightRecorder, GRAPHS, OpRecord};
 use crate::host_cost::LibraryClock;
 use crate::launch_env::{LaunchEnv, Launcher};
 use crate::process::Process;
@@ -106,6 +106,8 @@ impl NcclJobBackend {
             });
             Error::Backend { call: "setting up NCCL".into(), what }
         })?;
+        let everyone: Vec<usize> = (0..process.control().size()).collect();
+        process.shared.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(GRAPHS, everyone);
         process.shared.watches_device.store(true, Ordering::Release);
         let comms = Arc::default();
         poll_errors(&comms, &process)?;
@@ -197,6 +199,10 @@ impl JobBackend for NcclJobBackend {
 
     fn failure(&self) -> Option<FailureReport> {
         self.process.failure()
+    }
+
+    fn only_enqueues(&self) -> bool {
+        !self.stream.device().is_race_checked()
     }
 
     fn flight_recorder(&self) -> &Arc<FlightRecorder> {

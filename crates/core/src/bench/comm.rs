@@ -141,7 +141,7 @@ impl<'a> CollectiveBench<'a> {
             OpKind::AllToAll => all.all_to_all(s, &self.whole, &self.other, LABEL)?,
             OpKind::Broadcast => all.broadcast(s, &self.whole, 0, LABEL)?,
             OpKind::Barrier => all.barrier(LABEL)?,
-            OpKind::SendRecv | OpKind::AllGatherBytes => {
+            OpKind::SendRecv | OpKind::AllGatherBytes | OpKind::Graph => {
                 let (next, last) = ((all.rank() + 1) % n, (all.rank() + n - 1) % n);
                 all.send_recv(s, &[(next, &self.whole)], &[(last, &self.other)], LABEL)?;
             }

@@ -1,7 +1,10 @@
 //! Validation of a configuration: every refusal is one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{Config, CudaGraphMode, Decay, MasterDtype, Packing, Precision, QuantRecipe, Recipe, Resolved};
+use super::{
+    Config, CudaGraphMode, Decay, DispatcherType, MasterDtype, Packing, Precision, QuantRecipe, Recipe,
+    Resolved,
+};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
 use crate::model::PipelineLayout;
@@ -15,8 +18,8 @@ impl Config {
     /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
     pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
         let p = &self.parallel;
-        if p.tp * p.cp * p.pp * p.dp * p.ep * p.etp.unwrap_or(1) > 1 {
-            Some("several ranks synchronize on the host in every step")
+        if p.pp > 1 {
+            Some("pipeline stages exchange activations on streams of their own")
         } else if self.dropout.hidden > 0.0 {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
@@ -25,10 +28,30 @@ impl Config {
             Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
-        } else if self.moe.experts.is_some() {
-            Some("with MoE layers, every step uploads which rows are tokens")
         } else if self.mtp.layers > 0 {
             Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
+        } else if self.moe.experts.is_some() {
+            self.moe_cuda_graph_blocker()
+        } else {
+            None
+        }
+    }
+
+    fn moe_cuda_graph_blocker(&self) -> Option<&'static str> {
+        let (m, p) = (&self.moe, &self.parallel);
+        let fixed_sizes =
+            m.dispatcher == DispatcherType::AllGather || m.pad_to_capacity && m.capacity_per_rank;
+        if m.jitter > 0.0 {
+            Some("with moe.jitter, launches depend on the number of the step")
+        } else if m.force_balance.is_some() {
+            Some("with moe.force_balance, launches depend on the number of the step")
+        } else if m.record.is_some() || m.replay.is_some() {
+            Some("recorded routing is copied from and to the host in every step")
+        } else if p.ep * p.etp.unwrap_or(1) > 1 && !fixed_sizes {
+            Some(
+                "the host reads how many tokens every expert gets; moe.pad_to_capacity with moe.capacity_per_rank, or \
+                 moe.dispatcher = \"all_gather\", fixes the sizes",
+            )
         } else {
             None
         }

@@ -43,6 +43,18 @@ impl Traffic {
         Traffic { groups: all.into_iter().filter(own).map(|(name, g)| (name, g.volume())).collect() }
     }
 
+    /// Adds it once more to the groups of a rank: what a replayed CUDA graph sends.
+    pub fn add_replayed(&self, rank: &Rank) {
+        for group in Group::ALL {
+            let sent = self.groups.iter().find(|(name, _)| *name == group.name());
+            let Some((_, volume)) = sent.filter(|(_, v)| *v != Volume::default()) else { continue };
+            match group.communicator(rank) {
+                Some(communicator) => communicator.add_replayed(volume),
+                None => rank.world.all().add_replayed(volume),
+            }
+        }
+    }
+
     /// Bytes sent since `earlier`.
     pub fn since(&self, earlier: &Traffic) -> Traffic {
         let pairs = self.groups.iter().zip(&earlier.groups);

@@ -195,10 +195,22 @@ impl Decoder {
         };
         let (ids, positions) = (upload(ids)?, upload(positions)?);
         let rows = ids.numel() / rank.tp.size();
-        let moe = self.config.moe.is_some();
-        let moe = moe.then(|| MoeInput::new(rank, &layout, &tokens, padding, self.moe_training.dispatcher));
+        let moe = self.moe_input(rank, &layout, &tokens, padding)?;
         let layout = tokens.layout().clone();
-        Ok(Input { ids, positions, layout, tokens, rows, moe: moe.transpose()?, mtp: Vec::new() })
+        Ok(Input { ids, positions, layout, tokens, rows, moe, mtp: Vec::new() })
+    }
+
+    /// What MoE layers need to know of a micro-batch; none in a dense model. Collective over a pipeline stage.
+    pub(crate) fn moe_input(
+        &self,
+        rank: &Rank,
+        layout: &Layout,
+        tokens: &Tokens,
+        padding: Option<&[bool]>,
+    ) -> Result<Option<MoeInput>> {
+        let moe = self.config.moe.is_some();
+        let input = || MoeInput::new(rank, layout, tokens, padding, self.moe_training.dispatcher);
+        moe.then(input).transpose()
     }
 
     /// Rejects ids outside the vocabulary, positions past the model's, and lengths that differ.

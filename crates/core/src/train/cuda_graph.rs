@@ -3,6 +3,11 @@
 //! A small model's step is hundreds of launches that take the host longer than the GPU takes to run them. A replay runs
 //! the same kernels on the same values, so its results are bit-identical. Everything that changes from step to step is
 //! in the memory that [`GraphInputs`] fills; a step that would need other launches runs eagerly.
+//!
+//! Over ranks the graph holds the collectives too, which NCCL can capture. All ranks must then replay the same steps: a
+//! rank that launched its collectives while another replays them would wait for ever. So everything that decides is the
+//! same on all ranks: the shape of the step, the mean of their launch times, whether every rank could capture, and memory
+//! that nobody else uses.
 
 mod policy;
 
@@ -14,11 +19,13 @@ use super::graph_inputs::GraphInputs;
 use super::model_state::ModelState;
 use super::step_runner::StepRunner;
 use super::trainer::LaunchedStep;
-use crate::Result;
 use crate::config::{Config, CudaGraphMode};
+use crate::cost::Traffic;
 use crate::optimizer::{Optimizer, StepRates, outcome};
+use crate::{Error, Result};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::{Category, DType, Event, Graph, Stream, Tensor};
+use ferrotron_engine::moe::MoeCounters;
+use ferrotron_tensor::{Category, DType, Event, Graph, GraphMemory, Stream, Tensor};
 use policy::{GraphPolicy, LaunchMode};
 
 /// The hook that replaces the launches of a step by a replay.
@@ -34,6 +41,12 @@ struct CapturedStep {
     inputs: GraphInputs,
     /// f32 `[outcome::COUNT + micro-batches]`: the optimizer's outcome, then the loss of each micro-batch.
     results: Tensor,
+    /// The counters of MoE layers.
+    moe_counters: Option<MoeCounters>,
+    /// What its collectives send.
+    sent: Traffic,
+    /// Its communicators, dropped after the graph: NCCL does not destroy one while a graph holds its collectives.
+    rank: Rank,
 }
 
 impl CudaGraph {
@@ -65,8 +78,13 @@ impl CudaGraph {
         self.policy.timer(s)
     }
 
-    pub(super) fn finish_timer(&mut self, timer: &StepTimer, done: &Event) -> Result<()> {
-        self.policy.finish_timer(timer, done)
+    pub(super) fn finish_timer(
+        &mut self,
+        timer: &StepTimer,
+        done: &Event,
+        mean: impl FnOnce([f64; 2]) -> Result<[f64; 2]>,
+    ) -> Result<()> {
+        self.policy.finish_timer(timer, done, mean)
     }
 
     /// Replays a step, capturing it first if it is time to; nothing if the step is to be launched eagerly.
@@ -81,69 +99,101 @@ impl CudaGraph {
         let shape = StepShape::of(&batch.micro_batches, batch.seq);
         let (captured, is_idle) =
             self.captured.as_ref().map_or((None, false), |c| (Some(c.shape), c.graph.is_ready()));
-        match (self.policy.next(shape, captured, is_idle), shape) {
-            (LaunchMode::Capture, Some(shape)) => {
-                // Frees the memory of a graph of another shape before the capture allocates its own.
-                self.captured = None;
-                match CapturedStep::capture(rank, model, optimizer, runner, shape) {
-                    Ok(step) => self.captured = Some(step),
-                    Err(e) => return self.policy.capture_failed(e).map(|()| None),
-                }
+        let mode = self.policy.next(shape, captured, is_idle);
+        if mode == LaunchMode::Eager {
+            return Ok(None);
+        }
+        // A graph waits for no event of other streams: all weights are there before it starts.
+        model.params.wait_params(rank)?;
+        if let (LaunchMode::Capture, Some(shape)) = (mode, shape) {
+            // Frees the memory of a graph of another shape before the capture allocates its own.
+            self.captured = None;
+            let captured = CapturedStep::capture(rank, (model, optimizer, runner), shape, batch);
+            match agreed(rank, captured)? {
+                Ok(step) => self.captured = Some(step),
+                Err(e) => return self.policy.capture_failed(e).map(|()| None),
             }
-            (LaunchMode::Replay, _) => {}
-            _ => return Ok(None),
         }
         let Some(step) = &self.captured else { return Ok(None) };
-        let launched = step.replay(rank, model, optimizer, batch, rates)?;
+        let launched = step.replay(model, optimizer, batch, rates)?;
+        if mode == LaunchMode::Replay {
+            step.sent.add_replayed(rank);
+        }
         self.policy.replayed += 1;
         Ok(Some(launched))
     }
 }
 
+/// The captured step, if every rank has captured its own: all of them replay, or none.
+fn agreed(rank: &Rank, captured: Result<CapturedStep>) -> Result<Result<CapturedStep>> {
+    if rank.world.size() == 1 {
+        return Ok(captured);
+    }
+    let mine = captured.as_ref().err().map_or(String::new(), |e| e.to_string());
+    let all = rank.world.all().all_gather_bytes(mine.as_bytes(), "captured")?;
+    let failed = all.iter().enumerate().find(|(_, error)| !error.is_empty());
+    Ok(match (captured, failed) {
+        (Ok(_), Some((r, error))) => Err(Error::Invalid(format!(
+            "rank {r} cannot capture the step: {}",
+            String::from_utf8_lossy(error)
+        ))),
+        (captured, _) => captured,
+    })
+}
+
 impl CapturedStep {
     fn capture(
         rank: &Rank,
-        model: &mut ModelState,
-        optimizer: &Optimizer,
-        runner: &mut StepRunner,
+        (model, optimizer, runner): (&mut ModelState, &Optimizer, &mut StepRunner),
         shape: StepShape,
+        batch: &GlobalBatch,
     ) -> Result<CapturedStep> {
+        // A graph holds the work of one stream: collectives run on the compute stream, with the same results.
+        let rank = Rank { overlap: false, ..rank.clone() };
         let s = &rank.compute;
-        let inputs = GraphInputs::new(rank, shape)?;
+        let before = Traffic::of(&rank);
+        let inputs = GraphInputs::new(&rank, shape)?.with_moe(&rank, &model.decoder, batch)?;
         let words = outcome::COUNT + shape.micro_batches;
         let results = Tensor::empty(s, &[words], DType::F32, Category::Workspace)?;
-        let graph = s.capture(|| -> Result<()> {
+        let moe_counters = model.step_state.moe().map(|moe| moe.empty_counters(s)).transpose()?;
+        // Ranks must replay together, so that a replay must not depend on what else a rank does with the memory.
+        let memory = if rank.world.size() == 1 { GraphMemory::Lent } else { GraphMemory::Reserved };
+        let graph = s.capture_with(memory, || -> Result<()> {
             s.copy(&inputs.scalars()?, optimizer.scalars())?;
             let load = &mut |rank: &Rank, _: &_, i| inputs.micro_batch(rank, i);
             let passes =
-                runner.forward_backward(rank, model, optimizer.loss_scale(), shape.micro_batches, load)?;
-            let outcome = optimizer.apply(rank, &model.params, &model.step_state, &model.grads)?;
+                runner.forward_backward(&rank, model, optimizer.loss_scale(), shape.micro_batches, load)?;
+            let outcome = optimizer.apply(&rank, &model.params, &model.step_state, &model.grads)?;
             s.copy(&outcome, &results.narrow(0, 0, outcome::COUNT)?)?;
             for (i, loss) in passes.losses.iter().enumerate() {
                 s.copy(loss, &results.narrow(0, outcome::COUNT + i, 1)?)?;
             }
+            if let (Some(from), Some(to)) = (&passes.moe_counters, &moe_counters) {
+                from.copy_to(s, to)?;
+            }
             Ok(())
         })?;
-        Ok(CapturedStep { shape, graph, inputs, results })
+        let sent = Traffic::of(&rank).since(&before);
+        Ok(CapturedStep { shape, graph, inputs, results, moe_counters, sent, rank })
     }
 
     fn replay(
         &self,
-        rank: &Rank,
         model: &ModelState,
         optimizer: &Optimizer,
         batch: &GlobalBatch,
         rates: StepRates,
     ) -> Result<LaunchedStep> {
-        let s = &rank.compute;
+        let (rank, s) = (&self.rank, &self.rank.compute);
         let scalars = optimizer.scalar_values(rates);
         self.inputs.fill(rank, &model.decoder, &batch.micro_batches, batch.label_weights[0], &scalars)?;
-        self.graph.replay()?;
+        rank.world.replay(s, || self.graph.replay())?;
         // Copied, because the next replay overwrites them.
         let out = Tensor::empty(s, self.results.shape(), DType::F32, Category::Workspace)?;
         s.copy(&self.results, &out)?;
         let loss = |i: usize| Ok(out.narrow(0, outcome::COUNT + i, 1)?);
         let losses = (0..self.shape.micro_batches).map(loss).collect::<Result<_>>()?;
-        Ok(LaunchedStep { losses, outcome: out.narrow(0, 0, outcome::COUNT)?, moe_counters: None })
+        let moe_counters = self.moe_counters.as_ref().map(|c| c.copied(s)).transpose()?;
+        Ok(LaunchedStep { losses, outcome: out.narrow(0, 0, outcome::COUNT)?, moe_counters })
     }
 }

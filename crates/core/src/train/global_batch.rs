@@ -74,12 +74,12 @@ impl GlobalBatch {
     }
 
     /// Index in the step of the first token of micro-batch `i`.
-    fn first_token(&self, i: usize) -> u64 {
+    pub(super) fn first_token(&self, i: usize) -> u64 {
         (i as u64 * self.dp_size + self.dp_rank) * self.micro * self.seq as u64
     }
 
     /// Weight of a micro-batch in means over the step.
-    fn micro_batch_share(&self) -> f32 {
+    pub(super) fn micro_batch_share(&self) -> f32 {
         1.0 / (self.micro_batches.len() as u64 * self.dp_size).max(1) as f32
     }
 

@@ -70,7 +70,7 @@ pub fn upload_targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32)
 }
 
 /// i32 `[rows]`: index in the step of each token whose row this rank holds; the micro-batch starts at index `first`.
-fn token_indices(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
+pub(super) fn token_indices(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
     let n = tokens.rows().len() / rank.tp.size();
     let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
     let indices: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();

@@ -231,6 +231,13 @@ impl StepRunner {
         Ok(s.download::<f64>(&t)?)
     }
 
+    /// The mean over all ranks.
+    pub(super) fn mean_of_ranks<const N: usize>(&self, rank: &Rank, mine: [f64; N]) -> Result<[f64; N]> {
+        let ranks = rank.world.size() as f64;
+        let sums = self.all_reduce(&rank.world.all(), mine.to_vec(), "mean of all ranks")?;
+        Ok(std::array::from_fn(|i| sums[i] / ranks))
+    }
+
     /// Sums numbers that the last pipeline stage has over all data- and context-parallel ranks; every rank gets them.
     ///
     /// Not on the groups of those ranks: NCCL runs the operations of a communicator one after another, whatever their streams,

@@ -170,7 +170,7 @@ fn received_map(p: &StepContext, layout: ExpertLayout, counts: &[usize]) -> Resu
     let (own, n) = (layout.experts[1], counts.iter().sum());
     let ids: Vec<i32> =
         counts.iter().enumerate().flat_map(|(i, c)| std::iter::repeat_n((i % own) as i32, *c)).collect();
-    let ids = p.rank.compute.upload(&ids, &[n, 1], Category::Activations)?;
+    let ids = p.rank.compute.constant(&ids, &[n, 1], Category::Activations)?;
     let map = layout.map(p, [n, 1], own, layout.align)?;
     p.rank.kernels.sort_by_expert(&p.rank.compute, &ids, 0, layout.align, &map)?;
     Ok(map)
@@ -184,6 +184,6 @@ fn padded_index(p: &StepContext, index: &Tensor, experts: usize) -> Result<Tenso
     let all = p.rank.activation(&[t + more, k], DType::I32)?;
     s.copy(index, &all.narrow(0, 0, t)?)?;
     let ids: Vec<i32> = (0..more * k).map(|e| if e < experts { e as i32 } else { -1 }).collect();
-    s.copy(&s.upload(&ids, &[more, k], Category::Workspace)?, &all.narrow(0, t, more)?)?;
+    s.copy(&s.constant(&ids, &[more, k], Category::Workspace)?, &all.narrow(0, t, more)?)?;
     Ok(all)
 }

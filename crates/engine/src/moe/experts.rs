@@ -418,7 +418,7 @@ impl Experts {
         rows.grouped_gemm(p.rank, &w, segments, how, &dx)?;
         if let Some(bias) = self.bias(p, self.up_bias, self.inner())? {
             let sums = Tensor::empty(s, &[self.count, self.inner()], DType::F32, Category::Workspace)?;
-            let ones = s.upload(&vec![1f32; n], &[n], Category::Workspace)?;
+            let ones = s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
             let b = GroupedBias { segments, bias: &bias, weights: &ones };
             k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());

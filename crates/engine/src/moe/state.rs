@@ -64,7 +64,38 @@ pub struct MoeCounters {
     pub dropped: Tensor,
 }
 
+impl MoeCounters {
+    fn all(&self) -> [&Tensor; 4] {
+        [&self.tokens_per_expert, &self.losses, &self.z, &self.dropped]
+    }
+
+    /// Copies them to others of the same layers.
+    pub fn copy_to(&self, s: &Stream, to: &MoeCounters) -> Result<()> {
+        self.all().into_iter().zip(to.all()).try_for_each(|(from, to)| s.copy(from, to))
+    }
+
+    /// A copy in new memory.
+    pub fn copied(&self, s: &Stream) -> Result<MoeCounters> {
+        let [tokens_per_expert, losses, z, dropped] = self.all().map(|t| copy(s, t));
+        Ok(MoeCounters { tokens_per_expert: tokens_per_expert?, losses: losses?, z: z?, dropped: dropped? })
+    }
+}
+
 impl MoeState {
+    /// Memory for the counters of a step.
+    pub fn empty_counters(&self, s: &Stream) -> Result<MoeCounters> {
+        self.counters(|t| Tensor::empty(s, t.shape(), t.dtype(), Category::Communication))
+    }
+
+    fn counters(&self, make: impl Fn(&Tensor) -> Result<Tensor>) -> Result<MoeCounters> {
+        Ok(MoeCounters {
+            tokens_per_expert: make(&self.tokens_per_expert)?,
+            losses: make(&self.losses)?,
+            z: make(&self.z)?,
+            dropped: make(&self.dropped)?,
+        })
+    }
+
     /// State for the declared layers; None where there are none.
     pub(crate) fn new(s: &Stream, specs: Vec<MoeLayerSpec>) -> Result<Option<MoeState>> {
         let Some(e) = specs.iter().map(|m| m.experts).max() else { return Ok(None) };
@@ -120,14 +151,8 @@ impl MoeState {
     /// Ends a step: updates expert biases and quantiles from the counters of all ranks. Collective over a pipeline stage.
     pub fn end_step(&self, rank: &Rank, micro_batches: usize, how: &MoeTraining) -> Result<MoeCounters> {
         let (s, k) = (&rank.compute, &rank.kernels);
-        let counters = MoeCounters {
-            tokens_per_expert: copy(s, &self.tokens_per_expert)?,
-            losses: copy(s, &self.losses)?,
-            z: copy(s, &self.z)?,
-            dropped: copy(s, &self.dropped)?,
-        };
-        let all = [&counters.tokens_per_expert, &counters.losses, &counters.z, &counters.dropped];
-        let all = all.map(|t| (t, "tokens per expert"));
+        let counters = self.counters(|t| copy(s, t))?;
+        let all = counters.all().map(|t| (t, "tokens per expert"));
         rank.tp_dp_cp_group.all_reduce_coalesced(s, &all, ReduceOp::Sum)?;
         let used = copy(s, &counters.tokens_per_expert)?;
         for (i, spec) in self.specs.iter().enumerate() {

@@ -227,7 +227,7 @@ impl GemmOperand {
                 k.fp8_grouped_gemm(s, &Fp8GroupedGemm { x, w, segments, y, fast, name: product.grouped() })?;
                 let Some(bias) = bias else { return Ok(()) };
                 let n = y.shape()[0];
-                let weights = &s.upload(&vec![1f32; n], &[n], Category::Workspace)?;
+                let weights = &s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
                 k.grouped_bias(s, &GroupedBias { segments, bias, weights }, y)
             }
             _ => shape_error(product.grouped(), "one operand is FP8 and the other is not"),

@@ -1,5 +1,6 @@
 //! CUDA graphs: the work of a stream, captured once and launched as a whole.
 
+use super::memory::PinnedMemory;
 use super::{CudaContext, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys::{self, CUresult};
@@ -11,6 +12,8 @@ pub(crate) struct GraphExec {
     raw: sys::CUgraphExec,
     /// Number of kernels, copies and memsets.
     pub(crate) nodes: usize,
+    /// Host memory that it reads.
+    _constants: Vec<PinnedMemory>,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -34,6 +37,7 @@ impl CudaStream {
     pub(crate) fn end_capture(&self, keep: bool) -> Result<Option<GraphExec>> {
         const OP: &str = "end graph capture";
         self.set_capturing(false);
+        let constants = std::mem::take(&mut *self.constants());
         self.context().enter()?;
         let (mut graph, mut raw, mut nodes) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
         // SAFETY: a live stream and out-pointers to locals; the graph is destroyed once, after its last use.
@@ -56,7 +60,7 @@ impl CudaStream {
             return Ok(None);
         }
         check(OP, status)?;
-        Ok(Some(GraphExec { context: self.shared_context().clone(), raw, nodes }))
+        Ok(Some(GraphExec { context: self.shared_context().clone(), raw, nodes, _constants: constants }))
     }
 
     /// Launches the graph on this stream.

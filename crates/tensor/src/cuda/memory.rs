@@ -171,6 +171,30 @@ impl CudaContext {
         Ok(())
     }
 
+    /// [`CudaContext::upload`] of values that never change: a graph being captured keeps them and copies them at every
+    /// launch.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of that length by work on `cuda`.
+    pub(crate) unsafe fn upload_constant(
+        self: &Arc<Self>,
+        cuda: &CudaStream,
+        from: &[u8],
+        to: u64,
+    ) -> Result<()> {
+        if !cuda.is_capturing() || from.is_empty() {
+            // SAFETY: guaranteed by the caller.
+            return unsafe { self.upload(cuda, from, to) };
+        }
+        let mut host = PinnedMemory::new(self, from.len())?;
+        host.bytes_mut().copy_from_slice(from);
+        // SAFETY: the caller guarantees the device side; the graph keeps the host side.
+        let status = unsafe { sys::cuMemcpyHtoDAsync_v2(to, host.host as _, from.len(), cuda.raw()) };
+        check("copy host to device", status)?;
+        cuda.constants().push(host);
+        Ok(())
+    }
+
     /// Copies device memory to the host and blocks until it is there.
     ///
     /// # Safety

@@ -1,10 +1,11 @@
 //! CUDA streams and events.
 
+use super::memory::PinnedMemory;
 use super::{CudaContext, check};
 use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Which stream's kernels start first.
@@ -20,6 +21,8 @@ pub(crate) struct CudaStream {
     raw: sys::CUstream,
     /// True while its work is captured into a graph instead of run.
     capturing: AtomicBool,
+    /// Host memory that the graph being captured reads at every launch.
+    constants: Mutex<Vec<PinnedMemory>>,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -43,15 +46,25 @@ impl CudaStream {
             };
             check("create stream", sys::cuStreamCreateWithPriority(&mut raw, flags, number))?;
         }
-        Ok(CudaStream { context: context.clone(), raw, capturing: AtomicBool::new(false) })
+        Ok(CudaStream {
+            context: context.clone(),
+            raw,
+            capturing: AtomicBool::new(false),
+            constants: Mutex::default(),
+        })
     }
 
     pub(crate) fn context(&self) -> &CudaContext {
         &self.context
     }
 
-    pub(super) fn shared_context(&self) -> &Arc<CudaContext> {
+    pub(crate) fn shared_context(&self) -> &Arc<CudaContext> {
         &self.context
+    }
+
+    /// Host memory that the graph being captured reads at every launch.
+    pub(super) fn constants(&self) -> MutexGuard<'_, Vec<PinnedMemory>> {
+        self.constants.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn set_capturing(&self, on: bool) {

@@ -30,6 +30,7 @@ impl StepShape {
         let tokens = batches.first()?.tokens.len();
         let alike = |b: &Batch| {
             b.cu_seqlens.is_none()
+                && b.padding.is_none()
                 && [&b.tokens, &b.labels, &b.positions].iter().all(|list| list.len() == tokens)
         };
         let full_rows = seq > 0 && tokens > 0 && tokens.is_multiple_of(seq);
@@ -95,8 +96,8 @@ impl GraphPolicy {
     pub(super) fn new(c: &Config, rank: &Rank) -> Result<GraphPolicy> {
         let blocker = if rank.device().gpu().is_none() {
             Some("the CPU launches nothing")
-        } else if rank.world.size() > 1 {
-            Some("several ranks synchronise on the host in every step")
+        } else if rank.world.size() > 1 && !rank.world.only_enqueues() {
+            Some("ranks that communicate without NCCL wait for each other on the host")
         } else if rank.device().is_instrumented() {
             Some("instrumentation observes every launch")
         } else {
@@ -159,9 +160,18 @@ impl GraphPolicy {
         Ok(Some(StepTimer { shape, device_start, host_start, host: Duration::ZERO }))
     }
 
-    /// Records the times of a step that the device finished at `done`.
-    pub(super) fn finish_timer(&mut self, timer: &StepTimer, done: &Event) -> Result<()> {
-        self.record_times(timer.shape, timer.host, done.since(&timer.device_start)?);
+    /// Records the times of a step that the device finished at `done`. `mean` gives the mean over all ranks: they all
+    /// decide the same.
+    pub(super) fn finish_timer(
+        &mut self,
+        timer: &StepTimer,
+        done: &Event,
+        mean: impl FnOnce([f64; 2]) -> Result<[f64; 2]>,
+    ) -> Result<()> {
+        let device = done.since(&timer.device_start)?;
+        let times = mean([timer.host, device].map(|t| t.as_secs_f64()))?;
+        let [host, device] = times.map(|t| Duration::try_from_secs_f64(t).unwrap_or_default());
+        self.record_times(timer.shape, host, device);
         Ok(())
     }
 

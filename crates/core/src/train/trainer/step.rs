@@ -183,7 +183,9 @@ impl Trainer {
         }
         self.hooks.moe_metrics.read(s, &self.model, launched.moe_counters.as_ref())?;
         if let Some(timer) = &timer {
-            self.hooks.cuda_graph.finish_timer(timer, &done)?;
+            self.hooks
+                .cuda_graph
+                .finish_timer(timer, &done, |times| self.runner.mean_of_ranks(rank, times))?;
         }
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;

@@ -12,7 +12,7 @@ impl ContextParallel<'_> {
     /// Reorders rows `[n, width]`: row i of the result is row `order[i]`.
     pub(super) fn reordered(&self, rows: &Tensor, order: &[i32]) -> Result<Tensor> {
         let (rank, n) = (self.rank, rows.shape()[0]);
-        let order = rank.compute.upload(order, &[order.len()], Category::Activations)?;
+        let order = rank.compute.constant(order, &[order.len()], Category::Activations)?;
         let out = rank.activation(rows.shape(), rows.dtype())?;
         // Row gathering is an embedding lookup.
         rank.kernels.embedding_forward(
