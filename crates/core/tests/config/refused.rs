@@ -63,7 +63,12 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ),
         ("data.packing = true", "data.packing"),
         ("data.pack_sequences = true", "data.packing"),
-        ("train.cuda_graph = \"on\"\nparallel.dp = 2", "several ranks"),
+        ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
+        (
+            "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
+            "moe.pad_to_capacity",
+        ),
+        ("train.cuda_graph = \"on\"\nmoe.experts = 4\nmoe.jitter = 0.1", "with moe.jitter"),
         ("train.cuda_graph = \"maybe\"", "expected one of \"auto\", \"on\", \"off\", found \"maybe\""),
         ("generate.tokens = 256", "ask for fewer"),
         ("generate.top_p = 0", "at most 1"),

@@ -123,7 +123,7 @@ impl Trainer {
             Some(launched) => launched,
             None => {
                 timer = if is_usual { self.hooks.cuda_graph.timer(&self.rank.compute)? } else { None };
-                let launched = self.launch_eagerly(&batch, rates)?;
+                let launched = self.launch_eagerly(&batch, rates, timer.as_mut())?;
                 timer.iter_mut().for_each(StepTimer::launched);
                 launched
             }
@@ -147,7 +147,12 @@ impl Trainer {
     }
 
     /// Launches the kernels of a step one by one: all forward and backward passes, then the optimizer.
-    fn launch_eagerly(&mut self, batch: &GlobalBatch, rates: StepRates) -> Result<LaunchedStep> {
+    fn launch_eagerly(
+        &mut self,
+        batch: &GlobalBatch,
+        rates: StepRates,
+        mut timer: Option<&mut StepTimer>,
+    ) -> Result<LaunchedStep> {
         let (rank, model, optimizer) = (&self.rank, &mut self.model, &self.optimizer);
         let at = StepSeed { step: self.runner.progress.step, dropout: self.runner.dropout };
         self.hooks.routing.begin(rank, &model.step_state, at.step + 1, &|| batch.local_tokens())?;
@@ -156,7 +161,10 @@ impl Trainer {
             model,
             optimizer.loss_scale(),
             batch.micro_batches.len(),
-            &mut |rank, decoder, i| batch.upload(rank, decoder, i, at),
+            &mut |rank, decoder, i| {
+                timer.iter_mut().for_each(|t| t.micro_batch(i));
+                batch.upload(rank, decoder, i, at)
+            },
         )?;
         self.hooks.routing.end(rank, &model.step_state, at.step + 1)?;
         self.staged.take().map_or(Ok(()), |copied| rank.compute.wait(&copied))?;
