@@ -58,6 +58,11 @@ pub(crate) trait JobBackend: Send + Sync {
     /// that rank does not respond.
     fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>>;
 
+    /// The rank that forwards control messages between the others, if it does not respond. Must not block for long.
+    fn silent_relay(&self) -> Option<usize> {
+        None
+    }
+
     /// What communication has cost this rank's host; nothing between threads.
     fn host_cost(&self) -> HostCost {
         HostCost::default()

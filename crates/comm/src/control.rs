@@ -71,6 +71,11 @@ pub(crate) trait ControlTransport: Send + Sync {
     /// messages went through that rank and it has exited. The job is over then.
     fn broken(&self) -> Option<(usize, Option<String>)>;
 
+    /// The rank that forwards messages between the others: without it nothing is heard of anybody.
+    fn relay(&self) -> Option<usize> {
+        None
+    }
+
     /// Number of frames sent to other ranks so far, with those forwarded for others.
     fn frames(&self) -> u64;
 

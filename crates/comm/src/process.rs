@@ -110,6 +110,13 @@ impl Process {
         }
     }
 
+    /// The rank that forwards messages between the others, if it does not respond.
+    pub(crate) fn silent_relay(&self) -> Option<usize> {
+        let relay = self.control().relay()?;
+        let state = self.shared.ask(&[relay], ANSWER_TIMEOUT).pop();
+        matches!(state, Some(RankState::Silent(_))).then_some(relay)
+    }
+
     /// Waits until `ready` returns a value. `missing` lists the ranks it waits for, as (rank in the group, rank in
     /// the job).
     pub(crate) fn wait<T>(

@@ -67,6 +67,9 @@ fn explain(
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
             if ended.is_empty() {
+                // Ranks that wait for each other's messages do so because nobody forwards them.
+                let relay = job_backend.silent_relay().filter(|r| !missing.contains(r));
+                let missing = relay.map_or(missing, |r| vec![r]);
                 let missing: Vec<_> = missing.into_iter().map(|r| (r, job_backend.last_ops(r))).collect();
                 if let Some(FailureReport { rank: by, reason, .. }) = reported_cause(job_backend, &missing) {
                     return Error::Abandoned { rank, call: call.to_string(), by, reason };

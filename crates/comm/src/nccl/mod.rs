@@ -213,6 +213,10 @@ impl JobBackend for NcclJobBackend {
         self.process.last_ops(rank)
     }
 
+    fn silent_relay(&self) -> Option<usize> {
+        self.process.silent_relay()
+    }
+
     fn host_cost(&self) -> HostCost {
         HostCost { frames: self.process.control().frames(), library: self.clock.read() }
     }

@@ -135,6 +135,10 @@ impl JobBackend for ShmJobBackend {
         self.process.last_ops(rank)
     }
 
+    fn silent_relay(&self) -> Option<usize> {
+        self.process.silent_relay()
+    }
+
     fn host_cost(&self) -> HostCost {
         HostCost { frames: self.process.control().frames(), ..HostCost::default() }
     }

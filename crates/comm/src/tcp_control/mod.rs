@@ -140,6 +140,10 @@ impl ControlTransport for TcpControl {
         inbox.broken.clone().map(|(rank, what)| (rank, Some(what))).or(lost)
     }
 
+    fn relay(&self) -> Option<usize> {
+        (self.rank != 0).then_some(0)
+    }
+
     fn frames(&self) -> u64 {
         self.connections.frames.load(Relaxed)
     }

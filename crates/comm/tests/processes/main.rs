@@ -143,6 +143,25 @@ fn worker() {
             }
             ends(all.barrier("never"));
         }
+        "rank 0 stopped" => {
+            all.barrier("before").unwrap();
+            if rank == 0 {
+                signal("-STOP");
+                std::thread::sleep(TIMEOUT + END);
+            }
+            if rank == 1 {
+                ends(all.barrier("never"));
+            }
+            // Messages between two other ranks are announced through rank 0.
+            let [mine, theirs] = [0, 1].map(|_| s.zeros(&[4], DType::F32, Category::Communication).unwrap());
+            let start = Instant::now();
+            while start.elapsed() < TIMEOUT + END {
+                let peer = 5 - rank;
+                if let Err(error) = all.send_recv(&s, &[(peer, &mine)], &[(peer, &theirs)], "ring") {
+                    ends(Err(error));
+                }
+            }
+        }
         "stopped in a transfer" => {
             // Rank 1 agrees to the call and stops before it has sent everything.
             let t = s.zeros(&[64 << 20], DType::U8, Category::Communication).unwrap();

@@ -110,6 +110,15 @@ fn a_stopped_rank_is_named_on_every_other() {
 }
 
 #[test]
+fn rank_0_stopped_is_named_by_ranks_that_wait_for_each_other() {
+    let o = bad("rank 0 stopped", Some(0));
+    for rank in [1, 2, 3] {
+        let waited = format!("rank {rank} waited");
+        assert!(o.says(rank, &["ferrotron: stalled", &waited, "for rank 0 (it completed"]), "{}", o.text);
+    }
+}
+
+#[test]
 fn a_rank_stopped_in_a_transfer_is_named_on_every_other() {
     let o = bad("stopped in a transfer", Some(1));
     for rank in [0, 2, 3] {
