@@ -1,7 +1,7 @@
 //! Checkpoints that cannot be written, and runs that fail.
 
-use super::support::{Finished, binary, recipe, wait};
-use super::{of_kind, train};
+use super::support::{Finished, assert_one_sentence_error, binary, ferrotron, recipe, run, wait};
+use super::{of_kind, train, wait_for_steps};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -67,4 +67,32 @@ fn a_failed_save_stops_the_run_if_the_recipe_says_so() {
     assert!((2..6).contains(&steps), "{steps}");
     assert_eq!(of_kind(&out, "run_end")[0]["ending"], "failed");
     assert_eq!(std::fs::read_dir(out.join("checkpoints")).unwrap().count(), 1, "only the lock");
+}
+
+#[test]
+fn data_truncated_under_a_run_ends_it_with_its_steps_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let text: String = (0..200_000u64).map(|i| char::from(b'a' + (i * i % 23) as u8)).collect();
+    std::fs::write(at("text.txt"), text).unwrap();
+    let (data, out) = (at("data"), at("run"));
+    let [input, prefix] = [at("text.txt"), data.clone()].map(|p| p.to_str().unwrap().to_string());
+    let build = ["data", "build", &input, "--output", &prefix].map(String::from);
+    assert_eq!(run(&build).code, Some(0));
+    let args = train(&recipe(dir.path(), 1_000_000, ""), &out, &["--data", &prefix]);
+    let child = ferrotron(&args).spawn().unwrap();
+    wait_for_steps(&out, 5);
+    let bin = std::fs::OpenOptions::new().write(true).open(data.with_extension("bin")).unwrap();
+    bin.set_len(1000).unwrap();
+    let ended = wait(child);
+    assert_one_sentence_error(&ended, "truncated data");
+    assert!(ended.err.contains("data.bin: has 1000 bytes, but had "), "{}", ended.err);
+    let steps = of_kind(&out, "step").len();
+    assert!(
+        steps >= 5 && out.join(format!("checkpoints/step-{steps:08}/manifest.json")).is_file(),
+        "{steps}"
+    );
+    let end = &of_kind(&out, "run_end")[0];
+    assert_eq!((&end["ending"], &end["step"]), (&"failed".into(), &steps.into()));
+    assert!(end["reason"].as_str().unwrap().contains("truncated while in use"), "{end}");
 }
