@@ -16,6 +16,8 @@ pub mod grad_scaler;
 mod grouped_gemm;
 mod load_balancing;
 pub mod moments;
+mod muon;
+mod newton_schulz;
 mod norm;
 mod normal;
 mod optimizer;
@@ -42,9 +44,16 @@ pub use grouped_gemm::bias::GroupedBias;
 pub use grouped_gemm::fp8::{Fp8GroupedGemm, Fp8GroupedWgrad};
 pub use grouped_gemm::{GroupedGemm, GroupedGemmKernels, GroupedWgrad, Segments};
 pub use load_balancing::{AuxLoss, AuxLossWeights, LoadBalancingKernels, ZLossBackward};
+pub use muon::{
+    AdaptiveScale, ApplyUpdate, MomentumUpdate, MuonKernels, MuonMomentum, WeightDecay, normuon_lines,
+};
+pub use newton_schulz::{
+    CoefficientSet, Coefficients, GramSide, NewtonSchulz, ScaleMode, SumOverRanks, newton_schulz,
+    newton_schulz_cost,
+};
 pub use norm::{Norm, NormBackward, NormForward, NormKernels, ResidualAdd};
 pub use optimizer::{
-    Adam, Fp8DataOut, Fp8WeightOut, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter,
+    Adam, Fp8DataOut, Fp8WeightOut, Lion, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter,
     scalars, scaler,
 };
 pub use permutation::{PermutationKernels, RowMap};
@@ -72,6 +81,7 @@ pub trait Kernels:
     + EmbeddingKernels
     + CrossEntropyKernels
     + OptimizerKernels
+    + MuonKernels
     + ElementwiseKernels
     + QuantKernels
     + RouterKernels

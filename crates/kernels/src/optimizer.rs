@@ -112,6 +112,15 @@ pub struct Sgd {
     pub nesterov: bool,
 }
 
+/// Hyperparameters of Lion.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Lion {
+    /// Weight of the momentum in the update.
+    pub beta1: f32,
+    /// Decay of the momentum.
+    pub beta2: f32,
+}
+
 /// Storage of a moment.
 #[derive(Clone, Copy)]
 pub struct Moment<'a> {
@@ -145,7 +154,7 @@ pub struct ParamUpdate<'a> {
     pub weight: Option<&'a Tensor>,
     /// f32 gradient.
     pub grad: &'a Tensor,
-    /// First moment (Adam) or momentum (SGD).
+    /// First moment (Adam) or momentum (SGD, Lion).
     pub first: Moment<'a>,
     /// Second moment (Adam), stored like the first.
     pub second: Option<Moment<'a>>,
@@ -185,6 +194,9 @@ pub trait OptimizerKernels {
 
     /// One SGD step with momentum.
     fn sgd(&self, s: &Stream, sgd: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()>;
+
+    /// One Lion step: `p −= lr·(sign(β1·m + (1−β1)·g) + wd·p)`, then `m = β2·m + (1−β2)·g`.
+    fn lion(&self, s: &Stream, lion: Lion, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()>;
 
     /// Writes the global L2 norm of f32 gradients into `scalars[GRAD_NORM]` and the clipping factor
     /// `min(1, max_norm/(norm + 1e-6))` into `scalars[CLIP]` (1 without `max_norm`).
@@ -286,7 +298,7 @@ pub(crate) fn check_update(op: &'static str, u: &ParamUpdate, two: bool) -> Resu
         check_moment(op, second, u.grad)?;
     }
     if u.second.is_some() != two || u.second.is_some_and(|m| m.values.dtype() != u.first.values.dtype()) {
-        return shape_error(op, "Adam needs two moments of one type, SGD one momentum");
+        return shape_error(op, "Adam needs two moments of one type, SGD and Lion one momentum");
     }
     let Some(fp8) = &u.fp8 else { return Ok(()) };
     if !two {

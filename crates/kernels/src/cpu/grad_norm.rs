@@ -85,7 +85,8 @@ fn fold(lanes: [f64; LANES]) -> f64 {
 }
 
 multiversion! {
-    fn grad_square_sum<T: Float>(x: &[T]) -> f64 {
+    /// `Σ x²` in f64.
+    pub(super) fn grad_square_sum<T: Float>(x: &[T]) -> f64 {
         let mut lanes = [0f64; LANES];
         let (blocks, rest) = x.as_chunks::<LANES>();
         for block in blocks {

@@ -29,6 +29,7 @@ mod modules;
 mod moe_elementwise;
 mod moments;
 mod multi_tensor;
+mod muon;
 mod norm;
 #[cfg(test)]
 mod occupy;

@@ -1,16 +1,16 @@
-//! Adam and SGD over lists of parameters, many tensors to a launch (multi-tensor apply).
+//! Adam, SGD and Lion over lists of parameters, many tensors to a launch (multi-tensor apply).
 
 use super::args::kernel_args;
 use super::grid::{LaunchList, line};
 use super::sources::Variant;
 use super::{CudaKernels, Kernel};
 use crate::optimizer::{check_scalars, check_update};
-use crate::{Adam, ParamUpdate, Sgd};
+use crate::{Adam, Lion, ParamUpdate, Sgd};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in multi_tensor.cuh: tensors of a launch, elements of a block.
-const LIST: usize = 36;
-const UPDATES: usize = 4096;
+pub(super) const LIST: usize = 36;
+pub(super) const UPDATES: usize = 4096;
 const THREADS: u32 = 256;
 
 kernel_args! {
@@ -18,27 +18,27 @@ kernel_args! {
 
     /// One parameter tensor of an optimizer step; addresses of what it does not have are 0.
     #[derive(Default)]
-    struct TensorEntry {
+    pub(super) struct TensorEntry {
         /// f32 master weights; or the low 16 bits of split ones.
-        master: u64,
+        pub(super) master: u64,
         /// bf16 or f16 weights; or the high 16 bits of split master weights.
-        weight: u64,
+        pub(super) weight: u64,
         /// f32.
-        grad: u64,
+        pub(super) grad: u64,
         /// Moments, and scales of blocks where they are packed.
-        first: u64,
-        first_scales: u64,
-        second: u64,
-        second_scales: u64,
+        pub(super) first: u64,
+        pub(super) first_scales: u64,
+        pub(super) second: u64,
+        pub(super) second_scales: u64,
         /// f32 `[1]`, raised to the amax of the new weights.
-        amax: u64,
+        pub(super) amax: u64,
         /// E4M3 of the new weights under `scale`, f32 `[1]`; its inverse is stored, too.
-        fp8: u64,
-        scale: u64,
-        scale_inv: u64,
-        n: i64,
-        lr_mult: f32,
-        wd_mult: f32,
+        pub(super) fp8: u64,
+        pub(super) scale: u64,
+        pub(super) scale_inv: u64,
+        pub(super) n: i64,
+        pub(super) lr_mult: f32,
+        pub(super) wd_mult: f32,
     }
 
     /// One step of Adam over a list of tensors.
@@ -72,6 +72,21 @@ kernel_args! {
         /// 1 - dampening.
         fresh: f32,
         nesterov: u32,
+    }
+
+    /// One step of Lion over a list of tensors.
+    struct LionArgs {
+        list: [TensorEntry; LIST],
+        scalars: u64,
+        start: [u32; LIST],
+        count: u32,
+        beta1: f32,
+        /// 1 - beta1.
+        new1: f32,
+        beta2: f32,
+        /// 1 - beta2.
+        new2: f32,
+        pad: u32,
     }
 }
 
@@ -235,6 +250,33 @@ impl CudaKernels {
                 nesterov: rule.nesterov.into(),
             };
             let kernel: Result<Kernel> = steps!(OP, dtypes, "sgd", "sgd", "sgd");
+            self.launch_kernel(l, for_dtypes(kernel?, dtypes), line(p.blocks, THREADS), &args)
+        })
+    }
+
+    /// One step of Lion.
+    pub(super) fn lion_list(
+        &self,
+        s: &Stream,
+        rule: Lion,
+        scalars: &Tensor,
+        list: &[ParamUpdate],
+    ) -> Result<()> {
+        const OP: &str = "lion";
+        check_list(OP, scalars, list, false)?;
+        for_each_launch(s, OP, scalars, list, |l, dtypes, p| {
+            let args = LionArgs {
+                list: p.list,
+                scalars: l.address(0)?,
+                start: p.start,
+                count: p.count,
+                beta1: rule.beta1,
+                new1: 1.0 - rule.beta1,
+                beta2: rule.beta2,
+                new2: 1.0 - rule.beta2,
+                pad: 0,
+            };
+            let kernel: Result<Kernel> = steps!(OP, dtypes, "lion", "lion", "lion");
             self.launch_kernel(l, for_dtypes(kernel?, dtypes), line(p.blocks, THREADS), &args)
         })
     }

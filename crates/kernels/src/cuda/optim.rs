@@ -7,7 +7,7 @@ use super::grid::{blocks, line};
 use crate::checks::{dtypes, same_contiguous};
 use crate::grad_scaler::ScalerConfig;
 use crate::optimizer::{check_counter, check_numbers, check_scalars, check_scaler, check_square};
-use crate::{Adam, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd};
+use crate::{Adam, Lion, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 const THREADS: u32 = 256;
@@ -63,6 +63,10 @@ impl OptimizerKernels for CudaKernels {
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
         self.sgd_list(s, rule, scalars, list)
+    }
+
+    fn lion(&self, s: &Stream, rule: Lion, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
+        self.lion_list(s, rule, scalars, list)
     }
 
     fn clip_factor(

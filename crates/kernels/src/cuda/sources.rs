@@ -5,7 +5,8 @@ use super::{
     activation, attention, attention_merge, copy, elementwise, embedding, generic_gemm, grad_norm, grouped,
 };
 use super::{
-    loss, mla_keys, moe_elementwise, moments, multi_tensor, norm, optim, permute, permute_maps, philox, quant,
+    loss, mla_keys, moe_elementwise, moments, multi_tensor, muon, norm, optim, permute, permute_maps, philox,
+    quant,
 };
 use super::{random_normal, reduce, rope, router, row_bias, tensor_map, weighted_activation};
 use std::borrow::Cow;
@@ -115,10 +116,12 @@ pub const SOURCES: &[Source] = sources! {
     "grouped/hopper_fp8" HOPPER BASE;
     "grouped/hopper_wgrad" HOPPER BASE;
     "grouped/hopper_wgrad_fp8" HOPPER BASE;
+    "lion" ANY F16;
     "loss" ANY F16;
     "mla_keys" ANY F16;
     "moe_elementwise" ANY BASE;
     "moments" ANY BASE;
+    "muon" ANY F16;
     "norm/backward" ANY F16;
     "norm/forward" ANY F16;
     "permute" ANY BASE;
@@ -174,6 +177,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "moments.cuh",
     "multi_tensor.cuh",
     "norm/common.cuh",
+    "one_moment.cuh",
     "optim.cuh",
     "philox.cuh",
     "prelude.cuh",
@@ -209,6 +213,7 @@ pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
     &moe_elementwise::ARGS,
     &moments::ARGS,
     &multi_tensor::ARGS,
+    &muon::ARGS,
     &norm::backward::ARGS,
     &norm::forward::ARGS,
     &optim::ARGS,

@@ -9,6 +9,7 @@ mod gemm;
 mod grouped_bias;
 mod grouped_gemm;
 mod load_balancing;
+mod muon;
 mod norm;
 mod optimizer;
 mod permutation;

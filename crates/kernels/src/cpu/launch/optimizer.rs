@@ -1,6 +1,7 @@
 use super::{CpuKernels, same_contiguous};
 use crate::checks::dtypes;
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
+use crate::cpu::lion::lion;
 use crate::cpu::optimizer::{AdamFactors, UpdateSlices, adam, adam_skipped, sgd};
 use crate::cpu::optimizer_chunks::{self, Fp8WeightSlices, Grad, Param, State};
 use crate::cpu::optimizer_packed::{pack_nearest, unpack};
@@ -10,7 +11,7 @@ use crate::optimizer::{
     check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
     check_values,
 };
-use crate::{Adam, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter, scalars, scaler};
+use crate::{Adam, Lion, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter, scalars, scaler};
 use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor, bf16, read, write};
 
 /// Parameters per launch, which takes at most 64 arguments: seven tensors each, or eleven with FP8 outputs.
@@ -132,6 +133,15 @@ impl OptimizerKernels for CpuKernels {
             }
             let done = values[scalars::STEPS_DONE];
             sgd(self.context(l), rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
+        })
+    }
+
+    fn lion(&self, s: &Stream, rule: Lion, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
+        for_each_batch(s, "lion", scalars, list, false, |l, values, slices| {
+            if !values[scalars::GRAD_NORM].is_finite() {
+                return Ok(());
+            }
+            lion(self.context(l), rule, values[scalars::CLIP], seed(values[scalars::STEPS_DONE]), slices)
         })
     }
 

@@ -30,7 +30,9 @@ fn optimizers() {
             let [mut u] = one;
             u.second = None;
             if !what.contains("second") {
-                refused(&h, what, h.k.sgd(&h.s, sgd, &scalars_t, &[u]));
+                let one = [u];
+                refused(&h, what, h.k.sgd(&h.s, sgd, &scalars_t, &one));
+                refused(&h, what, h.k.lion(&h.s, Lion { beta1: 0.9, beta2: 0.9 }, &scalars_t, &one));
             }
         };
         go("a short gradient", ParamUpdate { grad: &f(3), ..base() });
@@ -120,5 +122,42 @@ fn optimizers() {
         let list: Vec<ParamUpdate> =
             (0..2).map(|i| if i == 0 { base() } else { ParamUpdate { grad: &bad, ..base() } }).collect();
         refused(&h, "one bad among good", h.k.adam(&h.s, adam, &scalars_t, &list));
+    }
+}
+
+#[test]
+fn muon() {
+    for h in devices() {
+        let f = |shape: &[usize]| z(&h, F32, shape);
+        let (scalars_t, square) =
+            (f(&[scalars::COUNT]), h.s.zeros(&[1], DType::F64, Category::Workspace).unwrap());
+        let (m, a) =
+            (MuonMomentum { momentum: 0.9, nesterov: true }, AdaptiveScale { beta2: 0.9, eps: 1e-8 });
+        let (g, b, u, short, narrow) = (f(&[6]), f(&[6]), f(&[6]), f(&[5]), z(&h, BF16, &[6]));
+        let base = || MomentumUpdate { grad: &g, momentum: &b, l2: None, wd_mult: 1.0, update: &u };
+        for (what, one) in [
+            ("a short gradient", MomentumUpdate { grad: &short, ..base() }),
+            ("a 16-bit update", MomentumUpdate { update: &narrow, ..base() }),
+            ("an integer momentum", MomentumUpdate { momentum: &z(&h, I32, &[6]), ..base() }),
+            ("a 16-bit weight", MomentumUpdate { l2: Some(&narrow), ..base() }),
+        ] {
+            refused(&h, what, h.k.muon_momentum(&h.s, m, &scalars_t, &[one]));
+        }
+        refused(&h, "short scalars", h.k.muon_momentum(&h.s, m, &short, &[base()]));
+        let base = || ApplyUpdate { master: &g, weight: None, update: &u, lr_mult: 1.0, wd_mult: 1.0 };
+        for (what, one) in [
+            ("a short update", ApplyUpdate { update: &short, ..base() }),
+            ("an f32 copy", ApplyUpdate { weight: Some(&b), ..base() }),
+            ("half a master", ApplyUpdate { master: &z(&h, DType::I16, &[6]), ..base() }),
+        ] {
+            refused(&h, what, h.k.apply_update(&h.s, WeightDecay::L2, &scalars_t, &[one]));
+        }
+        refused(&h, "an f32 square", h.k.normalize(&h.s, &g, &short, 1e-15, None));
+        refused(&h, "an f32 copy", h.k.normalize(&h.s, &g, &square, 1e-15, Some(&b)));
+        refused(&h, "a short operand", h.k.combine(&h.s, [1.0, 2.0], &g, &short, None));
+        refused(&h, "a short moment", h.k.adamuon(&h.s, a, &scalars_t, &g, &short));
+        refused(&h, "moments of the shorter side", h.k.normuon(&h.s, a, &scalars_t, &f(&[2, 3]), &f(&[2])));
+        let ns = NewtonSchulz { coefficients: &[], bf16: false, gram: GramSide::Rows, sum: None };
+        refused(&h, "a vector", newton_schulz(&*h.k, &h.s, &ns, &g));
     }
 }
