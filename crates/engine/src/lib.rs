@@ -36,7 +36,8 @@ pub use lm_head::{LmHead, LmHeadConfig, LmHeadSaved, LossOptions, Targets};
 pub use mlp::{Mlp, MlpConfig, MlpSaved};
 pub use norm::{HiddenStates, NormLayer, NormSaved};
 pub use param::{
-    Declarations, ExpertParallelRank, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values,
+    Declarations, ExpertParallelRank, Init, ParamId, ParamKind, ParamSpec, Params, Part, UpdateGroup,
+    draw_initial, initial_values,
 };
 pub use rank::Rank;
 pub use saved::{OffloadClass, Saved, SavedTensor};

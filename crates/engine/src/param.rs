@@ -38,6 +38,38 @@ pub struct Part {
     pub split: Split,
 }
 
+/// How the optimizer treats a parameter.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UpdateGroup {
+    /// Its parameter group; 0 for those that no group selects.
+    pub index: usize,
+    /// Parameters whose optimizer states are stored differently share no bucket.
+    pub storage: usize,
+    /// It is not trained: it has no gradient and no moments.
+    pub frozen: bool,
+    /// Its update needs all of it: a data-parallel rank holds its optimizer state whole or not at all.
+    pub whole: bool,
+}
+
+/// What a parameter is, by its name and shape.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ParamKind {
+    /// Token or position embedding; also the LM head where it is tied to it.
+    Embedding,
+    /// LM head with weights of its own.
+    LmHead,
+    /// Weight of a router.
+    Router,
+    /// Weight of experts.
+    Expert,
+    /// Any other matrix.
+    Matrix,
+    /// Bias, and attention sinks.
+    Bias,
+    /// Weight of a norm.
+    Norm,
+}
+
 /// One parameter in memory: this rank's shards of its logical tensors, stacked along axis 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
@@ -61,6 +93,8 @@ pub struct ParamSpec {
     pub experts: bool,
     /// Stacked matrices along the first axis, each with scales of its own: the number of local experts, else 1.
     pub matrices: usize,
+    /// Its parameter group.
+    pub group: UpdateGroup,
 }
 
 impl ParamSpec {
@@ -72,6 +106,20 @@ impl ParamSpec {
     /// Whether weight decay applies: to matrices, not to vectors (biases, norm weights).
     pub fn decays(&self) -> bool {
         self.shape.len() > 1
+    }
+
+    /// What it is.
+    pub fn kind(&self) -> ParamKind {
+        let name = self.parts.first().map_or("", |p| p.name.as_str());
+        match self.shape.len() {
+            0 | 1 if name.ends_with("bias") || name.ends_with(".sink") => ParamKind::Bias,
+            0 | 1 => ParamKind::Norm,
+            _ if self.experts => ParamKind::Expert,
+            _ if name.starts_with("embed.") => ParamKind::Embedding,
+            _ if name == "head.weight" => ParamKind::LmHead,
+            _ if name.ends_with(".router.weight") => ParamKind::Router,
+            _ => ParamKind::Matrix,
+        }
     }
 
     /// The logical tensors, this rank's shard of each, and its element range in the parameter.

@@ -87,6 +87,14 @@ impl WeightGrad {
     /// Computes the gradients into `grads` and marks them ready.
     pub fn run(self, rank: &Rank, grads: &mut GradBuffer) -> Result<()> {
         for Job { param, work } in self.jobs {
+            if grads.is_frozen(param) {
+                // Its bias, if any, is trained by itself.
+                if let Work::Linear { dy, bias, .. } = work {
+                    WeightGrad::column_sums(bias, &dy).run(rank, grads)?;
+                }
+                grads.ready(rank, param)?;
+                continue;
+            }
             let (grad, accumulate) = grads.main_grad(rank, param)?;
             let (k, s) = (&rank.kernels, &rank.compute);
             match work {
@@ -94,6 +102,19 @@ impl WeightGrad {
                     s,
                     &Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate, c: &grad },
                 )?,
+                Work::Linear { dy, x, bias } if grads.is_frozen(bias) => {
+                    let g = Gemm {
+                        a: &dy,
+                        trans_a: true,
+                        b: &x,
+                        trans_b: false,
+                        bias: None,
+                        accumulate,
+                        c: &grad,
+                    };
+                    k.gemm(s, &g)?;
+                    grads.ready(rank, bias)?;
+                }
                 Work::Linear { dy, x, bias } => {
                     let (sums, onto) = grads.main_grad(rank, bias)?;
                     let (dw, db) = ((&grad, accumulate), (&sums, onto));

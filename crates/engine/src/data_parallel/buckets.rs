@@ -3,6 +3,7 @@
 use super::Placement;
 use crate::{GroupRank, ParamId, ParamSpec};
 use ferrotron_kernels::moments::BLOCK;
+use ferrotron_kernels::newton_schulz_cost;
 use std::ops::Range;
 
 /// Parameters start at multiples of this many elements.
@@ -31,6 +32,10 @@ pub struct Bucket {
     pub tied_across_stages: bool,
     /// Its parameters belong to experts and are replicated over the expert data-parallel group.
     pub experts: bool,
+    /// Storage of its parameters' optimizer states ([`UpdateGroup::storage`](crate::UpdateGroup)).
+    pub storage: usize,
+    /// End of each rank's parameters, where ranks own whole parameters for their updates; none otherwise.
+    pub owned: Option<Vec<usize>>,
 }
 
 /// A parameter's range in its bucket.
@@ -63,15 +68,17 @@ impl BucketPlan {
     /// Buckets that close once they have `target` elements and divide evenly over `replicas` data-parallel and expert
     /// data-parallel ranks.
     pub fn new(specs: &[ParamSpec], replicas: [usize; 2], target: usize) -> BucketPlan {
-        let ends = replicas.map(|n| lcm(n.max(1) * BLOCK, END));
         let mut plan = BucketPlan { buckets: Vec::new(), slots: vec![(0, 0); specs.len()] };
-        // The open bucket of dense and of expert parameters, and its length on the rank that holds most.
-        let mut kinds = [(Bucket::empty(false), 0), (Bucket::empty(true), 0)];
+        let mut close = BucketCloser::new(specs, replicas);
+        // The open bucket of each storage, of dense and of expert parameters, and its length on the rank that holds most.
+        let storages = specs.iter().map(|s| s.group.storage + 1).max().unwrap_or(1);
+        let mut kinds: Vec<(Bucket, usize)> = (0..storages)
+            .flat_map(|storage| [false, true].map(|experts| (Bucket::empty(experts, storage), 0)))
+            .collect();
         for (i, spec) in specs.iter().enumerate().rev() {
-            let (open, widest) = &mut kinds[usize::from(spec.experts)];
-            let end = ends[usize::from(spec.experts)];
+            let (open, widest) = &mut kinds[2 * spec.group.storage + usize::from(spec.experts)];
             if spec.tied_across_stages && !open.spans.is_empty() {
-                plan.close(std::mem::replace(open, Bucket::empty(spec.experts)), end);
+                plan.push(close.close(open.take()));
                 *widest = 0;
             }
             let start = open.len.next_multiple_of(ALIGN);
@@ -80,20 +87,19 @@ impl BucketPlan {
             open.tied_across_stages = spec.tied_across_stages;
             *widest = usize::next_multiple_of(*widest, ALIGN) + spec.widest;
             if *widest >= target || spec.tied_across_stages {
-                plan.close(std::mem::replace(open, Bucket::empty(spec.experts)), end);
+                plan.push(close.close(open.take()));
                 *widest = 0;
             }
         }
-        for ((open, _), end) in kinds.into_iter().zip(ends) {
+        for (open, _) in kinds {
             if !open.spans.is_empty() {
-                plan.close(open, end);
+                plan.push(close.close(open));
             }
         }
         plan
     }
 
-    fn close(&mut self, mut bucket: Bucket, end: usize) {
-        bucket.len = bucket.len.next_multiple_of(end);
+    fn push(&mut self, bucket: Bucket) {
         for (k, span) in bucket.spans.iter().enumerate() {
             self.slots[span.param.0] = (self.buckets.len(), k);
         }
@@ -124,14 +130,90 @@ impl BucketPlan {
     }
 }
 
+/// Closes buckets: gives them their final length, and parameters that ranks own whole their owners.
+struct BucketCloser<'a> {
+    specs: &'a [ParamSpec],
+    replicas: [usize; 2],
+    /// Cost of the updates that each rank owns so far, of dense and of expert parameters.
+    costs: [Vec<f64>; 2],
+}
+
+impl<'a> BucketCloser<'a> {
+    fn new(specs: &'a [ParamSpec], replicas: [usize; 2]) -> BucketCloser<'a> {
+        let replicas = replicas.map(|n| n.max(1));
+        BucketCloser { specs, replicas, costs: replicas.map(|n| vec![0.0; n]) }
+    }
+
+    fn close(&mut self, mut bucket: Bucket) -> Bucket {
+        let kind = usize::from(bucket.experts);
+        let whole = bucket.spans.first().is_some_and(|s| self.specs[s.param.0].group.whole);
+        if whole && self.replicas[kind] > 1 {
+            self.deal(&mut bucket, kind);
+        }
+        bucket.len = bucket.len.next_multiple_of(lcm(self.replicas[kind] * BLOCK, END));
+        if let Some(last) = bucket.owned.as_mut().and_then(|ends| ends.last_mut()) {
+            *last = bucket.len;
+        }
+        bucket
+    }
+
+    /// Gives every parameter to the rank with the least cost so far, costly ones first, and orders the bucket by owner.
+    /// Costs are those of global shapes: tensor-parallel ranks decide alike.
+    fn deal(&mut self, bucket: &mut Bucket, kind: usize) {
+        let costs = &mut self.costs[kind];
+        let cost = |s: &Span| self.specs[s.param.0].parts.iter().map(|p| update_cost(&p.shape)).sum::<f64>();
+        let mut spans: Vec<(f64, ParamId)> = bucket.spans.iter().map(|s| (cost(s), s.param)).collect();
+        spans.sort_by(|a, b| b.0.total_cmp(&a.0));
+        let mut owned: Vec<Vec<ParamId>> = vec![Vec::new(); costs.len()];
+        for (cost, param) in spans {
+            let least = (0..costs.len()).min_by(|a, b| costs[*a].total_cmp(&costs[*b])).unwrap_or(0);
+            costs[least] += cost;
+            owned[least].push(param);
+        }
+        (bucket.len, bucket.spans) = (0, Vec::new());
+        let mut ends = Vec::with_capacity(owned.len());
+        for params in owned {
+            for param in params {
+                let start = bucket.len.next_multiple_of(ALIGN);
+                bucket.len = start + self.specs[param.0].numel();
+                bucket.spans.push(Span { param, range: start..bucket.len });
+            }
+            bucket.len = bucket.len.next_multiple_of(ALIGN);
+            ends.push(bucket.len);
+        }
+        bucket.owned = Some(ends);
+    }
+}
+
+/// Cost of the update of a logical tensor: that of Newton–Schulz for a matrix, of one pass otherwise.
+fn update_cost(shape: &[usize]) -> f64 {
+    match *shape {
+        [rows, cols] => newton_schulz_cost([rows, cols]),
+        _ => shape.iter().product::<usize>() as f64,
+    }
+}
+
 impl Bucket {
-    fn empty(experts: bool) -> Bucket {
-        Bucket { len: 0, spans: Vec::new(), tied_across_stages: false, experts }
+    fn empty(experts: bool, storage: usize) -> Bucket {
+        Bucket { len: 0, spans: Vec::new(), tied_across_stages: false, experts, storage, owned: None }
+    }
+
+    fn take(&mut self) -> Bucket {
+        let next = Bucket::empty(self.experts, self.storage);
+        std::mem::replace(self, next)
+    }
+
+    /// The placement in effect: what would be equal shards is whole parameters where ranks own those.
+    pub fn placed(&self, placement: Placement) -> Placement {
+        match placement {
+            Placement::Flat if self.owned.is_some() => Placement::TensorAtomic,
+            other => other,
+        }
     }
 
     /// Elements of the bucket on rank `place`; shards of consecutive ranks are adjacent.
     pub fn held(&self, placement: Placement, place: GroupRank) -> Range<usize> {
-        match placement {
+        match self.placed(placement) {
             Placement::Replicate | Placement::Partial => 0..self.len,
             Placement::Flat => self.len * place.rank / place.size..self.len * (place.rank + 1) / place.size,
             Placement::TensorAtomic => {
@@ -144,8 +226,9 @@ impl Bucket {
     /// contains its middle: neighbours stay together, and the load is as even as whole parameters allow.
     fn first_of(&self, rank: usize, size: usize) -> usize {
         let owner = |s: &Span| (s.range.start + s.range.end) * size / (2 * self.len).max(1);
-        match rank {
-            0 => 0,
+        match (rank, &self.owned) {
+            (0, _) => 0,
+            (_, Some(ends)) if ends.len() == size => ends[rank - 1],
             _ => self.spans.iter().find(|s| owner(s) >= rank).map_or(self.len, |s| s.range.start),
         }
     }

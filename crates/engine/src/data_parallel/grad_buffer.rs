@@ -101,6 +101,11 @@ impl GradBuffer {
         whole.narrow(0, range.start, range.len())?.view(&self.specs[id.0].shape)
     }
 
+    /// Whether a parameter is not trained: its gradient stays zero.
+    pub(crate) fn is_frozen(&self, id: ParamId) -> bool {
+        self.specs[id.0].group.frozen
+    }
+
     /// Counts a contribution and starts the reductions that are now possible.
     pub(crate) fn ready(&mut self, rank: &Rank, id: ParamId) -> Result<()> {
         self.slots[id.0].arrived += 1;

@@ -199,7 +199,7 @@ impl GradBuffer {
     pub fn norm_shards(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut out = Vec::new();
         let whole = self.scheme.optimizer.is_full_size();
-        for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror) {
+        for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror && !s.group.frozen) {
             if whole && rank.dp_group(spec.experts).rank() > 0 {
                 continue;
             }

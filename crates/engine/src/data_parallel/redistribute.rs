@@ -31,6 +31,7 @@ impl FlatBuffer {
         (dtype, category): (DType, Category),
         s: &Stream,
     ) -> Result<FlatBuffer> {
+        let placement = plan.buckets()[bucket].placed(placement);
         let len = plan.buckets()[bucket].held(placement, place).len();
         let memory = Tensor::empty(s, &[len], dtype, category)?;
         Ok(FlatBuffer { plan: plan.clone(), bucket, placement, memory })
@@ -38,6 +39,7 @@ impl FlatBuffer {
 
     /// A bucket over given memory: the whole bucket under a full-size placement, else this rank's shard.
     pub fn of(plan: &Arc<BucketPlan>, bucket: usize, placement: Placement, memory: &Tensor) -> FlatBuffer {
+        let placement = plan.buckets()[bucket].placed(placement);
         FlatBuffer { plan: plan.clone(), bucket, placement, memory: memory.clone() }
     }
 
@@ -53,6 +55,7 @@ impl FlatBuffer {
 
     /// The same memory under another placement: all of it, or rank `place`'s shard of a full-size buffer.
     pub fn view_as(&self, placement: Placement, place: GroupRank) -> Result<FlatBuffer> {
+        let placement = self.layout().placed(placement);
         let memory = match (self.placement.is_full_size(), placement.is_full_size()) {
             (true, false) => part(&self.memory, &self.layout().held(placement, place))?,
             _ if self.placement.is_full_size() == placement.is_full_size() => self.memory.clone(),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{Declarations, GroupRank, Init, ParamId, ParamSpec, Part, Rank, Split};
+use crate::{Declarations, GroupRank, Init, ParamId, ParamSpec, Part, Rank, Split, UpdateGroup};
 use ferrotron_comm::World;
 use ferrotron_tensor::{Category, DType, Instrumentation, bf16};
 use std::sync::Arc;
@@ -91,6 +91,92 @@ fn buckets_are_alike_on_ranks_that_share_layers() {
     };
     assert_eq!(plan(0).len(), 3);
     (1..4).for_each(|rank| assert_eq!(plan(rank), plan(0)));
+}
+
+/// Matrices that one rank updates whole, and vectors beside them.
+fn owned_specs(shapes: &[[usize; 2]]) -> Vec<ParamSpec> {
+    let mut d = Declarations::default();
+    for (i, shape) in shapes.iter().enumerate() {
+        let part = |name, shape| Part { name, shape, init: Init::Constant(0.0), split: Split::Replicated };
+        d.declare(vec![part(format!("m{i}"), shape.to_vec())]).unwrap();
+        d.declare(vec![part(format!("v{i}"), vec![shape[0]])]).unwrap();
+    }
+    let mut specs = d.finish();
+    for spec in specs.iter_mut().filter(|s| s.shape.len() == 2) {
+        spec.group = UpdateGroup { index: 1, storage: 1, frozen: false, whole: true };
+    }
+    specs
+}
+
+/// Whole matrices are dealt by the cost of their updates: nothing is cut, everything is owned once, vectors stay in equal
+/// shards, and no rank has more than its share and one matrix.
+#[test]
+fn matrices_are_dealt_whole_by_cost() {
+    let shapes: Vec<[usize; 2]> =
+        (0..4).flat_map(|_| [[64, 64], [64, 160], [160, 64], [16, 64], [5, 7]]).collect();
+    let cost = |[m, n]: [usize; 2]| (m.max(n) * m.min(n) * m.min(n)) as f64;
+    for shapes in [&shapes[..], &shapes[..1], &[]] {
+        let specs = owned_specs(shapes);
+        for size in [1, 2, 3, 4, 7] {
+            for target in [1, 20_000, 1 << 30] {
+                let plan = BucketPlan::new(&specs, [size; 2], target);
+                let mut costs = vec![0.0; size];
+                for (i, spec) in specs.iter().enumerate() {
+                    let bucket = &plan.buckets()[plan.slot(ParamId(i)).0];
+                    assert_eq!(bucket.storage, spec.group.storage, "storages share no bucket");
+                    if !spec.group.whole {
+                        assert_eq!(bucket.placed(Placement::Flat), Placement::Flat);
+                        continue;
+                    }
+                    let pieces = (0..size)
+                        .map(|rank| plan.piece(ParamId(i), Placement::Flat, GroupRank { rank, size }));
+                    let owners: Vec<usize> = pieces
+                        .enumerate()
+                        .filter(|(_, p)| !p.param_range.is_empty())
+                        .map(|(r, p)| {
+                            assert_eq!(p.param_range, 0..spec.numel());
+                            assert!(p.local_range.start.is_multiple_of(64));
+                            r
+                        })
+                        .collect();
+                    let [owner] = owners[..] else { panic!("{i} has owners {owners:?}") };
+                    costs[owner] += cost([spec.shape[0], spec.shape[1]]);
+                }
+                for b in plan.buckets() {
+                    let ends: Vec<usize> =
+                        (0..size).map(|rank| b.held(Placement::Flat, GroupRank { rank, size }).end).collect();
+                    assert!(ends.is_sorted() && ends.last() == Some(&b.len), "{ends:?} of {}", b.len);
+                }
+                let (total, largest) =
+                    shapes.iter().map(|s| cost(*s)).fold((0.0, 0f64), |(t, m), c| (t + c, m.max(c)));
+                let most = costs.iter().fold(0f64, |a, c| a.max(*c));
+                assert!(most <= total / size as f64 + largest, "{costs:?}");
+            }
+        }
+    }
+}
+
+/// Owners get the sums and give them back, whoever owns nothing included.
+#[test]
+fn owned_buckets_are_reduced_to_owners_and_gathered() {
+    for size in [2, 3, 5] {
+        each_rank(size, |rank| {
+            let plan = Arc::new(BucketPlan::new(&owned_specs(&[[8, 8], [8, 24]]), [size; 2], 1 << 20));
+            let me = group_rank(&rank.dp_cp_group);
+            let (s, kind) = (&rank.compute, (DType::F32, Category::Workspace));
+            for bucket in 0..plan.buckets().len() {
+                let layout = &plan.buckets()[bucket];
+                let new = |p| FlatBuffer::empty(&plan, bucket, p, me, kind, s).unwrap();
+                let (own, mine, all) =
+                    (new(Placement::Partial), new(Placement::Flat), new(Placement::Replicate));
+                fill(rank, &own, &(0..layout.len).map(|i| value(me.rank, i)).collect::<Vec<_>>());
+                own.redistribute(rank, &rank.dp_cp_group, &mine, s, "to owners").unwrap();
+                assert_eq!(read(rank, &mine), expected(layout, Placement::Flat, me));
+                mine.redistribute(rank, &rank.dp_cp_group, &all, s, "from owners").unwrap();
+                assert_eq!(read(rank, &all), expected(layout, Placement::Replicate, me));
+            }
+        });
+    }
 }
 
 const ALL: [Placement; 4] =

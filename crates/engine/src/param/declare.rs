@@ -1,6 +1,6 @@
 //! Declarations of a model's parameters and MoE layers.
 
-use super::{ParamId, ParamSpec, Part};
+use super::{ParamId, ParamSpec, Part, UpdateGroup};
 use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
 use crate::quant::{LinearQuant, Policy};
 use crate::{GroupRank, LossOptions, Rank, Shard};
@@ -185,6 +185,7 @@ impl Declarations {
             quant: None,
             experts,
             matrices: 1,
+            group: UpdateGroup::default(),
         });
         Ok(ParamId(self.specs.len() - 1))
     }
