@@ -33,6 +33,32 @@ fn dry_run_prints_what_a_run_costs() {
 }
 
 #[test]
+fn dry_run_shows_parameter_groups() {
+    let none = ok(&["train", "--dry-run"]);
+    assert!(!none.contains("parameter groups"), "{none}");
+    let muon = [
+        "--set",
+        "optimizer.kind=muon",
+        "--set",
+        "optimizer.groups=[{ params = \"norm\", lr_factor = 0.5 }]",
+    ];
+    let args = [&["train", "--dry-run"], &muon[..]].concat();
+    let text = ok(&args);
+    for line in [
+        "# parameter groups:\n",
+        "#   others: adamw, moments f32, ",
+        "#   matrices of layers: muon, moments f32, ",
+        "#   norm: adamw, moments f32, lr x 0.5, ",
+        "groups = [{ lr_factor = 0.5, params = [\"norm\"] }]\n",
+    ] {
+        assert!(text.contains(line), "{line}: {text}");
+    }
+    let groups = &json(&args)["parameter_groups"];
+    assert_eq!(groups.as_array().unwrap().len(), 3, "{groups}");
+    assert_eq!(groups[1]["rule"], "muon, moments f32", "{groups}");
+}
+
+#[test]
 fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
     let (dir, recipe) = folder();
     let (out, typo) = (dir.path().join("run"), dir.path().join("typo"));

@@ -1,30 +1,30 @@
 //! The optimizer: master weights, moments, and the update step.
 
 mod blocks;
+mod groups;
 mod loss_scale;
+mod muon;
 mod state;
 
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
 use ferrotron_comm::ReduceOp;
-use ferrotron_engine::data_parallel::{MasterShards, ParamShard, Placement, ShardingStrategy, group_rank};
+use ferrotron_engine::data_parallel::{
+    Bucket, MasterShards, ParamShard, Placement, ShardingStrategy, group_rank,
+};
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
-use ferrotron_kernels::{Adam, MomentOrder, ParamUpdate, Sgd, counter, scalars};
+use ferrotron_kernels::{ParamUpdate, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+pub use groups::{GroupRule, ParamGroups, UpdateRule};
 pub use loss_scale::{LossScale, SavedLossScale};
+use muon::LineMoments;
+pub use muon::MuonRule;
+pub(crate) use muon::{is_normuon, line_name};
 pub use state::OptimizerState;
 use state::StateKind;
 use std::ops::Range;
-
-/// The update rule and its constants.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum UpdateRule {
-    /// Adam or AdamW.
-    Adam(Adam),
-    /// SGD with momentum.
-    Sgd(Sgd),
-}
+use std::sync::Arc;
 
 /// Result of a step: consecutive f32 step scalars.
 pub mod outcome {
@@ -38,30 +38,37 @@ pub mod outcome {
     pub const COUNT: usize = LOSS_SCALE + 1;
 }
 
-/// Dtypes of optimizer state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StateDtypes {
-    /// Of the moments.
-    pub moments: StateDtype,
-    /// Of the f32 masters of bf16 weights.
-    pub master: MasterDtype,
-}
-
 /// Optimizer state of this rank's shard of the parameters. f32 weights are their own masters.
 pub struct Optimizer {
-    rule: UpdateRule,
+    groups: Arc<ParamGroups>,
     placement: Placement,
     /// This rank's shard of each parameter, in order of declaration; some may be empty.
     pieces: Vec<ParamShard>,
     masters: OptimizerState,
     moments: Vec<OptimizerState>,
-    decays: Vec<bool>,
-    scalars: Tensor,
+    /// Second moments of NorMuon.
+    lines: LineMoments,
+    /// Step counts; the first belongs to the rule of ungrouped parameters.
+    clocks: Vec<StepClock>,
     max_norm: Option<f32>,
     /// Loss scale of f16 training.
     loss_scale: Option<LossScale>,
-    /// Step count and powers of the betas, on the device, which alone knows in time whether a step is skipped.
+}
+
+/// Step count and powers of a rule's betas, on the device, which alone knows in time whether a step is skipped; and the
+/// scalars of a step with them.
+struct StepClock {
+    betas: [f32; 2],
     counter: Tensor,
+    scalars: Tensor,
+}
+
+impl StepClock {
+    fn new(rank: &Rank, betas: [f32; 2]) -> Result<StepClock> {
+        let zeros = |n, dtype| rank.compute.zeros(&[n], dtype, Category::Optimizer);
+        let (counter, scalars) = (zeros(counter::COUNT, DType::F64)?, zeros(scalars::COUNT, DType::F32)?);
+        Ok(StepClock { betas, counter, scalars })
+    }
 }
 
 /// Hyperparameters of one step.
@@ -77,13 +84,14 @@ pub struct StepRates {
 pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + 'a;
 
 impl Optimizer {
-    /// Fresh state for `params`. [`Optimizer::initialise`] or [`Optimizer::fill`] must set the weights afterwards.
+    /// Fresh state for `params`, whose specs name their groups. [`Optimizer::initialise`] or [`Optimizer::fill`] must set
+    /// the weights afterwards.
     pub fn new(
         rank: &Rank,
         params: &Params,
         scheme: ShardingStrategy,
-        rule: UpdateRule,
-        dtypes: StateDtypes,
+        groups: Arc<ParamGroups>,
+        master: MasterDtype,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
         let placement = scheme.optimizer;
@@ -91,40 +99,48 @@ impl Optimizer {
             params.plan().piece(ParamId(i), placement, group_rank(rank.dp_group(spec.experts)))
         };
         let pieces: Vec<ParamShard> = params.specs().iter().enumerate().map(piece).collect();
-        if matches!(dtypes.moments, StateDtype::F16 | StateDtype::Fp8) {
-            blocks::check(params.specs(), &pieces)?;
-        }
-        if dtypes.master == MasterDtype::Remainder && params.specs().iter().any(|s| s.fp8_resident()) {
+        blocks::check(params.specs(), &pieces, |spec| {
+            let rule = &groups.rules()[spec.group.index];
+            !rule.frozen && matches!(rule.moments, StateDtype::F16 | StateDtype::Fp8)
+        })?;
+        if master == MasterDtype::Remainder && params.specs().iter().any(|s| s.fp8_resident()) {
             let what = "optimizer.master_dtype: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
             return Err(Error::Invalid(what.into()));
         }
-        let new =
-            |name, kind, dtype| OptimizerState::new((name, kind), rank, params, placement, dtype, &pieces);
-        let masters = match (params.dtype(), dtypes.master) {
+        let new = |name, kind, dtype: &dyn Fn(&Bucket) -> Option<DType>| {
+            OptimizerState::new((name, kind), rank, params, placement, dtype, &pieces)
+        };
+        let masters = match (params.dtype(), master) {
             (DType::F32, _) => OptimizerState::in_weights("model", rank, params, placement, &pieces)?,
-            (_, MasterDtype::F32) => new("model", StateKind::Masters, DType::F32)?,
-            (_, MasterDtype::Remainder) => new("model", StateKind::Remainders, DType::I16)?,
+            (_, MasterDtype::F32) => new("model", StateKind::Masters, &|_: &Bucket| Some(DType::F32))?,
+            (_, MasterDtype::Remainder) => {
+                new("model", StateKind::Remainders, &|_: &Bucket| Some(DType::I16))?
+            }
         };
-        let names: &[(&'static str, MomentOrder)] = match rule {
-            UpdateRule::Adam(_) => &[("adam.m", MomentOrder::First), ("adam.v", MomentOrder::Second)],
-            UpdateRule::Sgd(_) => &[("sgd.momentum", MomentOrder::First)],
-        };
-        let moment = |(name, order): &(&'static str, MomentOrder)| {
-            new(name, StateKind::Moment(*order), dtypes.moments.dtype())
-        };
-        let moments = names.iter().map(moment).collect::<Result<_>>()?;
-        let zeros = |n, dtype| rank.compute.zeros(&[n], dtype, Category::Optimizer);
+        let mut moments: Vec<OptimizerState> = Vec::new();
+        for (name, order) in groups.states() {
+            let dtype = |b: &Bucket| {
+                let rule = groups.storage(b.storage);
+                rule.states().iter().any(|s| s.0 == name).then(|| rule.state_dtype(name))
+            };
+            moments.push(new(name, StateKind::Moment(order), &dtype)?);
+        }
+        let owned = |i: usize| !pieces[i].param_range.is_empty();
+        let lines = LineMoments::new(rank, params.specs(), groups.rules(), owned)?;
+        let mut clocks: Vec<StepClock> = Vec::new();
+        for betas in groups.betas() {
+            clocks.push(StepClock::new(rank, betas)?);
+        }
         let optimizer = Optimizer {
-            rule,
+            groups,
             placement,
+            pieces,
             masters,
             moments,
-            pieces,
-            decays: params.specs().iter().map(|p| p.decays()).collect(),
-            scalars: zeros(scalars::COUNT, DType::F32)?,
+            lines,
+            clocks,
             max_norm,
             loss_scale: None,
-            counter: zeros(counter::COUNT, DType::F64)?,
         };
         optimizer.set_steps(rank, 0)?;
         Ok(optimizer)
@@ -208,11 +224,6 @@ impl Optimizer {
         Ok(params.wait_params(rank)?)
     }
 
-    /// This rank's shards of the model's weights.
-    fn weights(&self, params: &Params) -> Result<Vec<Tensor>> {
-        (0..self.pieces.len()).map(|i| self.weight(params, i)).collect()
-    }
-
     /// The shard of parameter `i`; empty for an FP8-resident weight.
     fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
         let (inside, value) = (&self.pieces[i].param_range, &params.values()[i]);
@@ -276,19 +287,32 @@ impl Optimizer {
 
     /// Steps done, without skipped ones. Synchronizes with the device.
     pub fn steps(&self, rank: &Rank) -> Result<u64> {
-        Ok(rank.compute.download::<f64>(&self.counter)?[counter::STEPS] as u64)
+        Ok(rank.compute.download::<f64>(&self.clocks[0].counter)?[counter::STEPS] as u64)
     }
 
     /// Continues from `steps` steps.
     pub fn set_steps(&self, rank: &Rank, steps: u64) -> Result<()> {
-        Ok(rank.compute.upload_into(&self.counter, &counter::after(steps, self.betas()))?)
+        let set = |c: &StepClock| rank.compute.upload_into(&c.counter, &counter::after(steps, c.betas));
+        Ok(self.clocks.iter().try_for_each(set)?)
     }
 
-    fn betas(&self) -> [f32; 2] {
-        match self.rule {
-            UpdateRule::Adam(a) => [a.beta1, a.beta2],
-            UpdateRule::Sgd(_) => [0.0; 2],
-        }
+    /// The step scalars of a rule.
+    fn scalars_of(&self, rule: &UpdateRule) -> &Tensor {
+        let clock = self.clocks.iter().find(|c| rule.betas().is_none_or(|betas| betas == c.betas));
+        clock.map_or(self.scalars(), |c| &c.scalars)
+    }
+
+    /// Second moments of NorMuon: their parameter, and their name in checkpoints.
+    pub(crate) fn line_moments<'a>(
+        &'a self,
+        params: &'a Params,
+    ) -> impl Iterator<Item = (&'a ParamSpec, String, &'a Tensor)> {
+        self.lines.named(params.specs())
+    }
+
+    /// The parameter groups.
+    pub fn groups(&self) -> &Arc<ParamGroups> {
+        &self.groups
     }
 
     /// One step with reduced gradients. Returns, on the device, the global gradient norm before clipping and the loss scale
@@ -301,7 +325,7 @@ impl Optimizer {
         grads: &GradBuffer,
         rates: StepRates,
     ) -> Result<Tensor> {
-        rank.compute.upload_into(&self.scalars, &self.scalar_values(rates))?;
+        rank.compute.upload_into(self.scalars(), &self.scalar_values(rates))?;
         self.apply(rank, params, step_state, grads)
     }
 
@@ -323,51 +347,84 @@ impl Optimizer {
         if let Some(scale) = &self.loss_scale {
             scale.unscale(rank, &square)?;
         }
-        k.clip_factor_from_square_sum(s, &square, self.max_norm, &self.scalars)?;
+        k.clip_factor_from_square_sum(s, &square, self.max_norm, self.scalars())?;
         if let Some(scale) = &self.loss_scale {
-            scale.update(rank, &self.scalars)?;
+            scale.update(rank, self.scalars())?;
         }
-        k.advance_step(s, self.betas(), &self.counter, &self.scalars)?;
-        let narrow = params.dtype() != DType::F32;
-        let weights = self.weights(params)?;
-        let grads = (0..weights.len())
-            .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
-            .collect::<Result<Vec<Tensor>>>()?;
+        for (i, clock) in self.clocks.iter().enumerate() {
+            if i > 0 {
+                s.copy(self.scalars(), &clock.scalars)?;
+            }
+            k.advance_step(s, clock.betas, &clock.counter, &clock.scalars)?;
+        }
         // Adam computes the amax of new FP8 weights (or casts them) in the same pass.
-        let looks = matches!(self.rule, UpdateRule::Adam(_));
-        let made = (0..weights.len())
-            .map(|i| {
-                if looks {
-                    Ok(params.precomputed(step_state, ParamId(i), &self.pieces[i].param_range)?)
-                } else {
-                    Ok(None)
-                }
-            })
-            .collect::<Result<Vec<Option<Precomputed>>>>()?;
+        let looks = self.groups.all_adam();
         if looks {
-            params.begin_update(rank, step_state, &self.scalars)?;
+            params.begin_update(rank, step_state, self.scalars())?;
         }
-        let update = |i: usize| ParamUpdate {
-            master: &self.masters.pieces()[i],
-            weight: (narrow && !params.specs()[i].fp8_resident()).then(|| &weights[i]),
-            grad: &grads[i],
-            first: self.moments[0].moment(i),
-            second: self.moments.get(1).map(|m| m.moment(i)),
-            lr_mult: 1.0,
-            wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
-            fp8: made[i].as_ref().map(Precomputed::kernel_outputs),
-        };
-        let list: Vec<ParamUpdate> =
-            (0..weights.len()).filter(|i| !self.pieces[*i].param_range.is_empty()).map(update).collect();
-        match self.rule {
-            UpdateRule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
-            UpdateRule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
+        for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
+            let mine = |i: &usize| {
+                params.specs()[*i].group.index == index && !self.pieces[*i].param_range.is_empty()
+            };
+            let list: Vec<usize> = (0..self.pieces.len()).filter(mine).collect();
+            match &group.rule {
+                UpdateRule::Muon(rule) => self.muon_step(rank, params, grads, (group, rule), &list)?,
+                _ => self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?,
+            }
         }
         self.all_gather_params(rank, params, step_state, looks)?;
         // A copy: the next step overwrites the buffer.
         let outcome = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
-        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &outcome)?;
+        s.copy(&self.scalars().narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &outcome)?;
         Ok(outcome)
+    }
+
+    /// A step of a group whose rule updates every element by itself: one launch for many parameters.
+    fn elementwise_step(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        (step_state, looks): (&StepState, bool),
+        grads: &GradBuffer,
+        (group, list): (&GroupRule, &[usize]),
+    ) -> Result<()> {
+        let (k, s, scalars) = (&rank.kernels, &rank.compute, self.scalars_of(&group.rule));
+        let narrow = params.dtype() != DType::F32;
+        let states: Vec<&OptimizerState> = group
+            .states()
+            .iter()
+            .filter_map(|(name, _)| self.moments.iter().find(|m| m.name() == *name))
+            .collect();
+        let weights = list.iter().map(|i| self.weight(params, *i)).collect::<Result<Vec<_>>>()?;
+        let grads = list.iter().map(|i| Ok(grads.piece(rank, ParamId(*i))?.1)).collect::<Result<Vec<_>>>()?;
+        let made = list
+            .iter()
+            .map(|i| match looks {
+                true => Ok(params.precomputed(step_state, ParamId(*i), &self.pieces[*i].param_range)?),
+                false => Ok(None),
+            })
+            .collect::<Result<Vec<Option<Precomputed>>>>()?;
+        let update = |(at, i): (usize, &usize)| {
+            let spec = &params.specs()[*i];
+            ParamUpdate {
+                master: &self.masters.pieces()[*i],
+                weight: (narrow && !spec.fp8_resident()).then(|| &weights[at]),
+                grad: &grads[at],
+                first: states[0].moment(*i),
+                second: states.get(1).map(|m| m.moment(*i)),
+                lr_mult: group.lr,
+                wd_mult: group.weight_decay_of(spec),
+                fp8: made[at].as_ref().map(Precomputed::kernel_outputs),
+            }
+        };
+        let list: Vec<ParamUpdate> = list.iter().enumerate().map(update).collect();
+        match group.rule {
+            UpdateRule::Adam(adam) => k.adam(s, adam, scalars, &list)?,
+            UpdateRule::Sgd(sgd) => k.sgd(s, sgd, scalars, &list)?,
+            UpdateRule::Lion(lion) => k.lion(s, lion, scalars, &list)?,
+            UpdateRule::Muon(_) => {}
+        }
+        Ok(())
     }
 
     /// Number of zero elements in the reduced gradients of the model. Collective, and slow.
@@ -384,7 +441,7 @@ impl Optimizer {
 
     /// Inputs of a step on the device: f32 `[scalars::COUNT]`.
     pub(crate) fn scalars(&self) -> &Tensor {
-        &self.scalars
+        &self.clocks[0].scalars
     }
 
     /// The step scalars that the host sets; the device computes the norm and the clip factor.

@@ -194,6 +194,83 @@ fn packed_moments_are_bit_equal_under_zero() {
     }
 }
 
+/// Layers whose matrices differ in cost, so that ranks own unequal numbers of them; f32 products.
+const MUON: [&str; 3] =
+    ["optimizer.kind=muon", "optimizer.muon={ products = \"f32\" }", "train.global_batch=12"];
+
+/// Owners update whole matrices, everything else is cut into equal shards: the bits of plain DDP, where every rank does what
+/// one rank does, whoever owns what. With one matrix most ranks own none, and with none Muon has nothing to do.
+#[test]
+fn layer_wise_muon_is_bit_equal_to_ddp() {
+    const ONE: &str = "optimizer.groups=[{ params = \"layers.0.attn.out.weight\", optimizer = \"muon\" }]";
+    const NONE: &str = "optimizer.groups=[{ params = [\"matrix\"], optimizer = \"lion\" }]";
+    let sets: [&[&str]; 5] = [
+        &MUON,
+        &[
+            "optimizer.muon={ adaptive = \"adamuon\", rest = \"lion\" }",
+            MUON[0],
+            MUON[2],
+            "precision.dtype=bf16",
+        ],
+        &["optimizer.muon={ adaptive = \"normuon\" }", MUON[0], MUON[2]],
+        &[ONE, MUON[2]],
+        &[NONE, MUON[0], MUON[2]],
+    ];
+    for set in sets {
+        let set: &'static [&'static str] = Vec::leak(set.to_vec());
+        for (tp, dp) in [(1, 2), (1, 3), (1, 4), (2, 2)] {
+            let case = |zero, overlap| Case { tp, cp: 1, pp: 1, dp, zero, overlap, set };
+            let what = format!("tp{tp} dp{dp} {set:?}");
+            let plain = made(&case(0, false));
+            assert!(plain.losses[2].0 < plain.losses[0].0, "{what}: {:?}", plain.losses);
+            equal(&what, &made(&case(1, true)), &plain);
+            let divided = made(&case(2, true));
+            equal(&what, &made(&case(2, false)), &divided);
+        }
+    }
+}
+
+/// Groups of every rule side by side, with a state dtype of their own.
+#[test]
+fn groups_are_bit_equal_under_zero() {
+    let set: &'static [&'static str] = &[
+        "optimizer.groups=[{ params = \"norm\", optimizer = \"sgd\", lr_factor = 0.5 }, { params = \"embedding\", optimizer = \"lion\", lr_factor = 0.1, state_dtype = \"bf16\" }, { params = [\"*.attn.q.*\", \"*.attn.k.*\", \"*.attn.v.*\"], betas = [0.8, 0.9] }, { params = \"layers.1.mlp.*\", optimizer = \"muon\", weight_decay_factor = 0.0 }]",
+        "model.qkv_bias=false",
+    ];
+    for (tp, pp, dp) in [(1, 1, 2), (2, 1, 2), (1, 2, 2)] {
+        let case = |zero| Case { tp, cp: 1, pp, dp, zero, overlap: true, set };
+        let plain = made(&case(0));
+        equal(&format!("tp{tp} pp{pp} dp{dp}"), &made(&case(1)), &plain);
+        made(&case(2));
+    }
+}
+
+/// Duplicated and distributed orthogonalization do not depend on tensor parallelism, up to the rounding of gradients.
+#[test]
+fn muon_is_invariant_under_tensor_parallelism() {
+    let case = |tp, set| Case { tp, cp: 1, pp: 1, dp: 1, zero: 0, overlap: false, set };
+    let one = made(&case(1, &MUON));
+    let distributed: &'static [&'static str] =
+        &[MUON[0], "optimizer.muon={ products = \"f32\", tp_mode = \"distributed\" }", MUON[2]];
+    let blockwise: &'static [&'static str] =
+        &[MUON[0], "optimizer.muon={ products = \"f32\", tp_mode = \"blockwise\" }", MUON[2]];
+    let apart = |other: &Made| {
+        let mut most = 0f32;
+        for (a, b) in one.weights.iter().zip(&other.weights) {
+            assert_eq!(a.name, b.name);
+            most = a.values.iter().zip(&b.values).fold(most, |m, (x, y)| m.max((x - y).abs()));
+        }
+        most
+    };
+    for tp in [2, 4] {
+        for set in [&MUON[..], distributed] {
+            let most = apart(&made(&case(tp, Vec::leak(set.to_vec()))));
+            assert!(most < 1e-4, "tp{tp} {set:?}: weights are {most} apart");
+        }
+        assert!(apart(&made(&case(tp, blockwise))) > 1e-3, "tp{tp}: shards alone give another update");
+    }
+}
+
 /// A layout that splits a block is refused by an error that names the tensor.
 #[test]
 fn split_blocks_are_refused() {
@@ -303,7 +380,12 @@ fn newest(dir: &std::path::Path) -> std::path::PathBuf {
 
 #[test]
 fn checkpoints_are_independent_of_zero() {
-    for set in [&[][..], &["precision.dtype=bf16"]] {
+    let muon: &'static [&'static str] = &[
+        "optimizer.kind=muon",
+        "optimizer.muon={ adaptive = \"normuon\" }",
+        "optimizer.groups=[{ params = \"norm\", frozen = true }]",
+    ];
+    for set in [&[][..], &["precision.dtype=bf16"], muon] {
         let case = |tp, dp, zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
         let homes: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
         // Whatever the parts, the tensors are equal.

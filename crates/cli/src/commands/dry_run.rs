@@ -28,6 +28,7 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
         tokenizer_at(Path::new(path))?;
     }
     let cost = CostSummary::of(resolved)?;
+    let groups = resolved.group_sizes()?;
     if global.json {
         output::print_json(&serde_json::json!({
             "recipe": recipe.name,
@@ -36,6 +37,9 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
             "plan": resolved.plan,
             "derived": resolved.derived,
             "cost": cost,
+            "parameter_groups": groups.iter().map(|(name, rule, n)| {
+                serde_json::json!({ "params": name, "rule": rule, "parameters": n })
+            }).collect::<Vec<_>>(),
             "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved)?.optimizer_bytes(),
         }))?;
         return Ok(ExitCode::SUCCESS);
@@ -48,6 +52,13 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
         format::count(p.tokens)
     );
     notes += &costs(&cost, resolved)?;
+    if !groups.is_empty() {
+        notes += "parameter groups:\n";
+        let line = |(name, rule, n): &(String, String, usize)| {
+            format!("  {name}: {rule}, {} parameters\n", format::count(*n as u64))
+        };
+        notes += &groups.iter().map(line).collect::<String>();
+    }
     notes += &sources.notes.iter().map(|note| format!("{note}\n")).collect::<String>();
     notes += &derived(resolved);
     notes += &pipeline(resolved)?;

@@ -2,9 +2,9 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, OneOrMany,
-    OptimizerKind, Packing, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute,
-    RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
+    Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, MuonSettings,
+    OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision,
+    QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -224,18 +224,26 @@ keys! {
 
     /// Optimizer.
     optimizer: OptimizerSection {
-        /// Optimizer: adamw (decoupled weight decay), adam (L2 regularization) or sgd.
+        /// Optimizer: adamw (decoupled weight decay), adam (L2 regularization), sgd, lion or muon.
         kind: OptimizerKind = OptimizerKind::AdamW, "optimizer", "optim", "optimizer_type", "name";
         /// Peak learning rate.
         lr: f64 = 3e-4, "learning_rate", "max_lr", "peak_lr";
         /// Minimum learning rate after warm-up; derived as a tenth of optimizer.lr.
         min_lr: Option<f64> = None, "lr_min", "final_lr", "end_lr";
-        /// Adam's beta1 and beta2.
+        /// Adam's beta1 and beta2; Lion's are derived as [0.95, 0.98].
         betas: [f64; 2] = [0.9, 0.95], "adam_beta1", "adam_beta2", "beta1", "beta2", "adam_betas";
         /// Adam's epsilon.
         eps: f64 = 1e-8, "adam_eps", "adam_epsilon", "epsilon";
         /// Momentum of SGD.
         momentum: f64 = 0.9, "sgd_momentum";
+        /// Nesterov momentum of SGD; false unless set.
+        nesterov: Option<bool> = None, "sgd_nesterov";
+        /// Constants of Muon, where optimizer.kind or a group of optimizer.groups is "muon".
+        muon: Option<MuonSettings> = None, "muon_momentum", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor", "muon_tp_mode", "muon_use_nesterov", "muon_coefficient_type", "muon_scalar_optimizer", "muon_fp32_matmul_prec";
+        /// Parameter groups: learning-rate and weight-decay factors, optimizer, state dtype and freezing by kind of parameter
+        /// (embedding, lm_head, router, expert, matrix, bias, norm) or by name; the first group that selects a parameter
+        /// counts.
+        groups: Option<ParamGroupList> = None, "param_groups", "parameter_groups", "decoupled_lr", "config_overrides", "no_weight_decay_cond", "scale_lr_cond", "lr_mult", "freeze", "frozen_params";
         /// Weight decay of matrices; biases and norms are not decayed.
         weight_decay: f64 = 0.1, "wd", "start_weight_decay";
         /// Weight decay at the end of its schedule; derived as optimizer.weight_decay.

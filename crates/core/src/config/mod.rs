@@ -4,6 +4,7 @@
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
 mod changes;
+mod groups;
 mod keys;
 mod load;
 mod loss;

@@ -97,6 +97,7 @@ impl Recipe {
         c.mtp = mtp::section(&self.config.mtp, &model);
         self.derive_data(&mut c, &model, &mut derived)?;
         self.derive_precision(&mut c, &mut derived);
+        self.derive_optimizer(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
         self.derive_loss_chunk(&mut c, &model, &mut derived);
         let resolved = Resolved { config: c, model, plan, derived: derived.0 };

@@ -1,11 +1,17 @@
 //! Types of configuration values: enumerations, and values with several spellings.
 
 mod architecture;
+mod groups;
+mod muon;
 mod precision;
 mod training;
 mod written;
 
 pub use architecture::{DispatcherType, DropPolicy, PositionKind, RouterPrecision};
+pub use groups::{ParamGroup, ParamGroupList};
+pub use muon::{
+    MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
+};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
     CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,

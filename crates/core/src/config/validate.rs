@@ -154,7 +154,10 @@ impl Recipe {
         if o.clip < 0.0 {
             return self.refuse("optimizer.clip", "must not be negative; 0 means no clipping");
         }
-        Ok(())
+        if o.nesterov == Some(true) && o.momentum == 0.0 {
+            return self.refuse("optimizer.nesterov", "needs a momentum; set optimizer.momentum above 0");
+        }
+        self.check_groups()
     }
 
     fn check_data_values(&self) -> Result<()> {
@@ -337,6 +340,7 @@ impl Recipe {
             return self.refuse("data.eod", what);
         }
         self.check_schedule(r)?;
+        self.check_group_members(r)?;
         self.check_precision(r)?;
         self.check_loss(r)?;
         if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {

@@ -5,10 +5,10 @@
 //! in transit.
 
 use crate::Result;
-use crate::config::{MasterDtype, OptimizerKind, PipelineSchedule, Resolved, StateDtype};
+use crate::config::{MasterDtype, PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{Lifetime, ModelDescription, StepShape};
-use ferrotron_engine::ParamSpec;
-use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit};
+use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement};
+use ferrotron_engine::{GroupRank, ParamSpec};
 use ferrotron_tensor::DType;
 use serde::Serialize;
 
@@ -20,8 +20,8 @@ const FULL_BUCKETS: usize = 3;
 pub struct MemoryEstimate {
     /// The step on one rank of every pipeline stage.
     pub(super) stages: Vec<StepShape>,
-    /// Dtype of the optimizer's moments, and how many there are.
-    pub(super) moments: (StateDtype, usize),
+    /// Dtype of all moments; none: as the parameter groups say.
+    pub(super) moments: Option<StateDtype>,
     pub(super) master: MasterDtype,
     pub(super) schedule: PipelineSchedule,
 }
@@ -59,33 +59,41 @@ impl MemoryEstimate {
         let o = &r.config.optimizer;
         Ok(MemoryEstimate {
             stages: StepShape::of_stages(r)?,
-            moments: (o.state_dtype, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
+            moments: None,
             master: o.master_dtype,
             schedule: r.config.parallel.schedule,
         })
     }
 
-    /// Bytes of master weight and moments of a parameter, before ZeRO shards them. f32 weights are their own masters.
+    /// Bytes of master weight and moments of a parameter that no group selects, before ZeRO shards them. f32 weights are
+    /// their own masters.
     pub fn optimizer_bytes(&self) -> f64 {
-        let master = match (self.stages.first().map(|s| s.dtype), self.master) {
-            (Some(DType::F32) | None, _) => 0.0,
+        self.stages.first().map_or(0.0, |shape| self.bytes_in(shape, 0))
+    }
+
+    /// The same of a parameter in a bucket of some storage.
+    fn bytes_in(&self, shape: &StepShape, storage: usize) -> f64 {
+        let master = match (shape.dtype, self.master) {
+            (DType::F32, _) => 0.0,
             (_, MasterDtype::F32) => 4.0,
             (_, MasterDtype::Remainder) => 2.0,
         };
-        master + self.moments.1 as f64 * self.moments.0.bytes()
+        let rule = shape.options.groups.rules().get(storage);
+        master + rule.map_or(0.0, |r| r.moment_bytes_as(self.moments))
     }
 
     /// Bytes per parameter that stay allocated over a step, as a sentence.
     pub fn bytes_per_parameter(&self) -> Result<String> {
-        let (mut elements, mut bytes) = (0, 0);
+        let (mut elements, mut bytes, mut state) = (0, 0, 0.0);
         for shape in &self.stages {
             let size = |p: &ParamSpec| if p.fp8_resident() { 1 } else { shape.dtype.size() };
             for p in ModelDescription::params(shape)? {
                 elements += p.numel();
                 bytes += p.numel() * size(&p);
+                state += p.numel() as f64 * self.bytes_in(shape, p.group.storage);
             }
         }
-        let (weight, state) = (bytes as f64 / elements.max(1) as f64, self.optimizer_bytes());
+        let [weight, state] = [bytes as f64, state].map(|x| x / elements.max(1) as f64);
         let short = |x: f64| format!("{x:.2}").trim_end_matches('0').trim_end_matches('.').to_string();
         let [total, weight, state] = [weight + 4.0 + state, weight, state].map(short);
         Ok(format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state}"))
@@ -103,23 +111,28 @@ impl MemoryEstimate {
         let ranks = &shape.ranks;
         let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
         let plan = BucketPlan::new(&description.params, replicas, shape.bucket);
-        let shard = |b: &Bucket| b.len / replicas[usize::from(b.experts)];
+        // Of the rank that holds most, where they hold whole parameters.
+        let shard = |b: &Bucket| {
+            let size = replicas[usize::from(b.experts)];
+            let held = |rank| b.held(Placement::Flat, GroupRank { rank, size }).len();
+            (0..size).map(held).max().unwrap_or(0)
+        };
         let sharded = |from: usize, b: &Bucket| if shape.zero >= from { shard(b) } else { b.len };
         let mut out = MemoryBytes::default();
-        let mut state = 0;
+        let mut state = 0.0;
         for bucket in plan.buckets() {
             let split = BucketSplit::new(bucket, |id| description.params[id.0].fp8_resident());
             let [fp8, rest] = split.lengths();
             out.parameters += fp8 + rest * shape.dtype.size();
             out.gradients += 4 * sharded(2, bucket);
-            state += sharded(1, bucket);
+            state += self.bytes_in(shape, bucket.storage) * sharded(1, bucket) as f64;
         }
         if shape.zero >= 2 {
             let mut lengths: Vec<usize> = plan.buckets().iter().map(|b| b.len).collect();
             lengths.sort_unstable_by(|a, b| b.cmp(a));
             out.gradients += 4 * lengths.iter().take(FULL_BUCKETS).sum::<usize>();
         }
-        out.optimizer = (self.optimizer_bytes() * state as f64) as usize;
+        out.optimizer = state as usize;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
         let ((held, chunks), rows) = (self.in_flight(shape), shape.rows()?);

@@ -50,7 +50,7 @@ impl MemoryEstimate {
         let selective = |s: &mut StepShape| (s.recompute.norm, s.recompute.activation) = (true, true);
         out.push((and("train.recompute=[\"norm\",\"activation\"]"), least.with(selective)));
         out.push((and("train.recompute=full"), least.with(full)));
-        let bf16 = MemoryEstimate { moments: (StateDtype::Bf16, self.moments.1), ..least.with(full) };
+        let bf16 = MemoryEstimate { moments: Some(StateDtype::Bf16), ..least.with(full) };
         out.push((and("train.recompute=full optimizer.state_dtype=bf16"), bf16));
         out
     }

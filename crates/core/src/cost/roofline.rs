@@ -122,7 +122,7 @@ fn update_bytes(r: &Resolved) -> f64 {
     let o = &r.config.optimizer;
     let size = r.config.precision.dtype.dtype().size() as f64;
     let weight = if size < 4.0 { size } else { 0.0 };
-    let moments = if o.kind == OptimizerKind::Sgd { 1.0 } else { 2.0 };
+    let moments = if matches!(o.kind, OptimizerKind::AdamW | OptimizerKind::Adam) { 2.0 } else { 1.0 };
     let master = match o.master_dtype {
         MasterDtype::F32 => 2.0 * 4.0 + weight,
         MasterDtype::Remainder => 2.0 * 2.0 + 2.0 * weight,

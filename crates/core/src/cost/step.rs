@@ -67,6 +67,7 @@ fn options(r: &Resolved) -> ModelOptions {
         moe_training: Arc::new(r.moe_training()),
         mtp: r.mtp_training(),
         loss: r.loss_options(),
+        groups: r.param_groups(),
     }
 }
 

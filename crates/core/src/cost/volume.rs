@@ -7,14 +7,16 @@
 //! - Gradients of replicated weights are all-reduced over the tensor-parallel group (experts: expert tensor parallel);
 //!   gradients of key heads that some ranks share are all-gathered.
 //! - Buckets of gradients are all-reduced over the replicas; with ZeRO-1 reduce-scattered and the weights all-gathered,
-//!   with ZeRO-2 reduce-scattered after every micro-batch. FP8 weights with one scale are gathered in FP8.
+//!   with ZeRO-2 reduce-scattered after every micro-batch. Buckets of matrices that replicas own whole go to their owners. FP8 weights with one scale are gathered in FP8.
 //! - A parameter of the first and the last pipeline stage is all-reduced between the two.
 //! - FP8: amax of the weights (current scaling) or of every operand (delayed scaling).
 //! - MoE counters; token counts, losses and the gradient norm, in f64.
 
 use super::MoeLayers;
 use crate::Result;
+use crate::config::MuonTpMode;
 use crate::model::description::{Collective, Group, ModelDescription, Pass, StepShape};
+use crate::optimizer::UpdateRule;
 use ferrotron_comm::{Communicator, OpKind, Volume};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement, Span};
 use ferrotron_engine::moe::{AuxLossKind, Dispatcher, RoutingMethod};
@@ -192,18 +194,53 @@ impl StepVolume<'_> {
             self.over_tp(bucket, tp, here);
         }
         let n = replicas.size;
-        let shard = bucket.len / n;
+        let shard = bucket.held(Placement::Flat, replicas).len();
         match zero {
             0 => self.all_reduce(group, 4 * bucket.len),
             _ => {
-                let bytes = ((n - 1) * shard * 4 * rounds) as u64;
-                self.send(group, OpKind::ReduceScatter, bytes);
+                // Whole parameters go to their owners, who sum them; equal shards are summed on the way.
+                let (kind, others) = match &bucket.owned {
+                    Some(_) => (OpKind::AllToAll, bucket.len - shard),
+                    None => (OpKind::ReduceScatter, (n - 1) * shard),
+                };
+                self.send(group, kind, (others * 4 * rounds) as u64);
                 self.send(group, OpKind::AllGather, self.gathered_weights(bucket, replicas));
             }
         }
+        self.muon(bucket, tp, here, if zero > 0 { Some(replicas) } else { None });
         if bucket.tied_across_stages {
             let held = if zero > 0 { shard } else { bucket.len };
             self.all_reduce(Group::Embedding, 4 * held);
+        }
+    }
+
+    /// Matrices that tensor-parallel ranks orthogonalize together, of those that this replica owns.
+    fn muon(&mut self, bucket: &Bucket, group: Group, here: GroupRank, owner: Option<GroupRank>) {
+        let (shape, params) = (self.shape, self.params);
+        for span in &bucket.spans {
+            let spec = &params[span.param.0];
+            let mine = owner.map_or(0..bucket.len, |place| bucket.held(Placement::Flat, place));
+            let rule = shape.options.groups.rules().get(spec.group.index).map(|r| &r.rule);
+            let Some(UpdateRule::Muon(rule)) = rule.filter(|_| spec.group.whole) else { continue };
+            if here.size == 1 || !mine.contains(&span.range.start) {
+                continue;
+            }
+            for part in spec.parts.iter().filter(|p| p.holders(here).len() < here.size) {
+                let shards = (0..here.size).map(|rank| part.cut(GroupRank { rank, ..here }));
+                let sizes: Vec<usize> = shards.map(|s| s.shape(&part.shape).iter().product()).collect();
+                match rule.tp_mode {
+                    MuonTpMode::Blockwise => {}
+                    MuonTpMode::Distributed if !part.shared(here.size) => {
+                        let side = part.shape[1 - part.cut(here).axis];
+                        self.all_reduce(group, 8);
+                        (0..rule.steps).for_each(|_| self.all_reduce(group, 4 * side * side));
+                    }
+                    _ => {
+                        let next = sizes[(here.rank + 1) % here.size];
+                        self.send(group, OpKind::AllGather, 4 * (sizes.iter().sum::<usize>() - next) as u64);
+                    }
+                }
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 use super::config::ModelConfig;
 use super::mtp_config::MtpTraining;
+use crate::optimizer::ParamGroups;
 use ferrotron_engine::attention::RopeTable;
 use ferrotron_engine::{Declarations, ParamId, ParamSpec};
 use ferrotron_tensor::Result;
@@ -32,8 +33,10 @@ impl<'a> ModelDeclaration<'a> {
         ModelDeclaration { params, config, mtp, pipelined, rope, token_embedding: None }
     }
 
-    /// The declared parameters, in order.
-    pub(super) fn finish(self) -> Vec<ParamSpec> {
-        self.params.finish()
+    /// The declared parameters, in order, with their parameter groups.
+    pub(super) fn finish(self, groups: &ParamGroups) -> Vec<ParamSpec> {
+        let mut specs = self.params.finish();
+        specs.iter_mut().for_each(|s| s.group = groups.assign(s));
+        specs
     }
 }

@@ -6,6 +6,7 @@ use super::declare::ModelDeclaration;
 use super::layer_split::LayerPlacement;
 use super::mtp_config::MtpTraining;
 use super::pipeline_layout::PipelineLayout;
+use crate::optimizer::ParamGroups;
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
 use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
 use ferrotron_engine::quant::Policy;
@@ -38,6 +39,8 @@ pub struct ModelOptions {
     pub mtp: MtpTraining,
     /// How the LM head computes the loss: in chunks of tokens, with label smoothing.
     pub loss: LossOptions,
+    /// Parameter groups of the optimizer.
+    pub groups: Arc<ParamGroups>,
 }
 
 /// Token ids and positions of a micro-batch, on the device.
@@ -100,7 +103,7 @@ impl Decoder {
             .map(|stage| Chunk::declare(&mut model, stage))
             .collect::<Result<Vec<_>>>()?;
         let moe_layers = model.params.moe_layers().to_vec();
-        let specs = model.finish();
+        let specs = model.finish(&options.groups);
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
         let p2p_stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.world.rank()));
         let p2p_streams = [p2p_stream("activations")?, p2p_stream("their gradients")?];

@@ -22,7 +22,7 @@ pub mod validate;
 pub use chunk::{Chunk, ChunkSaved, ForwardMode};
 pub use config::ModelConfig;
 pub use decoder::{Decoder, Input, ModelOptions, MtpInput};
-pub use description::{LinearInfo, logical_buffers, logical_parts};
+pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use loaded::{Model, set_expert_biases};
 pub use moe_config::MoeConfig;

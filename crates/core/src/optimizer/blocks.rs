@@ -10,9 +10,13 @@ use ferrotron_engine::ParamSpec;
 use ferrotron_engine::data_parallel::ParamShard;
 use ferrotron_kernels::moments::BLOCK;
 
-/// Checks this rank's shard of each parameter.
-pub(super) fn check(specs: &[ParamSpec], pieces: &[ParamShard]) -> Result<()> {
-    for (spec, piece) in specs.iter().zip(pieces) {
+/// Checks this rank's shard of each parameter whose moments are `packed`.
+pub(super) fn check(
+    specs: &[ParamSpec],
+    pieces: &[ParamShard],
+    packed: impl Fn(&ParamSpec) -> bool,
+) -> Result<()> {
+    for (spec, piece) in specs.iter().zip(pieces).filter(|(spec, _)| packed(spec)) {
         let mut at = piece.param_range.start;
         for (part, runs) in spec.runs(&piece.param_range) {
             for run in runs {

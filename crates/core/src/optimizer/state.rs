@@ -1,7 +1,7 @@
 //! One optimizer state (master weights or a moment): this rank's shard of every bucket and of every parameter in it.
 
 use crate::Result;
-use ferrotron_engine::data_parallel::{FlatBuffer, ParamShard, Placement, group_rank};
+use ferrotron_engine::data_parallel::{Bucket, FlatBuffer, ParamShard, Placement, group_rank};
 use ferrotron_engine::{Params, Rank};
 use ferrotron_kernels::moments::BLOCK;
 use ferrotron_kernels::{Moment, MomentOrder};
@@ -12,11 +12,12 @@ use std::ops::Range;
 pub struct OptimizerState {
     name: &'static str,
     kind: StateKind,
-    dtype: DType,
+    /// Dtype in each bucket; none where its parameters have no such state.
+    dtypes: Vec<Option<DType>>,
     buckets: Vec<Tensor>,
     pieces: Vec<Tensor>,
     /// Block scales of packed moments, by bucket and by parameter.
-    scales: Option<(Vec<Tensor>, Vec<Tensor>)>,
+    scales: (Vec<Option<Tensor>>, Vec<Option<Tensor>>),
 }
 
 /// What the elements are.
@@ -31,34 +32,37 @@ pub(super) enum StateKind {
 }
 
 impl OptimizerState {
-    /// Allocates zeros.
+    /// Allocates zeros in the buckets that `dtype` gives one for.
     pub(super) fn new(
         (name, kind): (&'static str, StateKind),
         rank: &Rank,
         params: &Params,
         placement: Placement,
-        dtype: DType,
+        dtype: &dyn Fn(&Bucket) -> Option<DType>,
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
-        let lengths = || {
-            let buckets = params.plan().buckets().iter();
-            buckets.map(|b| b.held(placement, group_rank(rank.dp_group(b.experts))).len())
-        };
-        let zeros = |len, dtype| Ok(rank.compute.zeros(&[len], dtype, Category::Optimizer)?);
-        let buckets = lengths().map(|n| zeros(n, dtype)).collect::<Result<_>>()?;
-        let mut state = OptimizerState::over((name, kind), dtype, buckets, pieces)?;
-        if matches!(dtype, DType::F16 | DType::U8) {
-            // Shards, and parameters in them, begin at multiples of a block.
-            let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
-            let scales: Vec<Tensor> =
-                lengths().map(|n| zeros(n.div_ceil(BLOCK), DType::U8)).collect::<Result<_>>()?;
-            let view = |p: &ParamShard| {
-                let r = blocks(&p.local_range);
-                Ok(scales[p.bucket].narrow(0, r.start, r.len())?)
-            };
-            let views = pieces.iter().map(view).collect::<Result<_>>()?;
-            state.scales = Some((scales, views));
+        let dtypes: Vec<Option<DType>> = params.plan().buckets().iter().map(dtype).collect();
+        let zeros = |len, dtype| rank.compute.zeros(&[len], dtype, Category::Optimizer);
+        let (mut buckets, mut scales) = (Vec::new(), Vec::new());
+        for (b, dtype) in params.plan().buckets().iter().zip(&dtypes) {
+            let held = b.held(placement, group_rank(rank.dp_group(b.experts))).len();
+            let len = if dtype.is_some() { held } else { 0 };
+            buckets.push(zeros(len, dtype.unwrap_or(DType::F32))?);
+            let packed = matches!(dtype, Some(DType::F16 | DType::U8));
+            scales.push(packed.then(|| zeros(len.div_ceil(BLOCK), DType::U8)).transpose()?);
         }
+        let mut state = OptimizerState::over((name, kind), dtypes, buckets, pieces)?;
+        // Shards, and parameters in them, begin at multiples of a block.
+        let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
+        let view = |p: &ParamShard| match &scales[p.bucket] {
+            None => Ok(None),
+            Some(scales) => {
+                let r = blocks(&p.local_range);
+                Ok(Some(scales.narrow(0, r.start, r.len())?))
+            }
+        };
+        let views = pieces.iter().map(view).collect::<Result<_>>()?;
+        state.scales = (scales, views);
         Ok(state)
     }
 
@@ -74,19 +78,24 @@ impl OptimizerState {
             let copies = rank.dp_group(params.plan().buckets()[b].experts);
             Ok(params.bucket(b)?.view_as(placement, group_rank(copies))?.memory().clone())
         };
-        let buckets = (0..params.plan().buckets().len()).map(part).collect::<Result<_>>()?;
-        OptimizerState::over((name, StateKind::Masters), params.dtype(), buckets, pieces)
+        let count = params.plan().buckets().len();
+        let buckets = (0..count).map(part).collect::<Result<_>>()?;
+        OptimizerState::over((name, StateKind::Masters), vec![Some(params.dtype()); count], buckets, pieces)
     }
 
     fn over(
         (name, kind): (&'static str, StateKind),
-        dtype: DType,
+        dtypes: Vec<Option<DType>>,
         buckets: Vec<Tensor>,
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
-        let view = |p: &ParamShard| buckets[p.bucket].narrow(0, p.local_range.start, p.local_range.len());
+        let view = |p: &ParamShard| match dtypes[p.bucket] {
+            Some(_) => buckets[p.bucket].narrow(0, p.local_range.start, p.local_range.len()),
+            None => Ok(buckets[p.bucket].clone()),
+        };
+        let scales = (vec![None; buckets.len()], vec![None; pieces.len()]);
         let pieces = pieces.iter().map(view).collect::<Result<_, _>>()?;
-        Ok(OptimizerState { name, kind, dtype, buckets, pieces, scales: None })
+        Ok(OptimizerState { name, kind, dtypes, buckets, pieces, scales })
     }
 
     /// Its name in checkpoints: `model`, `adam.m`.
@@ -99,12 +108,23 @@ impl OptimizerState {
         !matches!(self.kind, StateKind::Moment(_))
     }
 
-    /// Dtype in checkpoints, which hold every value exactly: f32 for master weights, bf16 for bf16 moments.
-    pub fn saved(&self) -> DType {
-        match (self.kind, self.dtype) {
+    /// Whether the parameters of a bucket have this state.
+    pub fn covers(&self, bucket: usize) -> bool {
+        self.dtypes[bucket].is_some()
+    }
+
+    /// Dtype in checkpoints of a state stored as `dtype`. They hold every value exactly: f32 for master weights, bf16 for
+    /// bf16 moments.
+    pub fn saved_as(&self, dtype: DType) -> DType {
+        match (self.kind, dtype) {
             (StateKind::Moment(_), DType::BF16 | DType::U8) => DType::BF16,
             _ => DType::F32,
         }
+    }
+
+    /// Dtype of a bucket in checkpoints.
+    pub fn saved(&self, bucket: usize) -> DType {
+        self.saved_as(self.dtypes[bucket].unwrap_or(DType::F32))
     }
 
     pub(super) fn kind(&self) -> StateKind {
@@ -118,7 +138,7 @@ impl OptimizerState {
 
     /// This rank's shard of a parameter's moment.
     pub(super) fn moment(&self, i: usize) -> Moment<'_> {
-        Moment { values: &self.pieces[i], scales: self.scales.as_ref().map(|s| &s.1[i]) }
+        Moment { values: &self.pieces[i], scales: self.scales.1[i].as_ref() }
     }
 
     /// Rounds f32 values into this rank's shard of a parameter.
@@ -146,13 +166,13 @@ impl OptimizerState {
     ) -> Result<(Tensor, bool)> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
         let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
-        if self.dtype == self.saved() {
+        if self.dtypes[bucket].is_none_or(|dtype| dtype == self.saved(bucket)) {
             return Ok((held.clone(), true));
         }
         let wide = Tensor::empty(s, held.shape(), DType::F32, Category::Workspace)?;
         match self.kind {
             StateKind::Moment(order) => {
-                let scales = self.scales.as_ref().map(|s| &s.0[bucket]);
+                let scales = self.scales.0[bucket].as_ref();
                 k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
             }
             _ => {
@@ -160,10 +180,10 @@ impl OptimizerState {
                 k.join_master(s, weights.memory(), held, &wide)?;
             }
         }
-        if self.saved() == DType::F32 {
+        if self.saved(bucket) == DType::F32 {
             return Ok((wide, false));
         }
-        let narrow = Tensor::empty(s, held.shape(), self.saved(), Category::Workspace)?;
+        let narrow = Tensor::empty(s, held.shape(), self.saved(bucket), Category::Workspace)?;
         k.copy(s, &wide, &narrow)?;
         Ok((narrow, false))
     }
@@ -182,7 +202,7 @@ impl OptimizerState {
             return Ok(part);
         }
         let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
-        let (me, kind) = (group_rank(copies), (self.saved(), Category::Workspace));
+        let (me, kind) = (group_rank(copies), (self.saved(bucket), Category::Workspace));
         let all = FlatBuffer::empty(params.plan(), bucket, Placement::Replicate, me, kind, &rank.compute)?;
         mine.redistribute(rank, copies, &all, &rank.compute, "whole state")?;
         Ok(all.memory().clone())

@@ -1,6 +1,6 @@
 //! The parts of logical tensors that this rank holds, and their copy to the host for a checkpoint.
 
-use super::{Trainer, fp8_scales, moe_state};
+use super::{Trainer, fp8_scales, line_moments, moe_state};
 use crate::Result;
 use crate::checkpoint::{Item, PartDecl, Slice, share};
 use crate::tensorfile::TensorDecl;
@@ -36,7 +36,8 @@ impl OwnParts {
     /// The parts that this rank writes of what it holds; the ranks of a pipeline stage, which together hold the stage,
     /// share the writing of what several hold. Collective.
     pub(super) fn of(t: &Trainer) -> Result<OwnParts> {
-        let small = fp8_scales::items(t)?.into_iter().chain(moe_state::items(t)?);
+        let small =
+            fp8_scales::items(t)?.into_iter().chain(moe_state::items(t)?).chain(line_moments::items(t)?);
         let mut held: Vec<_> = small.map(|item| (item.part(), Origin::Host(item.bytes))).collect();
         for index in 0..t.optimizer.states().len() {
             held_state(t, index, &mut held);
@@ -106,7 +107,8 @@ impl OwnParts {
 /// What this rank holds of one optimizer state.
 fn held_state(t: &Trainer, index: usize, out: &mut Vec<(PartDecl, Origin)>) {
     let state = t.optimizer.states()[index];
-    for (spec, piece) in t.model.params.specs().iter().zip(t.optimizer.pieces()).filter(|(s, _)| !s.mirror) {
+    let held = t.model.params.specs().iter().zip(t.optimizer.pieces());
+    for (spec, piece) in held.filter(|(s, p)| !s.mirror && state.covers(p.bucket)) {
         for (part, shard, range) in spec.held() {
             let (start, end) =
                 (range.start.max(piece.param_range.start), range.end.min(piece.param_range.end));
@@ -116,7 +118,8 @@ fn held_state(t: &Trainer, index: usize, out: &mut Vec<(PartDecl, Origin)>) {
             let elements = start - range.start..end - range.start;
             let slice = Slice::of_shard(&part.shape, shard, elements);
             let name = format!("{}/{}", state.name(), part.name);
-            let tensor = TensorDecl { name, dtype: state.saved().into(), shape: part.shape.clone() };
+            let tensor =
+                TensorDecl { name, dtype: state.saved(piece.bucket).into(), shape: part.shape.clone() };
             let local = piece.local_range.start + start - piece.param_range.start;
             let elements = local..local + (end - start);
             out.push((

@@ -27,6 +27,7 @@ impl ModelState {
             moe_training: Arc::new(r.moe_training()),
             mtp: r.mtp_training(),
             loss: r.loss_options(),
+            groups: r.param_groups(),
         };
         let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };
         let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;

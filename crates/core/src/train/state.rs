@@ -4,31 +4,16 @@ use super::checkpoint_parts::OwnParts;
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
 use super::step_runner::{Progress, Schedules};
-use super::{Trainer, fp8_scales, moe_state};
+use super::{Trainer, fp8_scales, line_moments, moe_state};
 use crate::checkpoint::{Loaded, Snapshot};
-use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
-use crate::model::{ModelConfig, logical_parts};
-use crate::optimizer::{SavedLossScale, UpdateRule};
+use crate::config::{self, Resolved};
+use crate::model::{ModelConfig, ModelOptions, logical_specs};
+use crate::optimizer::SavedLossScale;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::tensorfile::to_f32;
 use crate::{Error, Result};
-use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{DType, HostBuffer};
 use serde::{Deserialize, Serialize};
-
-pub(super) fn rule(o: &OptimizerSection) -> UpdateRule {
-    let adam = |decoupled| {
-        let [beta1, beta2] = o.betas.map(|b| b as f32);
-        UpdateRule::Adam(Adam { beta1, beta2, eps: o.eps as f32, decoupled })
-    };
-    match o.kind {
-        OptimizerKind::AdamW => adam(true),
-        OptimizerKind::Adam => adam(false),
-        OptimizerKind::Sgd => {
-            UpdateRule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false })
-        }
-    }
-}
 
 fn decay(d: config::Decay) -> schedule::Decay {
     match d {
@@ -195,28 +180,42 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let states = t.optimizer.states();
     // Check names, shapes and dtypes before anything is changed. Moments may have been stored in another dtype: checkpoints
     // hold exact values, which are rounded to this run's dtype.
-    let parts = logical_parts(t.model.decoder.config())?;
-    let dtype = |state: &crate::optimizer::OptimizerState, name: &str| {
+    let groups = t.optimizer.groups();
+    let options = ModelOptions { groups: groups.clone(), ..ModelOptions::default() };
+    let specs = logical_specs(t.model.decoder.config(), &options)?;
+    let parts: Vec<_> = specs.iter().flat_map(|s| &s.parts).collect();
+    let dtype = |state: &crate::optimizer::OptimizerState, name: &str, saved: DType| {
         let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());
-        found.filter(|d| matches!(d, DType::F32 | DType::BF16)).unwrap_or(state.saved())
+        found.filter(|d| matches!(d, DType::F32 | DType::BF16)).unwrap_or(saved)
     };
     let name = |state: &crate::optimizer::OptimizerState, part: &str| format!("{}/{part}", state.name());
-    let expected: Vec<_> = states
-        .iter()
-        .flat_map(|state| parts.iter().map(|p| (name(state, &p.name), *state, &p.shape)))
-        .map(|(name, state, shape)| (dtype(state, &name), name, shape))
-        .collect();
+    let mut expected: Vec<(DType, String, &[usize])> = Vec::new();
+    for state in &states {
+        for spec in &specs {
+            // As this run would save it; none where the group of the parameter has no such state.
+            let Some(saved) = groups.saved(state, spec) else { continue };
+            for p in &spec.parts {
+                let name = name(state, &p.name);
+                expected.push((dtype(state, &name, saved), name, &p.shape));
+            }
+        }
+    }
+    let lines = line_moments::expected(groups, &specs);
+    expected.extend(lines.iter().map(|(name, shape)| (DType::F32, name.clone(), shape.as_slice())));
     let names = parts.iter().map(|p| p.name.as_str()).collect();
     let found = fp8_scales::check(loaded, &names)?;
     let tables = moe_state::found(loaded, t.model.decoder.config());
     let found = found.iter().chain(&tables).map(|(n, s)| (*n, DType::F32, *s));
-    loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
+    loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, *s)).chain(found))?;
     for state in states {
         for (i, (spec, piece)) in t.model.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
+            if !state.covers(piece.bucket) {
+                continue;
+            }
             let mut values = Vec::with_capacity(piece.param_range.len());
             for (part, runs) in spec.runs(&piece.param_range) {
                 let name = name(state, &part.name);
-                let dtype = dtype(state, &name);
+                let dtype = dtype(state, &name, state.saved(piece.bucket));
                 let runs: Vec<_> =
                     runs.iter().map(|r| r.start * dtype.size()..r.end * dtype.size()).collect();
                 values.extend(to_f32(dtype, &loaded.read_runs(&name, &runs)?)?);
@@ -234,6 +233,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     fp8_scales::restore(t, loaded)?;
     moe_state::restore(t, loaded)?;
+    line_moments::restore(t, loaded)?;
     let delayed = &mut t.runner.delayed_scaling;
     delayed.steps = state.scaled_steps.filter(|_| delayed.enabled).unwrap_or(0);
     t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };

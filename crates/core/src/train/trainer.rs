@@ -20,7 +20,7 @@ use crate::config::Resolved;
 use crate::cost::{MemoryEstimate, advise};
 use crate::data::Batches;
 use crate::events::Precision;
-use crate::optimizer::{LossScale, Optimizer, StateDtypes};
+use crate::optimizer::{LossScale, Optimizer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Event, Stream};
@@ -61,9 +61,9 @@ impl Trainer {
         let model = ModelState::new(&rank, r, sharding)?;
         let o = &r.config.optimizer;
         let clip = (o.clip > 0.0).then_some(o.clip as f32);
-        let dtypes = StateDtypes { moments: o.state_dtype, master: o.master_dtype };
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
-        let optimizer = Optimizer::new(&rank, &model.params, sharding, state::rule(o), dtypes, clip)?
+        let groups = r.param_groups();
+        let optimizer = Optimizer::new(&rank, &model.params, sharding, groups, o.master_dtype, clip)?
             .with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         let runner = StepRunner::new(&rank, r)?;

@@ -38,6 +38,24 @@ fn settings() -> Vec<(&'static str, Vec<&'static str>)> {
             vec!["optimizer.kind=sgd", "optimizer.lr=0.1", "train.ramp=[2, 2, 6]", "dropout.hidden=0.1"],
         ),
         (
+            "muon, odd sizes",
+            vec![
+                "optimizer.kind=muon",
+                "optimizer.muon={ adaptive = \"adamuon\" }",
+                "precision.dtype=bf16",
+                "optimizer.state_dtype=bf16",
+                "model.ffn=37",
+            ],
+        ),
+        (
+            "normuon and lion, a frozen group",
+            vec![
+                "optimizer.kind=muon",
+                "optimizer.muon={ adaptive = \"normuon\", rest = \"lion\", weight_decay = \"l2\" }",
+                "optimizer.groups=[{ params = \"norm\", frozen = true }, { params = \"embedding\", betas = [0.5, 0.9] }]",
+            ],
+        ),
+        (
             "recompute, odd sizes",
             vec![
                 "model.hidden=27",

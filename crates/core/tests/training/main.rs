@@ -10,5 +10,6 @@ mod forward_backward;
 mod fp8_scales;
 mod loss;
 mod optimizer_state;
+mod param_groups;
 mod ranks;
 mod support;

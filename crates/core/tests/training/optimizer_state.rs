@@ -158,6 +158,9 @@ fn steps_without_finite_gradients_are_skipped() {
     for changes in [
         &[][..],
         &["optimizer.kind=sgd"],
+        &["optimizer.kind=lion"],
+        &["optimizer.kind=muon", "optimizer.muon={ adaptive = \"normuon\" }"],
+        &["optimizer.kind=muon", "optimizer.muon={ adaptive = \"adamuon\" }", "precision.dtype=bf16"],
         &[
             "precision.dtype=bf16",
             "optimizer.state_dtype=fp8",

@@ -14,6 +14,10 @@ choice! {
         Adam = "adam",
         /// SGD with momentum.
         Sgd = "sgd",
+        /// The sign of an interpolated momentum.
+        Lion = "lion",
+        /// Orthogonalized momentum for the matrices of the layers, optimizer.muon.rest for the others.
+        Muon = "muon",
     }
 }
 

@@ -20,7 +20,7 @@ mod output;
 mod params;
 mod shape;
 
-pub use params::{LinearInfo, declare_params, logical_buffers, logical_parts};
+pub use params::{LinearInfo, declare_params, logical_buffers, logical_parts, logical_specs};
 pub use shape::{Group, ParallelRanks, StepShape};
 
 use crate::Result;

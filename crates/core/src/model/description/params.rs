@@ -7,6 +7,7 @@ use crate::model::layer::Layer;
 use crate::model::mtp::MtpLayer;
 use crate::model::mtp_config::MtpTraining;
 use crate::model::{ModelConfig, ModelOptions, Stage};
+use crate::optimizer::ParamGroups;
 use ferrotron_engine::quant::Policy;
 use ferrotron_engine::{Declarations, ExpertParallelRank, GroupRank, Init, ParamSpec, Part, Split};
 use ferrotron_tensor::Result;
@@ -28,7 +29,7 @@ pub fn declare_params(
     for stage in stages {
         Chunk::declare(&mut model, stage)?;
     }
-    Ok(model.finish())
+    Ok(model.finish(&options.groups))
 }
 
 /// The stage that is a whole model.
@@ -38,9 +39,12 @@ fn whole_model(config: &ModelConfig) -> Stage {
 
 /// All logical tensors of a model, in order of declaration.
 pub fn logical_parts(config: &ModelConfig) -> Result<Vec<Part>> {
-    let specs =
-        declare_params(config, &ParallelRanks::single(), &[whole_model(config)], &ModelOptions::default())?;
-    Ok(specs.into_iter().flat_map(|s| s.parts).collect())
+    Ok(logical_specs(config, &ModelOptions::default())?.into_iter().flat_map(|s| s.parts).collect())
+}
+
+/// The parameters of a model on a single rank, in order of declaration.
+pub fn logical_specs(config: &ModelConfig, options: &ModelOptions) -> Result<Vec<ParamSpec>> {
+    declare_params(config, &ParallelRanks::single(), &[whole_model(config)], options)
 }
 
 /// Tensors of a model that are not parameters: the expert bias f32 `[E]` of each MoE layer that has one.
@@ -107,7 +111,7 @@ fn declare_one_expert<T>(
     let mut no_tables = |_| Ok(None);
     let mut model = ModelDeclaration::new(params, config, MtpTraining::default(), false, &mut no_tables);
     declare(&mut model)?;
-    Ok(model.finish())
+    Ok(model.finish(&ParamGroups::default()))
 }
 
 impl ModelConfig {

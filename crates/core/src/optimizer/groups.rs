@@ -1,0 +1,443 @@
+//! Parameter groups: which update rule, rates and state dtype each parameter has.
+
+use super::OptimizerState;
+use super::muon::MuonRule;
+use crate::config::{MuonAdaptive, OptimizerKind, OptimizerSection, ParamGroup, StateDtype};
+use ferrotron_engine::{ParamKind, ParamSpec, UpdateGroup};
+use ferrotron_kernels::{Adam, Lion, MomentOrder, Sgd};
+use ferrotron_tensor::DType;
+
+/// The update rule and its constants.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum UpdateRule {
+    /// Adam or AdamW.
+    Adam(Adam),
+    /// SGD with momentum.
+    Sgd(Sgd),
+    /// Lion.
+    Lion(Lion),
+    /// Muon.
+    Muon(MuonRule),
+}
+
+impl UpdateRule {
+    /// Names and orders of its moments.
+    pub(super) fn moments(&self) -> &'static [(&'static str, MomentOrder)] {
+        match self {
+            UpdateRule::Adam(_) => &[("adam.m", MomentOrder::First), ("adam.v", MomentOrder::Second)],
+            UpdateRule::Sgd(_) => &[("sgd.momentum", MomentOrder::First)],
+            UpdateRule::Lion(_) => &[("lion.m", MomentOrder::First)],
+            UpdateRule::Muon(m) if m.adaptive == MuonAdaptive::Adamuon => {
+                &[("muon.momentum", MomentOrder::First), ("muon.v", MomentOrder::Second)]
+            }
+            UpdateRule::Muon(_) => &[("muon.momentum", MomentOrder::First)],
+        }
+    }
+
+    /// Betas whose powers the rule needs for bias correction.
+    pub(super) fn betas(&self) -> Option<[f32; 2]> {
+        match self {
+            UpdateRule::Adam(a) => Some([a.beta1, a.beta2]),
+            _ => None,
+        }
+    }
+}
+
+/// A group of parameters and what its steps are.
+#[derive(Clone, Debug, PartialEq)]
+pub struct GroupRule {
+    /// As `--dry-run` shows it.
+    pub name: String,
+    selectors: Vec<Selector>,
+    /// Only parameters that Muon updates by default, or only the others; for rules that follow `optimizer.kind = "muon"`.
+    only: Option<bool>,
+    /// How it is updated.
+    pub rule: UpdateRule,
+    /// Factor on the learning rate.
+    pub lr: f32,
+    /// Factor on the weight decay; none: 1 for matrices, 0 for the rest.
+    pub weight_decay: Option<f32>,
+    /// Dtype of the moments.
+    pub moments: StateDtype,
+    /// Not trained.
+    pub frozen: bool,
+    storage: usize,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Selector {
+    Kind(ParamKind),
+    /// A name, with `*` for any text.
+    Name(String),
+}
+
+const KINDS: [(&str, ParamKind); 7] = [
+    ("embedding", ParamKind::Embedding),
+    ("lm_head", ParamKind::LmHead),
+    ("router", ParamKind::Router),
+    ("expert", ParamKind::Expert),
+    ("matrix", ParamKind::Matrix),
+    ("bias", ParamKind::Bias),
+    ("norm", ParamKind::Norm),
+];
+
+/// All groups of a recipe; every parameter is in the first that selects it. The default has no rule and is for models
+/// without an optimizer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ParamGroups {
+    rules: Vec<GroupRule>,
+}
+
+/// What is wrong with groups, without the key.
+type Refusal<T> = std::result::Result<T, String>;
+
+impl ParamGroups {
+    /// The groups of a recipe; the error says what is wrong with `optimizer.groups`.
+    pub fn of(o: &OptimizerSection) -> Refusal<ParamGroups> {
+        let muon = o.kind == OptimizerKind::Muon;
+        let rest = if muon { o.muon.unwrap_or_default().rest } else { o.kind };
+        let none = ParamGroup::default();
+        // By default every parameter is in rule 0, or with Muon its matrices in rule 1.
+        let mut rules = vec![GroupRule::of("others".into(), o, &none, rest, None)?];
+        if muon {
+            let only = Some(true);
+            rules.push(GroupRule::of("matrices of layers".into(), o, &none, OptimizerKind::Muon, only)?);
+        }
+        for group in o.groups.iter().flat_map(|g| &g.0) {
+            let name = group.params.0.join(", ");
+            if group.params.0.is_empty() {
+                return Err(
+                    "a group selects nothing; give it params such as \"norm\" or \"layers.0.*\"".into()
+                );
+            }
+            match group.optimizer {
+                Some(kind) => rules.push(GroupRule::of(name, o, group, kind, None)?),
+                None if muon => {
+                    let matrices = format!("{name} (matrices)");
+                    rules.push(GroupRule::of(matrices, o, group, OptimizerKind::Muon, Some(true))?);
+                    rules.push(GroupRule::of(name, o, group, rest, Some(false))?);
+                }
+                None => rules.push(GroupRule::of(name, o, group, o.kind, None)?),
+            }
+        }
+        for i in 0..rules.len() {
+            rules[i].storage = (0..i).find(|j| rules[*j].stored_like(&rules[i])).unwrap_or(i);
+        }
+        Ok(ParamGroups { rules })
+    }
+
+    /// The rules, by index of [`UpdateGroup`].
+    pub fn rules(&self) -> &[GroupRule] {
+        &self.rules
+    }
+
+    /// The rule of a storage ([`UpdateGroup::storage`]).
+    pub fn storage(&self, storage: usize) -> &GroupRule {
+        &self.rules[storage]
+    }
+
+    /// The group of a parameter.
+    pub fn assign(&self, spec: &ParamSpec) -> UpdateGroup {
+        let index = self.selected(spec).unwrap_or_else(|| {
+            let muon = self.rules.get(1).is_some_and(|r| r.selectors.is_empty()) && is_layer_matrix(spec);
+            usize::from(muon)
+        });
+        match self.rules.get(index) {
+            None => UpdateGroup::default(),
+            Some(rule) => {
+                UpdateGroup { index, storage: rule.storage, frozen: rule.frozen, whole: rule.needs_whole() }
+            }
+        }
+    }
+
+    fn selected(&self, spec: &ParamSpec) -> Option<usize> {
+        let selects = |r: &GroupRule| {
+            r.only.is_none_or(|only| only == is_layer_matrix(spec)) && r.selects(spec) == Some(true)
+        };
+        self.rules.iter().position(|r| !r.selectors.is_empty() && selects(r))
+    }
+
+    /// Refuses groups that do not fit the parameters of the whole model.
+    pub fn check(&self, specs: &[ParamSpec]) -> Refusal<()> {
+        for rule in self.rules.iter().filter(|r| !r.selectors.is_empty()) {
+            for spec in specs {
+                if rule.selects(spec).is_none() {
+                    let names: Vec<&str> = spec.parts.iter().take(3).map(|p| p.name.as_str()).collect();
+                    return Err(format!(
+                        "\"{}\" selects a part of a parameter that holds {}; select all of it",
+                        rule.name,
+                        names.join(", ")
+                    ));
+                }
+            }
+            if !specs.iter().any(|s| rule.selects(s) == Some(true)) {
+                return Err(format!(
+                    "\"{}\" selects no parameter; `ferrotron explain optimizer.groups` lists the kinds",
+                    rule.name
+                ));
+            }
+        }
+        for spec in specs {
+            let rule = &self.rules[self.assign(spec).index];
+            let matrix = spec.parts.iter().all(|p| p.shape.len() == 2);
+            if matches!(rule.rule, UpdateRule::Muon(_)) && !matrix && !rule.frozen {
+                let name = spec.parts.first().map_or("", |p| &p.name);
+                return Err(format!(
+                    "\"{}\": Muon updates matrices, which {name} is not; choose another optimizer",
+                    rule.name
+                ));
+            }
+        }
+        match specs.iter().all(|s| self.assign(s).frozen) {
+            true => Err("every parameter is frozen; leave one to train".into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Names and orders of the moments of all groups.
+    pub(super) fn states(&self) -> Vec<(&'static str, MomentOrder)> {
+        let mut out: Vec<(&'static str, MomentOrder)> = Vec::new();
+        for state in self.rules.iter().flat_map(|r| r.states()) {
+            if !out.iter().any(|(name, _)| *name == state.0) {
+                out.push(*state);
+            }
+        }
+        out
+    }
+
+    /// Dtype of a parameter's `state` in checkpoints; none where its group has no such state.
+    pub(crate) fn saved(&self, state: &OptimizerState, spec: &ParamSpec) -> Option<DType> {
+        if state.is_masters() {
+            return Some(DType::F32);
+        }
+        let rule = &self.rules[spec.group.index];
+        let has = rule.states().iter().any(|s| s.0 == state.name());
+        has.then(|| state.saved_as(rule.state_dtype(state.name())))
+    }
+
+    /// Pairs of betas of all groups; the first is for the rule of ungrouped parameters, where it needs one or not.
+    pub(super) fn betas(&self) -> Vec<[f32; 2]> {
+        let mut out = vec![self.rules.first().and_then(|r| r.rule.betas()).unwrap_or_default()];
+        for betas in self.rules.iter().filter_map(|r| r.rule.betas()) {
+            if !out.contains(&betas) {
+                out.push(betas);
+            }
+        }
+        out
+    }
+
+    /// Whether Adam updates everything, and so can quantize new weights in its pass.
+    pub(super) fn all_adam(&self) -> bool {
+        self.rules.iter().all(|r| matches!(r.rule, UpdateRule::Adam(_)) && !r.frozen)
+    }
+
+    /// Whether groups or Muon make parameters differ.
+    pub fn differ(&self) -> bool {
+        self.rules.len() > 1
+    }
+}
+
+/// Whether Muon updates it by default: every matrix but embeddings and the LM head.
+fn is_layer_matrix(spec: &ParamSpec) -> bool {
+    matches!(spec.kind(), ParamKind::Matrix | ParamKind::Expert | ParamKind::Router)
+}
+
+impl GroupRule {
+    fn of(
+        name: String,
+        o: &OptimizerSection,
+        group: &ParamGroup,
+        kind: OptimizerKind,
+        only: Option<bool>,
+    ) -> Refusal<GroupRule> {
+        let moments = group.state_dtype.unwrap_or(o.state_dtype);
+        let rule = rule(o, group, kind)?;
+        if matches!(rule, UpdateRule::Muon(_)) && !matches!(moments, StateDtype::F32 | StateDtype::Bf16) {
+            return Err(format!(
+                "\"{name}\": the momentum of Muon is f32 or bf16; set state_dtype = \"bf16\""
+            ));
+        }
+        let factors = [("lr_factor", group.lr_factor), ("weight_decay_factor", group.weight_decay_factor)];
+        if let Some((key, x)) =
+            factors.iter().find_map(|(k, x)| Some((k, (*x)?)).filter(|(_, x)| !(0.0..=1e6).contains(x)))
+        {
+            return Err(format!("\"{name}\": {key} = {x} must be at least 0"));
+        }
+        Ok(GroupRule {
+            name,
+            selectors: group.params.0.iter().map(|p| Selector::of(p)).collect(),
+            only,
+            rule,
+            lr: group.lr_factor.unwrap_or(1.0) as f32,
+            weight_decay: group.weight_decay_factor.map(|x| x as f32),
+            moments,
+            frozen: group.frozen,
+            storage: 0,
+        })
+    }
+
+    /// Whether the states of both can lie in one bucket.
+    fn stored_like(&self, other: &GroupRule) -> bool {
+        let states = |r: &GroupRule| (r.states(), r.moments);
+        self.frozen == other.frozen
+            && (self.frozen || states(self) == states(other))
+            && self.needs_whole() == other.needs_whole()
+    }
+
+    fn needs_whole(&self) -> bool {
+        matches!(self.rule, UpdateRule::Muon(_)) && !self.frozen
+    }
+
+    /// Whether it selects a parameter; none where it selects a part of it.
+    fn selects(&self, spec: &ParamSpec) -> Option<bool> {
+        let kind = |s: &Selector| matches!(s, Selector::Kind(k) if *k == spec.kind());
+        if self.selectors.iter().any(kind) {
+            return Some(true);
+        }
+        let named = |name: &str| {
+            self.selectors.iter().any(|s| matches!(s, Selector::Name(pattern) if matches(pattern, name)))
+        };
+        match spec.parts.iter().filter(|p| named(&p.name)).count() {
+            0 => Some(false),
+            n if n == spec.parts.len() => Some(true),
+            _ => None,
+        }
+    }
+
+    /// Names and orders of its moments, none where it is frozen.
+    pub(super) fn states(&self) -> &'static [(&'static str, MomentOrder)] {
+        if self.frozen { &[] } else { self.rule.moments() }
+    }
+
+    /// Dtype of a moment. Second moments of orthogonalized updates are f32.
+    pub(super) fn state_dtype(&self, name: &str) -> DType {
+        if name == "muon.v" { DType::F32 } else { self.moments.dtype() }
+    }
+
+    /// Bytes of the moments of one element, stored as they are or as another dtype.
+    pub fn moment_bytes_as(&self, dtype: Option<StateDtype>) -> f64 {
+        let bytes = |name: &str| if name == "muon.v" { 4.0 } else { dtype.unwrap_or(self.moments).bytes() };
+        self.states().iter().map(|s| bytes(s.0)).sum()
+    }
+
+    /// Factor on the weight decay of a parameter.
+    pub(super) fn weight_decay_of(&self, spec: &ParamSpec) -> f32 {
+        self.weight_decay.unwrap_or(if spec.decays() { 1.0 } else { 0.0 })
+    }
+
+    /// Update rule, factors and dtype in words.
+    pub fn describe(&self) -> String {
+        if self.frozen {
+            return "frozen".into();
+        }
+        let name = match &self.rule {
+            UpdateRule::Adam(a) if a.decoupled => "adamw",
+            UpdateRule::Adam(_) => "adam",
+            UpdateRule::Sgd(_) => "sgd",
+            UpdateRule::Lion(_) => "lion",
+            UpdateRule::Muon(_) => "muon",
+        };
+        let mut out = format!("{name}, moments {}", self.moments);
+        if self.lr != 1.0 {
+            out += &format!(", lr x {}", self.lr);
+        }
+        if let Some(factor) = self.weight_decay {
+            out += &format!(", weight decay x {factor}");
+        }
+        out
+    }
+}
+
+/// The rule of a kind of optimizer in a group.
+fn rule(o: &OptimizerSection, group: &ParamGroup, kind: OptimizerKind) -> Refusal<UpdateRule> {
+    // A group of another kind than the section's does not inherit constants that were meant for that.
+    let betas = group.betas.unwrap_or(match kind {
+        OptimizerKind::Lion if o.kind != OptimizerKind::Lion => [0.95, 0.98],
+        _ => o.betas,
+    });
+    let momentum = group.momentum.unwrap_or(o.momentum);
+    if betas.iter().chain([&momentum]).any(|b| !(0.0..1.0).contains(b)) {
+        return Err("betas and momentum of a group must be at least 0 and below 1".into());
+    }
+    let [beta1, beta2] = betas.map(|b| b as f32);
+    let adam = |decoupled| UpdateRule::Adam(Adam { beta1, beta2, eps: o.eps as f32, decoupled });
+    Ok(match kind {
+        OptimizerKind::AdamW => adam(true),
+        OptimizerKind::Adam => adam(false),
+        OptimizerKind::Sgd => UpdateRule::Sgd(Sgd {
+            momentum: momentum as f32,
+            dampening: 0.0,
+            nesterov: o.nesterov.unwrap_or(false),
+        }),
+        OptimizerKind::Lion => UpdateRule::Lion(Lion { beta1, beta2 }),
+        OptimizerKind::Muon => UpdateRule::Muon(MuonRule::of(&o.muon.unwrap_or_default())),
+    })
+}
+
+impl Selector {
+    fn of(text: &str) -> Selector {
+        let kind = KINDS.iter().find(|(name, _)| *name == text);
+        kind.map_or_else(|| Selector::Name(text.into()), |(_, kind)| Selector::Kind(*kind))
+    }
+}
+
+/// Whether a name matches a pattern with `*` for any text.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
+    let Some(tail) = name.strip_prefix(head) else { return false };
+    (0..=tail.len()).filter(|i| tail.is_char_boundary(*i)).any(|i| matches(rest, &tail[i..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns() {
+        for (pattern, name, yes) in [
+            ("layers.0.*", "layers.0.attn.q.weight", true),
+            ("layers.0.*", "layers.01.attn.q.weight", false),
+            ("*.q.*", "layers.0.attn.q.weight", true),
+            ("*", "", true),
+            ("head.weight", "head.weight", true),
+            ("head.weight", "head.weights", false),
+            ("*norm*weight", "layers.1.mlp_norm.weight", true),
+        ] {
+            assert_eq!(matches(pattern, name), yes, "{pattern} {name}");
+        }
+    }
+
+    fn section(toml: &str) -> OptimizerSection {
+        toml::from_str(toml).unwrap()
+    }
+
+    #[test]
+    fn groups_that_only_scale_share_the_storage_of_the_rest() {
+        let o = section(
+            "groups = [{ params = \"norm\", lr_factor = 0.5 }, { params = \"bias\", state_dtype = \"bf16\" }, { params = \"router\", frozen = true }]",
+        );
+        let groups = ParamGroups::of(&o).unwrap();
+        let storages: Vec<usize> = groups.rules().iter().map(|r| r.storage).collect();
+        assert_eq!(storages, [0, 0, 2, 3]);
+        assert_eq!(groups.rules()[1].describe(), "adamw, moments f32, lr x 0.5");
+        assert!(!groups.all_adam() && groups.differ());
+        let none = ParamGroups::of(&section("")).unwrap();
+        assert!(none.all_adam() && !none.differ());
+    }
+
+    #[test]
+    fn bad_groups_are_refused() {
+        for (toml, words) in [
+            ("groups = [{ params = [] }]", "selects nothing"),
+            ("groups = [{ params = \"norm\", lr_factor = -1.0 }]", "lr_factor = -1"),
+            ("groups = [{ params = \"norm\", betas = [0.9, 1.0] }]", "below 1"),
+            (
+                "groups = [{ params = \"matrix\", optimizer = \"muon\", state_dtype = \"fp8\" }]",
+                "f32 or bf16",
+            ),
+        ] {
+            let error = ParamGroups::of(&section(toml)).unwrap_err();
+            assert!(error.contains(words), "{toml}: {error}");
+        }
+    }
+}
