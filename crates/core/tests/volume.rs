@@ -91,23 +91,6 @@ fn zero_1_and_2() {
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
 }
 
-/// Whole matrices go to their owners, and tensor-parallel ranks orthogonalize them together.
-#[test]
-fn muon() {
-    const KIND: &str = "optimizer.kind=muon";
-    for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
-        for layout in ["dp=2", "dp=4", "tp=2", "tp=2,dp=2", "pp=2,dp=2"] {
-            check_volume(layout, &[KIND, zero]);
-        }
-    }
-    for mode in ["distributed", "blockwise"] {
-        check_volume(
-            "tp=4,dp=2",
-            &[KIND, "parallel.zero=1", &format!("optimizer.muon={{ tp_mode = \"{mode}\" }}")],
-        );
-    }
-}
-
 /// FP8 weights are gathered as FP8.
 #[test]
 fn fp8_params() {

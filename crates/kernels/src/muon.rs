@@ -82,7 +82,7 @@ pub trait MuonKernels {
         list: &[ApplyUpdate],
     ) -> Result<()>;
 
-    /// `x /= max(√square, eps)` in f32, with its bf16 copy where wanted; `square` f64 `[1]`.
+    /// `x /= max(√square, eps)`, f32; with `copy` rounded to bf16, which `copy` holds too. `square` f64 `[1]`.
     fn normalize(
         &self,
         s: &Stream,
@@ -92,7 +92,7 @@ pub trait MuonKernels {
         copy: Option<&Tensor>,
     ) -> Result<()>;
 
-    /// `x = α·x + β·y` in f32, with its bf16 copy where wanted.
+    /// `x = α·x + β·y`, f32; with `copy` rounded to bf16, which `copy` holds too.
     fn combine(
         &self,
         s: &Stream,

@@ -93,7 +93,8 @@ impl CoefficientSet {
     /// The coefficients of `steps` iterations. Beyond its rows a convergent set repeats the last one, others begin anew.
     pub fn schedule(self, steps: usize) -> Vec<Coefficients> {
         let rows = self.rows();
-        let converges = matches!(self, CoefficientSet::PolarExpress | CoefficientSet::DeepseekV4);
+        let converges =
+            matches!(self, CoefficientSet::PolarExpress | CoefficientSet::Cans | CoefficientSet::DeepseekV4);
         let row = |i: usize| if converges { rows[i.min(rows.len() - 1)] } else { rows[i % rows.len()] };
         (0..steps).map(row).collect()
     }
@@ -146,7 +147,7 @@ pub type SumOverRanks<'a> = dyn Fn(&Tensor) -> Result<()> + 'a;
 pub struct NewtonSchulz<'a> {
     /// One row per iteration.
     pub coefficients: &'a [Coefficients],
-    /// Operands of the products are rounded to bf16; sums and the matrix itself stay f32.
+    /// The matrix and its Gram matrices are rounded to bf16, products are summed in f32.
     pub bf16: bool,
     /// Side of the Gram matrix; with `sum` the one that is not sharded.
     pub gram: GramSide,
@@ -198,15 +199,21 @@ pub fn newton_schulz(k: &dyn Kernels, s: &Stream, ns: &NewtonSchulz, x: &Tensor)
         }
         sum(&gram)?;
         if let Some(narrow) = gram16 {
+            // Both powers come from the same rounded matrix: their errors would not cancel otherwise.
             k.copy(s, &gram, narrow)?;
+            k.copy(s, narrow, &gram)?;
         }
-        multiply(gram_in, gram_in, [false, false], &gram2)?;
-        k.combine(s, [b, c], &gram, &gram2, gram16)?;
+        // A cubic polynomial needs no square.
+        let weight = if c == 0.0 { b } else { 1.0 };
+        if c != 0.0 {
+            multiply(gram_in, gram_in, [false, false], &gram2)?;
+            k.combine(s, [b, c], &gram, &gram2, gram16)?;
+        }
         match ns.gram {
             GramSide::Rows => multiply(gram_in, x_in, [false, false], &product)?,
             GramSide::Columns => multiply(x_in, gram_in, [false, false], &product)?,
         }
-        k.combine(s, [a, 1.0], x, &product, x16)?;
+        k.combine(s, [a, weight], x, &product, x16)?;
     }
     Ok(())
 }

@@ -89,7 +89,7 @@ multiversion! {
     }
 }
 
-/// `x = f(x)` by pieces, with a bf16 copy where wanted; `f` gets the index of a piece's first element.
+/// `x = f(x)` by pieces, with `copy` rounded to bf16; `f` gets the index of a piece's first element.
 fn pieces(cpu: CpuContext, x: &mut [f32], copy: Option<&mut [bf16]>, f: impl Fn(usize, &mut [f32]) + Sync) {
     let copies: Vec<Option<&mut [bf16]>> = match copy {
         Some(copy) => copy.chunks_mut(PIECE).map(Some).collect(),
@@ -107,12 +107,15 @@ fn pieces(cpu: CpuContext, x: &mut [f32], copy: Option<&mut [bf16]>, f: impl Fn(
 }
 
 multiversion! {
-    fn round(x: &[f32], out: &mut [bf16]) {
-        out.iter_mut().zip(x).for_each(|(o, x)| *o = bf16::from_f32(*x));
+    fn round(x: &mut [f32], out: &mut [bf16]) {
+        for (o, x) in out.iter_mut().zip(x) {
+            *o = <bf16 as Float>::from_f32(*x);
+            *x = o.to_f32();
+        }
     }
 }
 
-/// `x /= divisor`, with a bf16 copy where wanted.
+/// `x /= divisor`; with `copy` rounded to bf16.
 pub fn normalize(cpu: CpuContext, x: &mut [f32], divisor: f32, copy: Option<&mut [bf16]>) {
     pieces(cpu, x, copy, |_, x| divide(cpu.isa, x, divisor));
 }
@@ -123,7 +126,7 @@ multiversion! {
     }
 }
 
-/// `x = α·x + β·y`, with a bf16 copy where wanted.
+/// `x = α·x + β·y`; with `copy` rounded to bf16.
 pub fn combine(cpu: CpuContext, factors: [f32; 2], x: &mut [f32], y: &[f32], copy: Option<&mut [bf16]>) {
     pieces(cpu, x, copy, |at, x| {
         let y = &y[at..at + x.len()];

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) apply_update_split(const _
     apply_update<SplitMaster>(a);
 }
 
-// x = f(x, y), with a bf16 copy where there is one.
+// x = f(x, y), rounded to bf16 where there is a copy.
 template <class F> __device__ __forceinline__ void map_matrix(const MatrixArgs& a, F f) {
     float* x = reinterpret_cast<float*>(a.x);
     const float* y = reinterpret_cast<const float*>(a.y);
@@ -99,6 +99,7 @@ template <class F> __device__ __forceinline__ void map_matrix(const MatrixArgs& 
     for (int i = 0; i < EACH; i++) {
         v.at[i] = f(v.at[i], w.at[i]);
         c.at[i] = from_f32<bf16>(v.at[i]);
+        if (copy) v.at[i] = to_f32(c.at[i]);
     }
     store_guarded<EACH>(x, at, a.n, vectorized, v);
     if (copy) store_guarded<EACH>(copy, at, a.n, vectorized, c);
