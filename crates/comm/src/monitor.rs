@@ -30,11 +30,11 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 /// How long all ranks together may take to answer when rank 0 looks for a cause.
 const COLLECT_TIMEOUT: Duration = Duration::from_millis(1000);
 /// How long a stalled rank waits for rank 0 to name the cause.
-const DIAGNOSIS_TIMEOUT: Duration = Duration::from_millis(2500);
+const DIAGNOSIS_TIMEOUT: Duration = Duration::from_millis(2000);
 /// A host that waits has a deadline of its own; the monitor comes after it.
 const HOST_GRACE: Duration = Duration::from_secs(1);
 /// After a failure, time until the process is ended by force.
-const FORCE_EXIT: Duration = Duration::from_secs(3);
+const FORCE_EXIT: Duration = Duration::from_secs(2);
 
 /// Starts the monitor of a process.
 pub(crate) fn start(state: Arc<ProcessState>) -> Result<std::thread::JoinHandle<()>> {
