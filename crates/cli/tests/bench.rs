@@ -41,6 +41,18 @@ fn every_kernel_of_a_step_is_measured_against_its_ceiling() {
     }
 }
 
+/// A workload fixes the batch of one data-parallel rank.
+#[test]
+fn a_workload_grows_with_its_data_parallel_ranks() {
+    let work = "custom/L=1/d=64/h=1/kv=1/hd=64/ffn=128/V=256/T=64/B=2";
+    let args = ["bench", "train", "--work", work, "--device", "cpu", "--steps", "1", "--warmup", "1"];
+    let tokens =
+        |v: serde_json::Value| (v["tok_s"].as_f64().unwrap() * v["step_ms"].as_f64().unwrap() / 1e3).round();
+    assert_eq!(tokens(json(&[&args[..], &["--ranks", "2"]].concat())), 2.0 * 2.0 * 64.0);
+    let own = ["--ranks", "2", "--set", "train.global_batch=8"];
+    assert_eq!(tokens(json(&[&args[..], &own].concat())), 8.0 * 64.0);
+}
+
 /// FLOPs and bytes computed by hand: 4 rows of 16 tokens, 32 channels, 2 heads of 16, f 64, 256 tokens.
 #[test]
 fn work_is_counted_right() {

@@ -129,6 +129,13 @@ pub(super) fn resolve(
         recipe.put_key("precision.dtype", dtype.name())?;
     }
     super::train::set_ranks(&mut recipe, ranks)?;
+    let given = |key: &str| set.iter().any(|s| s.split('=').next().is_some_and(|k| k.trim() == key));
+    let dp = recipe.config.parallel.dp;
+    if dp > 1 && bench::fixes_batch(work) && !given("train.global_batch") {
+        // The batch that a workload fixes is that of one data-parallel rank.
+        let batch = recipe.config.train.global_batch.saturating_mul(dp);
+        recipe.put_key("train.global_batch", i64::try_from(batch).unwrap_or(i64::MAX))?;
+    }
     Ok(ferrotron_bridge::recipe::resolve(&mut recipe)?.0)
 }
 

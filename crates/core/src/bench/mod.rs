@@ -17,4 +17,4 @@ pub use gpus::gpus_of_all_ranks;
 pub use kernels::{KernelBench, KernelWork, kernels, names};
 pub use roofline::{RooflinePart, roofline};
 pub use train::{RandomTokens, RoutingReport, TrainBench, train, train_with_observer};
-pub use yardsticks::workload;
+pub use yardsticks::{fixes_batch, workload};

@@ -79,6 +79,11 @@ pub fn workload(name: &str) -> Result<Recipe> {
     Ok(recipe)
 }
 
+/// Whether a workload fixes the batch of a step, as recipes and files do not.
+pub fn fixes_batch(name: &str) -> bool {
+    name.starts_with(custom::PREFIX) || YARDSTICKS.iter().any(|y| y.name == name)
+}
+
 /// The error for a name that is neither a workload, a recipe nor a file.
 fn unknown(name: &str) -> Error {
     let mut all: Vec<&str> = YARDSTICKS.iter().map(|y| y.name).collect();
