@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 /// One rank's membership of a process group. Clones share it.
 ///
 /// A call returns once its work is on the stream: later work on that stream sees the result and may overwrite the
-/// inputs. The host waits until the other ranks have made the same call, at most for the [`World`]'s timeout, but
-/// never for the GPU. Arguments are contiguous and on the stream's device. After an error the job is over: every
+/// inputs. Over NCCL the host waits for nobody; elsewhere it waits until the other ranks have made the same call, at most
+/// for the [`World`]'s timeout. Arguments are contiguous and on the stream's device. After an error the job is over: every
 /// further call on every rank fails.
 #[derive(Clone)]
 pub struct Communicator {

@@ -384,8 +384,15 @@ impl Selector {
 /// Whether a name matches a pattern with `*` for any text.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(tail) = name.strip_prefix(head) else { return false };
-    (0..=tail.len()).filter(|i| tail.is_char_boundary(*i)).any(|i| matches(rest, &tail[i..]))
+    let Some(mut left) = name.strip_prefix(head) else { return false };
+    let mut pieces: Vec<&str> = rest.split('*').collect();
+    let last = pieces.pop().unwrap_or_default();
+    // Taking each piece where it first occurs leaves most for the others, so nothing is tried twice.
+    for piece in pieces {
+        let Some((_, after)) = left.split_once(piece) else { return false };
+        left = after;
+    }
+    left.ends_with(last)
 }
 
 #[cfg(test)]
@@ -402,6 +409,11 @@ mod tests {
             ("head.weight", "head.weight", true),
             ("head.weight", "head.weights", false),
             ("*norm*weight", "layers.1.mlp_norm.weight", true),
+            ("*norm*weight", "layers.1.mlp_norm.weights", false),
+            ("a*a", "a", false),
+            ("*ab*b", "aab", false),
+            ("**a**", "bab", true),
+            (&"*a".repeat(200), &"a".repeat(199), false),
         ] {
             assert_eq!(matches(pattern, name), yes, "{pattern} {name}");
         }

@@ -56,6 +56,8 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("optimizer.groups = [{ params = \"*\", frozen = true }]", "every parameter is frozen"),
         ("optimizer.muon = { steps = 5 }", "optimizer.muon: no parameter is updated by Muon"),
         ("optimizer.kind = \"muon\"\noptimizer.muon = { steps = 0 }", "steps must be 1 to 100"),
+        ("optimizer.kind = \"muon\"\noptimizer.muon = { eps = nan }", "not finite"),
+        ("optimizer.kind = \"muon\"\noptimizer.muon = { extra_scale = 0.0 }", "must be above 0"),
         ("optimizer.kind = \"muon\"\noptimizer.muon = { rest = \"muon\" }", "rest updates what is no matrix"),
         ("optimizer.kind = \"muon\"\noptimizer.state_dtype = \"fp8\"", "the momentum of Muon is f32 or bf16"),
         (
