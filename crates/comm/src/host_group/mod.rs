@@ -8,6 +8,7 @@ use crate::op_descriptor::OpDescriptor;
 use crate::process_group::ProcessGroup;
 use crate::threads::reduce::Reducible;
 use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, bf16, f16, read, shape_error, write};
+use std::sync::Mutex;
 use std::time::Instant;
 
 pub(crate) type Done<T = ()> = Result<T, OpError>;
@@ -57,6 +58,8 @@ pub(crate) trait Transfer: Send + Sync {
 struct Owned<'a, T> {
     transfer: &'a T,
     owners: &'a [&'a Tensor],
+    /// Receive buffers of reductions.
+    scratch: &'a Mutex<Vec<u64>>,
 }
 
 impl<T: Transfer> Owned<'_, T> {
@@ -70,15 +73,22 @@ impl<T: Transfer> Owned<'_, T> {
 }
 
 /// A group over a transfer.
-pub(crate) struct HostGroupBackend<T>(pub(crate) T);
+pub(crate) struct HostGroupBackend<T> {
+    transfer: T,
+    scratch: Mutex<Vec<u64>>,
+}
 
 impl<X: Transfer> HostGroupBackend<X> {
+    pub(crate) fn new(transfer: X) -> HostGroupBackend<X> {
+        HostGroupBackend { transfer, scratch: Mutex::default() }
+    }
+
     fn transfer<'a>(&'a self, owners: &'a [&'a Tensor]) -> Owned<'a, X> {
-        Owned { transfer: &self.0, owners }
+        Owned { transfer: &self.transfer, owners, scratch: &self.scratch }
     }
 
     fn group(&self) -> &ProcessGroup {
-        self.0.group()
+        self.transfer.group()
     }
 
     fn reduce<T: Reducible>(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
@@ -162,7 +172,7 @@ impl<X: Transfer> GroupBackend for HostGroupBackend<X> {
         _: &Collective,
         deadline: Instant,
     ) -> Done<Descriptors> {
-        let all = self.0.gather_descriptors(&descriptor.encode(), deadline)?;
+        let all = self.transfer.gather_descriptors(&descriptor.encode(), deadline)?;
         self.group().compare_descriptors(descriptor, &all)
     }
 
@@ -207,7 +217,7 @@ impl<X: Transfer> GroupBackend for HostGroupBackend<X> {
         self.group().process.check_alive()?;
         for op in sends {
             let bytes = s.download::<u8>(&op.tensor.as_bytes()?)?;
-            self.0.post(op.peer, op.descriptor.encode(), bytes)?;
+            self.transfer.post(op.peer, op.descriptor.encode(), bytes)?;
         }
         Ok(())
     }
@@ -222,7 +232,7 @@ impl<X: Transfer> GroupBackend for HostGroupBackend<X> {
         let me = self.group().me;
         for op in receives {
             let peer = op.peer;
-            let (text, message) = self.0.next_message(peer, deadline)?;
+            let (text, message) = self.transfer.next_message(peer, deadline)?;
             let theirs = self.group().decode(peer, &text)?;
             if op.descriptor.conflicts_with(me, &theirs, peer) {
                 let mine = Box::new(op.descriptor.clone());
@@ -230,14 +240,14 @@ impl<X: Transfer> GroupBackend for HostGroupBackend<X> {
             }
             let bytes = op.tensor.as_bytes()?;
             launch(s, "receive", &[write(&bytes)], |l| {
-                self.0.take_message(peer, message, (op.tensor, l.slice_mut::<u8>(0)?), deadline)
+                self.transfer.take_message(peer, message, (op.tensor, l.slice_mut::<u8>(0)?), deadline)
             })?;
         }
         Ok(Completion::Done)
     }
 
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.0.all_gather_bytes(mine, deadline)
+        self.transfer.all_gather_bytes(mine, deadline)
     }
 }
 

@@ -6,10 +6,11 @@ use crate::ReduceOp;
 use crate::backend::OpError;
 use crate::threads::reduce::{Reducible, fold};
 use std::ops::Range;
+use std::sync::PoisonError;
 use std::time::Instant;
 
-/// Elements of a part exchanged at a time; bounds the receive buffers.
-const SEGMENT: usize = 1 << 20;
+/// Bytes that a rank receives at a time, from all ranks together; bounds the receive buffers.
+const SEGMENT_BYTES: usize = 16 << 20;
 /// Up to this many elements every rank sends everything to every other and reduces locally: one round instead of two.
 const SMALL: usize = 2048;
 
@@ -28,9 +29,9 @@ pub(super) fn all_reduce<T: Reducible, X: Transfer>(
 ) -> Result<(), OpError> {
     let (n, me) = (transfer.group().ranks.len(), transfer.group().me);
     if t.len() <= SMALL {
-        let theirs = swap(transfer, &vec![&*t; n], t.len(), deadline)?;
-        let own = t.to_vec();
-        fold(t, &slices(&theirs, &own, me), op);
+        let mut scratch = Vec::new();
+        let all = exchange(transfer, &vec![&*t; n], &mut scratch, deadline)?;
+        fold(t, &all, op);
         return Ok(());
     }
     let parts: Vec<Range<usize>> = (0..n).map(|r| part(t.len(), n, r)).collect();
@@ -71,12 +72,10 @@ pub(super) fn reduce_scatter_into<T: Reducible, X: Transfer>(
     deadline: Instant,
 ) -> Result<(), OpError> {
     let len = mine.len();
-    let me = transfer.group().me;
-    segments(len, |seg| {
+    segments::<T, X>(transfer, len, |seg, scratch| {
         let seg = within(&seg, len);
         let sent: Vec<&[T]> = all.chunks(len).map(|part| &part[seg.clone()]).collect();
-        let theirs = swap(transfer, &sent, seg.len(), deadline)?;
-        fold(&mut mine[seg], &slices(&theirs, sent[me], me), op);
+        fold(&mut mine[seg], &exchange(transfer, &sent, scratch, deadline)?, op);
         Ok(())
     })
 }
@@ -91,19 +90,26 @@ fn reduce_parts<T: Reducible, X: Transfer>(
 ) -> Result<(), OpError> {
     let me = transfer.group().me;
     let longest = parts.iter().map(Range::len).max().unwrap_or(0);
-    segments(longest, |seg| {
+    segments::<T, X>(transfer, longest, |seg, scratch| {
         let sent: Vec<&[T]> = parts.iter().map(|p| &t[p.clone()][within(&seg, p.len())]).collect();
-        let theirs = swap(transfer, &sent, sent[me].len(), deadline)?;
-        let own = sent[me].to_vec();
+        let all = exchange(transfer, &sent, scratch, deadline)?;
         let out = &mut t[parts[me].clone()][within(&seg, parts[me].len())];
-        fold(out, &slices(&theirs, &own, me), op);
+        fold(out, &all, op);
         Ok(())
     })
 }
 
-/// Calls `step` for segments of `len` elements.
-fn segments(len: usize, mut step: impl FnMut(Range<usize>) -> Result<(), OpError>) -> Result<(), OpError> {
-    (0..len).step_by(SEGMENT).try_for_each(|start| step(start..start + SEGMENT))
+/// Calls `step` for segments of `len` elements, with receive buffers that are kept for later calls: fresh ones would cost
+/// a page fault for every 4 KiB received.
+fn segments<T: Reducible, X: Transfer>(
+    transfer: &Owned<X>,
+    len: usize,
+    mut step: impl FnMut(Range<usize>, &mut Vec<u64>) -> Result<(), OpError>,
+) -> Result<(), OpError> {
+    let ranks = transfer.group().ranks.len();
+    let segment = (SEGMENT_BYTES / ranks / size_of::<T>()).max(SMALL);
+    let mut scratch = transfer.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+    (0..len).step_by(segment).try_for_each(|start| step(start..start + segment, &mut scratch))
 }
 
 /// The intersection of a segment with a part of `len` elements.
@@ -111,33 +117,34 @@ fn within(segment: &Range<usize>, len: usize) -> Range<usize> {
     segment.start.min(len)..segment.end.min(len)
 }
 
-/// Sends `sent[r]` to rank r and receives `len` elements from each; this rank's own entry stays empty.
-fn swap<T: Reducible, X: Transfer>(
+/// Sends `sent[r]` to rank r and receives as many elements from each as this rank keeps; what each rank sent, in rank
+/// order, this rank's own included.
+fn exchange<'a, T: Reducible, X: Transfer>(
     transfer: &Owned<X>,
     sent: &[&[T]],
-    len: usize,
+    scratch: &'a mut Vec<u64>,
     deadline: Instant,
-) -> Result<Vec<Vec<T>>, OpError> {
+) -> Result<Vec<&'a [T]>, OpError> {
     let me = transfer.group().me;
-    let mut theirs: Vec<Vec<T>> =
-        (0..sent.len()).map(|r| vec![T::zeroed(); if r == me { 0 } else { len }]).collect();
-    let sends: Vec<_> = transfer.group().others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
-    let mut receives = receives(&mut theirs, me);
-    match transfer.run(&sends, &mut receives, deadline) {
-        Ok(()) => Ok(theirs),
-        Err(error) => {
-            // The transfer may still write to it: MPI does.
-            std::mem::forget(theirs);
-            Err(error)
-        }
+    let bytes = size_of_val(sent[me]);
+    // A row starts at a multiple of 8 bytes, which suits every element type.
+    let row = bytes.div_ceil(8);
+    if scratch.len() < row * sent.len() {
+        scratch.resize(row * sent.len(), 0);
     }
-}
-
-fn receives<T: Reducible>(theirs: &mut [Vec<T>], me: usize) -> Vec<(usize, &mut [u8])> {
-    let all = theirs.iter_mut().enumerate().filter(|(r, _)| *r != me);
-    all.map(|(r, x)| (r, bytemuck::cast_slice_mut(x.as_mut_slice()))).collect()
-}
-
-fn slices<'a, T>(theirs: &'a [Vec<T>], own: &'a [T], me: usize) -> Vec<&'a [T]> {
-    theirs.iter().enumerate().map(|(r, x)| if r == me { own } else { x.as_slice() }).collect()
+    let rows = scratch.chunks_mut(row.max(1)).take(sent.len());
+    let mut rows: Vec<&mut [u8]> = rows.map(|row| &mut bytemuck::cast_slice_mut(row)[..bytes]).collect();
+    if bytes == 0 {
+        rows.resize_with(sent.len(), || &mut []);
+    }
+    rows[me].copy_from_slice(bytemuck::cast_slice(sent[me]));
+    let sends: Vec<_> = transfer.group().others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
+    let mut receives: Vec<_> = rows.into_iter().enumerate().filter(|(r, _)| *r != me).collect();
+    if let Err(error) = transfer.run(&sends, &mut receives, deadline) {
+        // The transfer may still write to it: MPI does.
+        std::mem::forget(std::mem::take(scratch));
+        return Err(error);
+    }
+    let row_of = |r: usize| bytemuck::cast_slice(&bytemuck::cast_slice::<u64, u8>(&scratch[row * r..row * (r + 1)])[..bytes]);
+    Ok((0..sent.len()).map(row_of).collect())
 }

@@ -85,7 +85,7 @@ impl JobBackend for MpiJobBackend {
         let tag =
             i32::try_from(index * 2).map_err(|_| OpError::Backend { what: "too many groups".into() })?;
         let (mpi, control, comm) = (self.mpi, self.control.clone(), self.data);
-        Ok(Some(Arc::new(HostGroupBackend(MpiTransfer { mpi, control, comm, group, tag }))))
+        Ok(Some(Arc::new(HostGroupBackend::new(MpiTransfer { mpi, control, comm, group, tag }))))
     }
 
     fn fail(&self, failure: FailureReport) {

@@ -116,7 +116,7 @@ impl JobBackend for ShmJobBackend {
         };
         let rings = ShmJobBackend::open_rings(&group, deadline)?;
         let outbox = self.outbox.clone();
-        Ok(Some(Arc::new(HostGroupBackend(ShmTransfer { group, rings, outbox }))))
+        Ok(Some(Arc::new(HostGroupBackend::new(ShmTransfer { group, rings, outbox }))))
     }
 
     fn fail(&self, failure: FailureReport) {
