@@ -226,11 +226,7 @@ impl Optimizer {
 
     /// The shard of parameter `i`; empty for an FP8-resident weight.
     fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
-        let (inside, value) = (&self.pieces[i].param_range, &params.values()[i]);
-        if params.specs()[i].fp8_resident() {
-            return Ok(value.clone());
-        }
-        Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
+        Ok(params.shard(ParamId(i), &self.pieces[i])?)
     }
 
     /// Gathers the model's weights on all ranks; see [`Params::sync_params`].
@@ -357,6 +353,8 @@ impl Optimizer {
             }
             k.advance_step(s, clock.betas, &clock.counter, &clock.scalars)?;
         }
+        // Nothing reads the old weights any more.
+        params.wait_params(rank)?;
         // Adam computes the amax of new FP8 weights (or casts them) in the same pass.
         let looks = self.groups.all_adam();
         if looks {

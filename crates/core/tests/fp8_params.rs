@@ -40,7 +40,7 @@ dtype = \"bf16\"
 [generate]
 tokens = 0
 [parallel]
-bucket = 20000
+comm_unit = 160000
 [checkpoint]
 keep = 0
 ";

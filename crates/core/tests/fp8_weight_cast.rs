@@ -20,7 +20,7 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
         "[model]\nlayers = {LAYERS}\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 160\nvocab = 288\nmax_positions = 64\n\
          qkv_bias = true\n[data]\npath = \"embedded\"\nseq_len = 16\n[train]\nsteps = 20\nglobal_batch = 8\n\
          micro_batch = 2\n[optimizer]\nlr = 1e-2\nclip = 0.5\n[precision]\ndtype = \"bf16\"\nrecipe = \"fp8-current\"\n\
-         [generate]\ntokens = 0\n[parallel]\nbucket = 20000\n"
+         [generate]\ntokens = 0\n[parallel]\ncomm_unit = 160000\n"
     );
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", &model).unwrap();

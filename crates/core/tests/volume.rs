@@ -101,9 +101,9 @@ fn fp8_params() {
             let weights = format!("precision.fp8_params={weights}");
             let set = [&SIZES[..], &[&scaling, &weights]].concat();
             check_volume("dp=2", &set);
-            check_volume("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.bucket=20000"]].concat());
+            check_volume("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.comm_unit=160000"]].concat());
             check_volume("cp=2,dp=2", &[&set[..], &["parallel.zero=1"]].concat());
-            check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["dp_cp"]
+            check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.comm_unit=72000"]].concat())["dp_cp"]
         });
         let less = 1.0 - sent[1] as f64 / sent[0] as f64;
         // Nearly one of 4 + 2 bytes per parameter.
@@ -333,7 +333,7 @@ fn moe_layers() {
             &[BLOCKS],
             &[PARTS],
             &["precision.dtype=bf16", "parallel.zero=1"],
-            &["parallel.zero=2", "parallel.bucket=9000"],
+            &["parallel.zero=2", "parallel.comm_unit=72000"],
         ] {
             for dispatch in [&BALANCED[..], &[MOE[0], MOE[1], MOE[2], ALL_GATHER]] {
                 check_volume(layout, &[dispatch, model].concat());

@@ -5,6 +5,7 @@
 use ferrotron_core::Result;
 use ferrotron_core::checkpoint;
 use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::cost::MemoryEstimate;
 use ferrotron_core::data::source;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
@@ -61,7 +62,7 @@ impl Case {
     fn recipe(&self) -> Resolved {
         let mut recipe = Recipe::named("tiny").unwrap();
         recipe.add("model.toml", MODEL).unwrap();
-        recipe.set("parallel.bucket=3000").unwrap();
+        recipe.set("parallel.comm_unit=24000").unwrap();
         self.set.iter().for_each(|s| recipe.set(s).unwrap());
         let axes = [("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp)];
         let sizes = axes.into_iter().chain([("zero", self.zero)]);
@@ -166,6 +167,10 @@ fn zero_is_bit_equal_to_ddp() {
             equal(&format!("tp{tp} dp{dp} zero 1 {set:?}"), &made(&case(1, false)), &plain);
             let divided = made(&case(2, true));
             equal(&format!("tp{tp} dp{dp} zero 2 {set:?}"), &made(&case(2, false)), &divided);
+            for overlap in [false, true] {
+                let what = format!("tp{tp} dp{dp} zero 3 overlap {overlap} {set:?}");
+                equal(&what, &made(&case(3, overlap)), &divided);
+            }
             if !set.contains(&"precision.dtype=bf16") {
                 near(&format!("tp{tp} dp{dp} zero 2 {set:?}"), &divided, &plain, 1e-5);
             }
@@ -190,6 +195,7 @@ fn packed_moments_are_bit_equal_under_zero() {
             let what = format!("tp{tp} dp{dp} {kept:?}");
             let plain = made(&case(0));
             equal(&what, &made(&case(1)), &plain);
+            equal(&what, &made(&case(3)), &made(&case(2)));
         }
     }
 }
@@ -226,6 +232,7 @@ fn layer_wise_muon_is_bit_equal_to_ddp() {
             equal(&what, &made(&case(1, true)), &plain);
             let divided = made(&case(2, true));
             equal(&what, &made(&case(2, false)), &divided);
+            equal(&format!("zero 3 {what}"), &made(&case(3, true)), &divided);
         }
     }
 }
@@ -241,7 +248,7 @@ fn groups_are_bit_equal_under_zero() {
         let case = |zero| Case { tp, cp: 1, pp, dp, zero, overlap: true, set };
         let plain = made(&case(0));
         equal(&format!("tp{tp} pp{pp} dp{dp}"), &made(&case(1)), &plain);
-        made(&case(2));
+        equal(&format!("zero 3 tp{tp} pp{pp} dp{dp}"), &made(&case(3)), &made(&case(2)));
     }
 }
 
@@ -296,6 +303,7 @@ fn zero_is_bit_equal_with_other_parallelism() {
             equal(&what, &made(&case(1, true)), &plain);
             let divided = made(&case(2, true));
             equal(&what, &made(&case(2, false)), &divided);
+            equal(&format!("zero 3 {what}"), &made(&case(3, true)), &divided);
             near(&what, &divided, &plain, 1e-5);
         }
     }
@@ -303,11 +311,14 @@ fn zero_is_bit_equal_with_other_parallelism() {
 
 /// With one micro-batch the order of additions is the same.
 #[test]
-fn zero_2_with_one_micro_batch_is_bit_equal() {
+fn zero_2_and_3_with_one_micro_batch_is_bit_equal() {
     for (tp, dp) in [(1, 4), (2, 2)] {
         let set: &[&str] = if dp == 4 { &["train.micro_batch=2"] } else { &["train.micro_batch=4"] };
         let case = |zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
-        equal(&format!("tp{tp} dp{dp}"), &made(&case(2)), &made(&case(0)));
+        let plain = made(&case(0));
+        for zero in [2, 3] {
+            equal(&format!("tp{tp} dp{dp} zero {zero}"), &made(&case(zero)), &plain);
+        }
     }
 }
 
@@ -315,9 +326,9 @@ fn zero_2_with_one_micro_batch_is_bit_equal() {
 #[test]
 fn bucket_size_is_bit_neutral() {
     let case = |zero, set| Case { tp: 2, cp: 1, pp: 1, dp: 2, zero, overlap: true, set };
-    for zero in [0, 1, 2] {
-        let one = made(&case(zero, &["optimizer.kind=\"sgd\"", "parallel.bucket=1000000000"]));
-        for set in [&["optimizer.kind=\"sgd\"", "parallel.bucket=1"][..], &["optimizer.kind=\"sgd\""]] {
+    for zero in [0, 1, 2, 3] {
+        let one = made(&case(zero, &["optimizer.kind=\"sgd\"", "parallel.comm_unit=8000000000"]));
+        for set in [&["optimizer.kind=\"sgd\"", "parallel.comm_unit=8"][..], &["optimizer.kind=\"sgd\""]] {
             equal(&format!("zero {zero} {set:?}"), &made(&case(zero, set)), &one);
         }
     }
@@ -345,6 +356,43 @@ fn memory_is_sharded() {
                     let what = format!("zero {zero} dp {dp} {category:?}");
                     assert!((0.9..1.1).contains(&share), "{what}: {share} of an even share");
                 }
+            }
+        }
+    }
+}
+
+/// Weights, gradients and optimizer state at their peaks are what the estimate says; weights gathered ahead and gradients
+/// being reduced stay within parallel.comm_unit and one unit.
+#[test]
+fn sharded_memory_is_as_estimated() {
+    for set in [
+        &["model.tied=true"][..],
+        &["model.tied=false", "precision.dtype=bf16"],
+        &["model.layers=6", "model.tied=false", "parallel.comm_unit=150KB"],
+        &[
+            "model.layers=4",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-current",
+            "precision.fp8_params=true",
+        ],
+    ] {
+        let own: &'static [&'static str] =
+            if set.len() == 3 { set } else { Vec::leak([set, &["parallel.comm_unit=30KB"]].concat()) };
+        for dp in [1, 2, 4, 8] {
+            let case = Case { tp: 1, cp: 1, pp: 1, dp, zero: 3, overlap: true, set: own };
+            let resolved = case.recipe();
+            let estimate = MemoryEstimate::of(&resolved).unwrap().largest().unwrap();
+            let categories = [Category::Parameters, Category::Gradients, Category::Optimizer];
+            let expected = [estimate.parameters, estimate.gradients, estimate.optimizer];
+            for peak in case.run(|rank, resolved| {
+                let sources = source::open(&resolved)?;
+                let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+                (0..2).try_for_each(|_| trainer.train_step(&*sources.train).map(drop))?;
+                Ok(categories.map(|c| rank.device().memory().peak[c as usize]))
+            }) {
+                let [sum, whole] = [peak, expected].map(|x| x.iter().sum::<usize>() as f64);
+                let what = format!("dp{dp} {own:?}: {peak:?} instead of {expected:?}");
+                assert!((sum / whole - 1.0).abs() < 0.02, "{what}");
             }
         }
     }
@@ -398,7 +446,7 @@ fn checkpoints_are_independent_of_zero() {
         let dir = homes[0].path();
         let saved =
             case(2, 2, 1).run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights()).swap_remove(0);
-        for (tp, dp, zero) in [(1, 1, 1), (1, 4, 2), (2, 2, 0), (4, 2, 1), (1, 4, 1)] {
+        for (tp, dp, zero) in [(1, 1, 1), (1, 4, 2), (2, 2, 0), (4, 2, 1), (1, 4, 1), (2, 2, 3), (1, 4, 3)] {
             let read = case(tp, dp, zero)
                 .run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights())
                 .swap_remove(0);
@@ -409,5 +457,14 @@ fn checkpoints_are_independent_of_zero() {
         let straight = train(&case(2, 2, 1), whole.path(), 100);
         assert!(train(&case(2, 2, 0), homes[1].path(), 100) == straight, "0 after 1");
         assert!(train(&case(2, 2, 1), homes[0].path(), 100) == straight, "1 after 0");
+        // ZeRO-3 adds the gradients of micro-batches in the order of ZeRO-2.
+        let [two, three] = [2, 3].map(|zero| {
+            let home = tempfile::tempdir().unwrap();
+            train(&case(2, 2, zero), home.path(), 2);
+            (train(&case(2, 2, 5 - zero), home.path(), 100), home)
+        });
+        assert!(two.0 == three.0, "3 after 2, and 2 after 3");
+        let different = checkpoint::compare(&newest(two.1.path()), &newest(three.1.path())).unwrap();
+        assert!(different.same(), "{different:?}");
     }
 }

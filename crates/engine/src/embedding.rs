@@ -110,7 +110,7 @@ impl Embedding {
             s,
             &EmbeddingForward {
                 ids,
-                table,
+                table: &table,
                 first: self.first,
                 vocab: self.vocab,
                 scale: self.scale,
@@ -127,7 +127,7 @@ impl Embedding {
                     s,
                     &EmbeddingForward {
                         ids: &mine,
-                        table,
+                        table: &table,
                         first: 0,
                         vocab: table.shape()[0],
                         scale: 1.0,

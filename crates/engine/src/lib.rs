@@ -28,7 +28,7 @@ mod tokens;
 mod weight_grad;
 mod with_amax;
 
-pub use data_parallel::GradBuffer;
+pub use data_parallel::{GradBuffer, UnitGuard};
 pub use embedding::{Embedding, EmbeddingConfig, EmbeddingSaved};
 pub use interleave::{interleave, run_to_completion, yield_now};
 pub use linear::{Linear, LinearSaved};
@@ -36,8 +36,8 @@ pub use lm_head::{LmHead, LmHeadConfig, LmHeadSaved, LossOptions, Targets};
 pub use mlp::{Mlp, MlpConfig, MlpSaved};
 pub use norm::{HiddenStates, NormLayer, NormSaved};
 pub use param::{
-    Declarations, ExpertParallelRank, Init, ParamId, ParamKind, ParamSpec, Params, Part, UpdateGroup,
-    draw_initial, initial_values,
+    Declarations, ExpertParallelRank, Init, ParamId, ParamKind, ParamLayout, ParamSpec, Params, Part, UnitId,
+    UpdateGroup, Weight, draw_initial, initial_values,
 };
 pub use rank::Rank;
 pub use saved::{OffloadClass, Saved, SavedTensor};

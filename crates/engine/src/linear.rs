@@ -210,21 +210,21 @@ impl Linear {
     ) -> Result<(Tensor, LinearSaved)> {
         let plain = || -> Result<bool> {
             Ok(p.calibrates(self.weight, Role::Input, &x.values)?
-                && p.calibrates(self.weight, Role::Weight, p.weight(self.weight)?)?)
+                && p.calibrates(self.weight, Role::Weight, &*p.weight(self.weight)?)?)
         };
         if let Some(e) = self.quant
             && !plain()?
         {
             let (y, saved) = self.forward_fp8(p, e, x, input_recomputed)?;
             if let Some(bias) = self.bias.filter(|_| self.row_parallel && !self.is_local(p)) {
-                add_bias_rows(p, p.weight(bias)?, &y)?;
+                add_bias_rows(p, &*p.weight(bias)?, &y)?;
             }
             return Ok((y, saved));
         }
         let x = &x.values;
         let saved = LinearSaved::of(x);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
-        let (x, f) = (&GemmOperand::rowwise(x), &WeightOperand::fprop(w, bias));
+        let (x, f) = (&GemmOperand::rowwise(x), &WeightOperand::fprop(&w, bias.as_deref()));
         if self.is_local(p) {
             return Ok((p.gemm(x, f)?, saved));
         }
@@ -233,7 +233,7 @@ impl Linear {
         }
         let y = p.gemm_reduce_scatter(x, &WeightOperand { bias: None, ..f.clone() }, "output of a layer")?;
         if let Some(bias) = bias {
-            add_bias_rows(p, bias, &y)?;
+            add_bias_rows(p, &bias, &y)?;
         }
         Ok((y, saved))
     }
@@ -258,7 +258,7 @@ impl Linear {
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
         let shape = [x.shape()[0], self.out];
         let (h, y) = (p.empty(&shape)?, p.empty(&shape)?);
-        k.linear_act_forward(s, &LinearAct { act, x, w, bias, h: &h, y: &y })?;
+        k.linear_act_forward(s, &LinearAct { act, x, w: &w, bias: bias.as_deref(), h: &h, y: &y })?;
         Ok((h, WithAmax::from(&y), LinearSaved::of(x)))
     }
 
@@ -279,7 +279,7 @@ impl Linear {
         let w = p.weight(self.weight)?;
         let mut dh = WithAmax::from(&p.empty(h.shape())?);
         dh.sums = extras.sums.then(|| p.act_sums(h)).transpose()?;
-        let f = LinearActBackward { act, dy, w, h, dh: &dh.values, dbias: dh.sums.as_ref() };
+        let f = LinearActBackward { act, dy, w: &w, h, dh: &dh.values, dbias: dh.sums.as_ref() };
         p.rank.kernels.linear_act_backward(&p.rank.compute, &f)?;
         Ok((dh, self.grads(&WithAmax::from(dy), InFlight::ready(GemmOperand::rowwise(&x)))))
     }
@@ -298,7 +298,7 @@ impl Linear {
             return self.backward_fp8(p, e, saved, dy);
         }
         let x = saved.input()?;
-        let f = &WeightOperand::dgrad(p.weight(self.weight)?);
+        let f = &WeightOperand::dgrad(&*p.weight(self.weight)?);
         let rows = &GemmOperand::rowwise(&dy.values);
         if self.row_parallel {
             let (dx, all) = p.all_gather_gemm(rows, f, true, "gradient of a layer's output")?;

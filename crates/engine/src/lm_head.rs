@@ -168,7 +168,7 @@ impl LmHead {
     }
 
     fn high_precision_logits(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
-        let f = WeightOperand::fprop(p.weight(self.weight)?, None);
+        let f = WeightOperand::fprop(&*p.weight(self.weight)?, None);
         let (z, _) = p.all_gather_gemm(&GemmOperand::rowwise(x), &f, false, "hidden states")?;
         self.cap(p.rank, &z)?;
         Ok(z)
@@ -179,7 +179,7 @@ impl LmHead {
         if let Some(map) = self.fp8_linear(p, x)? {
             return self.logits_fp8(p, map, x);
         }
-        self.local_logits(p.rank, p.weight(self.weight)?, x)
+        self.local_logits(p.rank, &*p.weight(self.weight)?, x)
     }
 
     fn local_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
@@ -237,7 +237,9 @@ impl LmHead {
         if tokens <= chunk {
             let alone = p.rank.tp.size() == 1;
             let z = match alone {
-                true => self.local_logits(p.rank, &self.padded_weight(p.rank, p.weight(self.weight)?)?, x)?,
+                true => {
+                    self.local_logits(p.rank, &self.padded_weight(p.rank, &*p.weight(self.weight)?)?, x)?
+                }
                 false => self.high_precision_logits(p, x)?,
             };
             self.row_loss(p.rank, &z, targets, &rows, train)?;
@@ -246,7 +248,7 @@ impl LmHead {
         }
         let x = &p.all_gather(x, "hidden states")?;
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
-        let w = &self.padded_weight(p.rank, p.weight(self.weight)?)?;
+        let w = &self.padded_weight(p.rank, &*p.weight(self.weight)?)?;
         for (start, len) in chunks(tokens, chunk) {
             let part = targets.rows(start, len)?;
             let x = x.narrow(0, start, len)?;
@@ -329,7 +331,7 @@ impl LmHead {
     pub fn backward_input(&self, p: &StepContext, saved: LmHeadSaved) -> Result<Tensor> {
         match saved {
             LmHeadSaved::Full { dlogits, .. } => {
-                let f = WeightOperand::dgrad(&self.padded_weight(p.rank, p.weight(self.weight)?)?);
+                let f = WeightOperand::dgrad(&self.padded_weight(p.rank, &*p.weight(self.weight)?)?);
                 p.gemm_reduce_scatter(&GemmOperand::rowwise(&dlogits), &f, "gradient of hidden states")
             }
             LmHeadSaved::Chunked { dx, .. } => p.reduce_scatter(&dx, "gradient of hidden states"),
@@ -347,7 +349,7 @@ impl LmHead {
             LmHeadSaved::Full { dlogits, x } => {
                 p.calibrates(self.weight, Role::Gradient, &dlogits)?;
                 let w = p.weight(self.weight)?;
-                let f = WeightOperand::dgrad(&self.padded_weight(p.rank, w)?);
+                let f = WeightOperand::dgrad(&self.padded_weight(p.rank, &w)?);
                 let dx =
                     p.gemm_reduce_scatter(&GemmOperand::rowwise(&dlogits), &f, "gradient of hidden states")?;
                 let x = p.begin_all_gather(&GemmOperand::rowwise(&x), "hidden states, again")?;
@@ -359,9 +361,10 @@ impl LmHead {
                 let dx = p.reduce_scatter(&dx, "gradient of hidden states")?;
                 let x = p.begin_all_gather(&GemmOperand::rowwise(&x), "hidden states, again")?;
                 // The current weight: the optimizer must not run before this does.
-                let w = self.padded_weight(p.rank, p.weight(self.weight)?)?;
+                let weight = p.weight(self.weight)?;
                 let me = self.clone();
                 let grads = WeightGrad::deferred(self.weight, move |rank, grad, mut accumulate| {
+                    let w = me.padded_weight(rank, &weight)?;
                     let rows = x.wait(&rank.compute)?;
                     let x = rows.memory();
                     for (start, len) in chunks(x.shape()[0], me.chunk()) {

@@ -150,14 +150,8 @@ impl NormLayer {
         let rows = [x.numel() / self.width.max(1)];
         let rstd = p.rank.activation(&rows, DType::F32)?;
         let mean = self.beta.map(|_| p.rank.activation(&rows, DType::F32)).transpose()?;
-        let n = NormForward {
-            x,
-            gamma: p.weight(self.gamma)?,
-            beta: self.beta.map(|b| p.weight(b)).transpose()?,
-            y,
-            mean: mean.as_ref(),
-            rstd: &rstd,
-        };
+        let (gamma, beta) = (p.weight(self.gamma)?, self.beta.map(|b| p.weight(b)).transpose()?);
+        let n = NormForward { x, gamma: &gamma, beta: beta.as_deref(), y, mean: mean.as_ref(), rstd: &rstd };
         kernel(&*p.rank.kernels, &p.rank.compute, &n)?;
         Ok(NormSaved {
             x: SavedTensor::activation(x),
@@ -193,7 +187,7 @@ impl NormLayer {
         let (dgamma, dbeta) = (sums()?, self.beta.map(|_| sums()).transpose()?);
         let n = NormBackward {
             x: &saved.x,
-            gamma: p.weight(self.gamma)?,
+            gamma: &*p.weight(self.gamma)?,
             mean: saved.mean.as_deref(),
             rstd: &saved.rstd,
             dy,

@@ -9,12 +9,17 @@ use crate::quant::LinearQuant;
 use crate::{Shard, Split};
 pub use declare::{Declarations, ExpertParallelRank};
 pub use initial::{draw_initial, initial_values};
-pub use params::Params;
+pub use params::{ParamLayout, Params, Weight};
 use std::ops::Range;
 
 /// Index of a parameter in its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParamId(pub usize);
+
+/// Parameters that passes use together: a layer, the embedding, the LM head. Where weights are sharded (ZeRO-3), they
+/// are all-gathered and released together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct UnitId(pub usize);
 
 /// Initialiser.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -95,6 +100,8 @@ pub struct ParamSpec {
     pub matrices: usize,
     /// Its parameter group.
     pub group: UpdateGroup,
+    /// The unit it is gathered with where weights are sharded.
+    pub unit: UnitId,
 }
 
 impl ParamSpec {
@@ -120,6 +127,11 @@ impl ParamSpec {
             _ if name.ends_with(".router.weight") => ParamKind::Router,
             _ => ParamKind::Matrix,
         }
+    }
+
+    /// Whether it has a row for every token of the vocabulary (or position): an embedding table or the LM head.
+    pub fn is_table(&self) -> bool {
+        matches!(self.kind(), ParamKind::Embedding | ParamKind::LmHead)
     }
 
     /// The logical tensors, this rank's shard of each, and its element range in the parameter.

@@ -1,7 +1,7 @@
 //! The context of one forward or backward pass.
 
 use crate::moe::{MoeBatch, SavedRouting};
-use crate::{ParamId, Params, Rank, Saved, SavedTensor, StepState};
+use crate::{ParamId, Params, Rank, Saved, SavedTensor, StepState, UnitGuard, UnitId, Weight};
 use ferrotron_kernels::RngKey;
 use ferrotron_tensor::{DType, Result, Tensor};
 
@@ -86,8 +86,13 @@ impl<'a> StepContext<'a> {
     }
 
     /// A weight. The compute stream waits for it if it is still being gathered.
-    pub fn weight(&self, id: ParamId) -> Result<&'a Tensor> {
+    pub fn weight(&self, id: ParamId) -> Result<Weight> {
         self.params.weight(self.rank, id)
+    }
+
+    /// Where weights are sharded: gathers a unit, which stays while the guard is held, and the `next` ones ahead.
+    pub fn enter_unit(&self, unit: UnitId, next: &[UnitId]) -> Result<Option<UnitGuard>> {
+        self.params.enter_unit(self.rank, unit, next)
     }
 
     /// New activation memory in the model's compute dtype.

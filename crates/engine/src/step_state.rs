@@ -2,7 +2,7 @@
 
 use crate::moe::{MoeLayerSpec, MoeState};
 use crate::quant::QuantState;
-use crate::{ParamSpec, Rank};
+use crate::{Params, Rank};
 use ferrotron_tensor::Result;
 
 /// Quantization and MoE state of a model's steps: FP8 scales and cached FP8 weights; expert biases, token counters and
@@ -14,9 +14,9 @@ pub struct StepState {
 
 impl StepState {
     /// State for the declared parameters and MoE layers.
-    pub fn new(rank: &Rank, specs: &[ParamSpec], moe: &[MoeLayerSpec]) -> Result<StepState> {
+    pub fn new(rank: &Rank, params: &Params, moe: &[MoeLayerSpec]) -> Result<StepState> {
         Ok(StepState {
-            quant: QuantState::new(rank, specs)?,
+            quant: QuantState::new(rank, params)?,
             moe: MoeState::new(&rank.compute, moe.to_vec())?,
         })
     }

@@ -145,6 +145,8 @@ fn exchange<'a, T: Reducible, X: Transfer>(
         std::mem::forget(std::mem::take(scratch));
         return Err(error);
     }
-    let row_of = |r: usize| bytemuck::cast_slice(&bytemuck::cast_slice::<u64, u8>(&scratch[row * r..row * (r + 1)])[..bytes]);
+    let row_of = |r: usize| {
+        bytemuck::cast_slice(&bytemuck::cast_slice::<u64, u8>(&scratch[row * r..row * (r + 1)])[..bytes])
+    };
     Ok((0..sent.len()).map(row_of).collect())
 }

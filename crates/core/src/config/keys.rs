@@ -2,9 +2,10 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, MuonSettings,
-    OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision,
-    QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
+    ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype,
+    MuonSettings, OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind,
+    Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle,
+    WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -343,10 +344,11 @@ keys! {
         ep: usize = 1, "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree";
         /// Tensor-parallel size of experts; derived as parallel.tp.
         etp: Option<usize> = None, "expert_tensor_parallel_size";
-        /// ZeRO stage: 0 none, 1 shards optimizer state over data-parallel ranks, 2 gradients too.
+        /// ZeRO stage: 0 none, 1 shards optimizer state over data-parallel ranks, 2 gradients too, 3 weights too (FSDP).
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
-        /// Bucket size of gradient reduction in elements; unset means large enough to saturate the network.
-        bucket: Option<u64> = None, "ddp_bucket_size", "bucket_size";
+        /// Bytes of data-parallel communication in flight: "800MB". With parallel.zero = 3, of layers gathered ahead, and of
+        /// gradients being reduced; derived as two layers. Otherwise two buckets; derived so that they saturate the network.
+        comm_unit: Option<ByteCount> = None, "suggested_communication_unit_size", "ddp_bucket_size", "bucket_size";
         /// Pipeline schedule: 1f1b, zero-bubble, or paired, which overlaps the expert all-to-all of one micro-batch with the
         /// computation of another.
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule", "overlap_moe_expert_parallel_comm";

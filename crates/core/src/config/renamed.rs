@@ -18,13 +18,15 @@ enum Translation {
     Unchanged,
     /// These words have a new spelling; every other value is as before.
     Words(&'static [(&'static str, &'static str)]),
+    /// A number, times this.
+    Times(i64),
     /// The new key is a boolean: true for this word.
     IsWord(&'static str),
     /// The old key took a list of words; each became a boolean key of its own.
     Flags(&'static [(&'static str, &'static str)]),
 }
 
-use Translation::{Flags, IsWord, Unchanged, Words};
+use Translation::{Flags, IsWord, Times, Unchanged, Words};
 
 const fn renamed(old: &'static str, new: &'static str) -> Renamed {
     Renamed { old, new, value: Unchanged }
@@ -55,6 +57,8 @@ const RENAMED: &[Renamed] = &[
     renamed("moe.scale", "moe.route_scale"),
     renamed("mtp.factor", "mtp.loss_weight"),
     renamed("mtp.repeated", "mtp.shared_layer"),
+    // Elements of a bucket; two buckets of f32 gradients are in flight.
+    Renamed { old: "parallel.bucket", new: "parallel.comm_unit", value: Times(8) },
     renamed("optimizer.moments", "optimizer.state_dtype"),
     renamed("optimizer.master", "optimizer.master_dtype"),
 ];
@@ -71,6 +75,10 @@ impl Renamed {
             Unchanged => value.clone(),
             Words(words) => match words.iter().find(|(old, _)| is(value, old)) {
                 Some((_, new)) => Value::from(*new),
+                None => value.clone(),
+            },
+            Times(factor) => match value.as_integer() {
+                Some(n) => Value::from(n.saturating_mul(factor)),
                 None => value.clone(),
             },
             IsWord(word) => Value::from(is(value, word)),

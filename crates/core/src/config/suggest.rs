@@ -54,10 +54,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "LoRA is not in this version; model.hf fine-tunes every weight",
     ),
     (&["sequence_parallel"], "sequence parallelism is on wherever parallel.tp is above 1; leave it out"),
-    (
-        &["use_megatron_fsdp", "fsdp"],
-        "parallel.zero = 1 or 2 shards optimizer state and gradients; there is no ZeRO-3 in this version",
-    ),
+    (&["use_megatron_fsdp", "fsdp"], "parallel.zero = 3 shards weights, gradients and optimizer state"),
     (
         &["num_layers_per_virtual_pipeline_stage"],
         "set parallel.vp to the number of layers divided by parallel.pp times that",

@@ -17,7 +17,7 @@ pub use training::{
     CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
     SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
-pub use written::{Count, DataSplit, OneOrMany};
+pub use written::{ByteCount, Count, DataSplit, OneOrMany};
 
 /// Declares an enumeration with the spelling of each value.
 macro_rules! choice {

@@ -118,8 +118,11 @@ impl Recipe {
         if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
         }
-        if p.zero > 2 {
-            return self.refuse("parallel.zero", "must be 0, 1 or 2");
+        if p.zero > 3 {
+            return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");
+        }
+        if p.comm_unit.is_some_and(|bytes| bytes.0 == 0) {
+            return self.refuse("parallel.comm_unit", "must be at least 1 byte; leave it out to derive it");
         }
         if p.vp > 1 && p.pp == 1 {
             return self.refuse("parallel.vp", "needs a pipeline; set it to 1, or parallel.pp to 2 or more");

@@ -11,9 +11,7 @@ use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement
 use ferrotron_engine::{GroupRank, ParamSpec};
 use ferrotron_tensor::DType;
 use serde::Serialize;
-
-/// Gradient buckets that ZeRO-2 holds in full while they are reduced.
-const FULL_BUCKETS: usize = 3;
+use std::collections::VecDeque;
 
 /// Inputs of the memory estimate of a step.
 #[derive(Clone, Debug)]
@@ -110,27 +108,31 @@ impl MemoryEstimate {
         let description = ModelDescription::new(shape)?;
         let ranks = &shape.ranks;
         let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
-        let plan = BucketPlan::new(&description.params, replicas, shape.bucket);
+        let zero = if replicas.iter().any(|n| *n > 1) { shape.zero } else { 0 };
+        let layout = shape.param_layout(&description.params);
+        let plan = BucketPlan::new(&description.params, replicas, layout.bucket);
         // Of the rank that holds most, where they hold whole parameters.
         let shard = |b: &Bucket| {
             let size = replicas[usize::from(b.experts)];
             let held = |rank| b.held(Placement::Flat, GroupRank { rank, size }).len();
             (0..size).map(held).max().unwrap_or(0)
         };
-        let sharded = |from: usize, b: &Bucket| if shape.zero >= from { shard(b) } else { b.len };
+        let sharded = |from: usize, b: &Bucket| if zero >= from { shard(b) } else { b.len };
         let mut out = MemoryBytes::default();
         let mut state = 0.0;
         for bucket in plan.buckets() {
             let split = BucketSplit::new(bucket, |id| description.params[id.0].fp8_resident());
-            let [fp8, rest] = split.lengths();
+            let all = 0..bucket.len;
+            let place = GroupRank { rank: 0, size: replicas[usize::from(bucket.experts)] };
+            let held = if zero >= 3 { bucket.held(Placement::Flat, place) } else { all };
+            let [fp8, rest] = [split.separate(&held).len(), split.rest(&held).len()];
             out.parameters += fp8 + rest * shape.dtype.size();
             out.gradients += 4 * sharded(2, bucket);
             state += self.bytes_in(shape, bucket.storage) * sharded(1, bucket) as f64;
         }
-        if shape.zero >= 2 {
-            let mut lengths: Vec<usize> = plan.buckets().iter().map(|b| b.len).collect();
-            lengths.sort_unstable_by(|a, b| b.cmp(a));
-            out.gradients += 4 * lengths.iter().take(FULL_BUCKETS).sum::<usize>();
+        out.parameters += layout.gathered_bytes(&description.params, replicas, shape.dtype);
+        if zero >= 2 {
+            out.gradients += full_gradients(&plan, &description.params, layout.comm_unit);
         }
         out.optimizer = state as usize;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
@@ -157,6 +159,27 @@ impl MemoryEstimate {
             _ => (passes, vp),
         }
     }
+}
+
+/// Most bytes of gradients that ZeRO-2 and 3 hold in full: of the bucket that backward writes, and of those being reduced,
+/// at most `comm_unit` bytes but one. A tied table is written first by the LM head and last by the embedding.
+fn full_gradients(plan: &BucketPlan, params: &[ParamSpec], comm_unit: usize) -> usize {
+    let tied = |b: &Bucket| {
+        let again = |p: &ParamSpec| p.is_table() && p.uses > 1 && !p.tied_across_stages;
+        b.spans.iter().any(|s| again(&params[s.param.0]))
+    };
+    let bytes = |b: &Bucket| 4 * b.len;
+    let mut whole: usize = plan.buckets().iter().filter(|b| tied(b)).map(bytes).sum();
+    let (mut in_flight, mut most) = (VecDeque::new(), whole);
+    for bucket in plan.buckets() {
+        whole -= if tied(bucket) { bytes(bucket) } else { 0 };
+        in_flight.push_back(bytes(bucket));
+        most = most.max(whole + in_flight.iter().sum::<usize>());
+        while in_flight.len() > 1 && in_flight.iter().sum::<usize>() > comm_unit {
+            in_flight.pop_front();
+        }
+    }
+    most
 }
 
 /// FP8 copies of the logits' gradient, for dgrad and wgrad of an FP8 LM head.

@@ -7,7 +7,6 @@ use crate::model::description::{ParallelRanks, StepShape};
 use crate::model::{ModelOptions, PipelineLayout, Stage};
 use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::data_parallel::bucket_elements;
 use std::sync::Arc;
 
 impl StepShape {
@@ -18,7 +17,6 @@ impl StepShape {
         let placement = pipeline.place(&r.model, ranks.pp.size)?;
         let chunks = (0..placement.vp()).filter_map(|chunk| placement.at(ranks.pp.rank, chunk).cloned());
         let samples = r.plan.micro_batch * ranks.dp.size;
-        let replicas = ranks.dp_cp.size.max(ranks.expert_dp.size);
         Ok(StepShape {
             model: r.model.clone(),
             stages: chunks.collect(),
@@ -28,7 +26,7 @@ impl StepShape {
             recompute: r.config.train.recompute.modules(),
             options: options(r),
             zero: p.zero,
-            bucket: p.bucket.map_or_else(|| bucket_elements(replicas), |n| n as usize),
+            comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
             ranks,
         })
     }
@@ -47,7 +45,7 @@ impl StepShape {
             recompute: Recompute::default(),
             options: options(r),
             zero: 0,
-            bucket: bucket_elements(1),
+            comm_unit: None,
         }
     }
 

@@ -105,7 +105,7 @@ pub fn step_volume(shape: &StepShape) -> Result<ByGroup> {
 pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collective> {
     let ranks = &shape.ranks;
     let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
-    let plan = BucketPlan::new(params, replicas, shape.bucket);
+    let plan = BucketPlan::new(params, replicas, shape.param_layout(params).bucket);
     let mut step = StepVolume { shape, params, out: Vec::new() };
     step.amax();
     for bucket in plan.buckets() {
@@ -204,7 +204,10 @@ impl StepVolume<'_> {
                     None => (OpKind::ReduceScatter, (n - 1) * shard),
                 };
                 self.send(group, kind, (others * 4 * rounds) as u64);
-                self.send(group, OpKind::AllGather, self.gathered_weights(bucket, replicas));
+                // Sharded weights are gathered for forward and again for backward; what is still there is not, so that this
+                // is an upper bound.
+                let gathers = if zero > 2 { 2 * rounds as u64 } else { 1 };
+                self.send(group, OpKind::AllGather, gathers * self.gathered_weights(bucket, replicas));
             }
         }
         self.muon(bucket, tp, here, if zero > 0 { Some(replicas) } else { None });

@@ -11,8 +11,8 @@ use super::mtp::{MtpBackward, MtpBlock, MtpBlockSaved};
 use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
     Checkpointed, Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig,
-    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, Targets, WeightGrad,
-    run_to_completion,
+    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, UnitId,
+    WeightGrad, run_to_completion,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -28,6 +28,33 @@ pub struct Chunk {
     mtp: Option<MtpBlock>,
     /// Decoder layers of the whole model.
     total_layers: u32,
+    units: ChunkUnits,
+}
+
+/// Units of sharded weights in the order in which passes use them.
+#[derive(Default)]
+struct ChunkUnits {
+    /// Embedding (if any), layers, final norm with LM head (if any).
+    forward: Vec<UnitId>,
+    /// The same backward, without the embedding: its gradient does not need its weights.
+    backward: Vec<UnitId>,
+    /// Index of the first layer in `forward`.
+    first_layer: usize,
+}
+
+impl ChunkUnits {
+    /// Index of layer `i` in `forward`.
+    fn layer(&self, i: usize) -> usize {
+        self.first_layer + i
+    }
+
+    /// Gathers unit `at` of `order` and those after it ahead.
+    fn enter(p: &StepContext, order: &[UnitId], at: usize) -> Result<Option<UnitGuard>> {
+        match order.get(at) {
+            Some(unit) => p.enter_unit(*unit, &order[at + 1..]),
+            None => Ok(None),
+        }
+    }
 }
 
 /// The embedding that a model configuration asks for.
@@ -97,7 +124,9 @@ impl Chunk {
     pub(super) fn declare(model: &mut ModelDeclaration, stage: &Stage) -> Result<Chunk> {
         let (c, pipelined) = (model.config, model.pipelined);
         let d = &mut model.params;
+        let mut units = ChunkUnits::default();
         let embedding = if stage.embedding {
+            units.forward.push(d.begin_unit());
             let e = Embedding::declare(d, "embed", embedding_config(c))?;
             // The last stage has the table too: as a tied LM head, or to embed the tokens that MTP predicts from.
             if c.tied && pipelined {
@@ -112,12 +141,19 @@ impl Chunk {
             None
         };
         let mut layers = Vec::with_capacity(stage.layers.len());
+        units.first_layer = units.forward.len();
         for i in stage.layers.clone() {
+            units.forward.push(model.params.begin_unit());
             let rope = (model.rope)(i)?;
             layers.push(Layer::declare(&mut model.params, c, i, rope)?);
         }
         let output = if stage.loss {
             let d = &mut model.params;
+            let shared = model.token_embedding.filter(|_| c.tied).map(|table| d.spec(table).unit);
+            // A tied head is in the embedding's unit, and so is the norm before it: both are used together.
+            let unit = shared.unwrap_or_else(|| d.begin_unit());
+            d.resume_unit(unit);
+            units.forward.push(unit);
             let norm = NormLayer::declare(d, "final_norm", c.hidden, norm_of(c))?;
             let config =
                 LmHeadConfig { vocab: c.vocab, hidden: c.hidden, softcap: c.final_softcap, std: c.init_std };
@@ -135,7 +171,8 @@ impl Chunk {
             (Some((_, head)), Some(m)) => Some(MtpBlock::declare(model, m, embedding.as_ref(), head)?),
             _ => None,
         };
-        Ok(Chunk { embedding, layers, output, mtp, total_layers: c.layers as u32 })
+        units.backward = units.forward[units.first_layer..].iter().rev().copied().collect();
+        Ok(Chunk { embedding, layers, output, mtp, total_layers: c.layers as u32, units })
     }
 
     /// Its decoder layers, in order.
@@ -180,6 +217,7 @@ impl Chunk {
             let saved = ChunkSaved { mtp: None, output: None, layers, embedding };
             return Ok((x.sum(p)?, train.then_some(saved)));
         };
+        let _unit = self.enter_output(p)?;
         let (y, _, normed) = norm.forward_pending(p, x, head.needs_input_amax(p))?;
         let targets = match mode {
             ForwardMode::Logits => return Ok((head.logits(p, &y)?, None)),
@@ -200,8 +238,14 @@ impl Chunk {
             return Ok(Vec::new());
         };
         let (x, _, _) = run_to_completion(self.decoder_layers(p, input, None, false))?;
+        let _unit = self.enter_output(p)?;
         let (y, _, _) = norm.forward_pending(p, x, false)?;
         block.logits(p, input, head, &y.values)
+    }
+
+    /// Gathers the final norm and the LM head, where weights are sharded, and layers for backward ahead.
+    fn enter_output(&self, p: &StepContext) -> Result<Option<UnitGuard>> {
+        ChunkUnits::enter(p, &self.units.backward, 0)
     }
 
     /// Embedding and decoder layers.
@@ -214,6 +258,7 @@ impl Chunk {
     ) -> Result<(HiddenStates, Vec<Checkpointed<LayerSaved>>, Option<EmbeddingSaved>)> {
         let (x, embedding) = match (&self.embedding, x) {
             (Some(e), None) => {
+                let _unit = ChunkUnits::enter(p, &self.units.forward, 0)?;
                 let (x, saved) = e.forward(p, &input.ids, &input.positions)?;
                 (p.dropout(self.total_layers, AFTER_EMBEDDING, x)?, Some(saved))
             }
@@ -221,7 +266,8 @@ impl Chunk {
             _ => return shape_error("stage", "the first one starts from ids, the others from hidden states"),
         };
         let (mut x, mut layers) = (HiddenStates::of(x), Vec::with_capacity(self.layers.len()));
-        for layer in &self.layers {
+        for (i, layer) in self.layers.iter().enumerate() {
+            let _unit = ChunkUnits::enter(p, &self.units.forward, self.units.layer(i))?;
             let (y, saved) = layer.forward(p, x, &input.layout, &input.positions).await?;
             layers.extend(train.then_some(saved));
             x = y;
@@ -254,6 +300,7 @@ impl Chunk {
     ) -> Result<Option<Tensor>> {
         let mut dx = match (&self.output, saved.output, dy) {
             (Some((norm, head)), Some((head_saved, norm_saved)), None) => {
+                let _unit = self.enter_output(p)?;
                 let (mut dx, g) = head.backward(p, head_saved)?;
                 put(g)?;
                 if let (Some(block), Some(saved)) = (&self.mtp, saved.mtp) {
@@ -267,7 +314,9 @@ impl Chunk {
             (None, None, Some(dy)) => dy,
             _ => return shape_error("stage", "the last one starts from the loss, the others from gradients"),
         };
-        for (layer, saved) in self.layers.iter().zip(saved.layers).rev() {
+        for (i, (layer, saved)) in self.layers.iter().zip(saved.layers).enumerate().rev() {
+            let at = self.units.forward.len() - 1 - self.units.layer(i);
+            let _unit = ChunkUnits::enter(p, &self.units.backward, at)?;
             let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx).await?;
             put(g)?;
             dx = d;
@@ -294,8 +343,12 @@ impl Chunk {
         let (Some(embedding), Some((norm, head))) = (&self.embedding, &self.output) else {
             return shape_error("decode", "the whole model must be on one rank");
         };
-        let (mut x, _) = embedding.forward(p, &input.ids, &input.positions)?;
-        for (layer, cache) in self.layers.iter().zip(caches) {
+        let (mut x, _) = {
+            let _unit = ChunkUnits::enter(p, &self.units.forward, 0)?;
+            embedding.forward(p, &input.ids, &input.positions)?
+        };
+        for (i, (layer, cache)) in self.layers.iter().zip(caches).enumerate() {
+            let _unit = ChunkUnits::enter(p, &self.units.forward, self.units.layer(i))?;
             x = layer.decode(p, &x, cache, &input.layout, &input.positions)?;
         }
         let (tokens, hidden) = (input.layout.tokens(), x.shape()[1]);
@@ -304,6 +357,7 @@ impl Chunk {
         let last = x.view(&[batch, new, hidden])?.select(1, new.saturating_sub(1))?;
         let rows = p.empty(&[batch, hidden])?;
         p.rank.kernels.copy(&p.rank.compute, &last, &rows)?;
+        let _unit = self.enter_output(p)?;
         let (y, _) = norm.forward(p, &rows)?;
         head.logits_of(p, &y)
     }

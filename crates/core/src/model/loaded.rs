@@ -45,7 +45,7 @@ impl Model {
     ) -> Result<Model> {
         let (decoder, specs) = Decoder::new(&rank, config, positions, layout, options)?;
         let params = Params::allocate(&rank, specs, dtype)?;
-        let step_state = StepState::new(&rank, params.specs(), decoder.moe_layers())?;
+        let step_state = StepState::new(&rank, &params, decoder.moe_layers())?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
             for (part, cut, range) in spec.held() {

@@ -9,7 +9,8 @@ use super::layer::{Layer, LayerSaved, checkpointed_blocks, norm_of};
 use super::mtp_config::MtpConfig;
 use ferrotron_engine::{
     Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, Linear, LinearSaved, LmHead,
-    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, WeightGrad, run_to_completion,
+    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, UnitId, WeightGrad,
+    run_to_completion,
 };
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
@@ -34,6 +35,8 @@ pub(super) struct MtpLayer {
     eh: Linear,
     layer: Layer,
     norm: NormLayer,
+    /// Its unit of sharded weights.
+    unit: UnitId,
 }
 
 /// Backward pass through the MTP layers.
@@ -114,6 +117,7 @@ impl MtpBlock {
         let d = &mut model.params;
         let add = |d: &mut Declarations, id, more| d.set_uses(id, d.spec(id).uses + more);
         add(d, head.weight(), uses);
+        d.begin_unit();
         let embedding = match embedding {
             Some(e) => {
                 e.tables().for_each(|id| add(d, id, uses));
@@ -147,6 +151,7 @@ impl MtpBlock {
         h: &Tensor,
     ) -> Result<(Tensor, MtpLayerSaved)> {
         let (m, inner) = self.at(p, depth);
+        let _unit = p.enter_unit(m.unit, &[])?;
         let Some(MtpInput { ids, positions, .. }) = input.mtp.get(depth) else {
             return shape_error("prediction", format!("tokens {} ahead are not given", depth + 1));
         };
@@ -250,6 +255,7 @@ impl MtpBlock {
         let MtpBackward { p, input, put, .. } = pass;
         let depth = saved.depth;
         let (m, inner) = self.at(p, depth);
+        let _unit = p.enter_unit(m.unit, &[])?;
         let (dy, g) = m.norm.backward(p, saved.norm, dy, None)?;
         put(g)?;
         let (dx, g) = m.layer.backward(&inner, saved.layer, &input.layout, &input.positions, &dy).await?;
@@ -274,6 +280,7 @@ impl MtpLayer {
         let c = model.config;
         let rope = (model.rope)(c.layers + i)?;
         let d = &mut model.params;
+        let unit = d.begin_unit();
         let norm = |d: &mut Declarations, kind: &str| {
             NormLayer::declare(d, &format!("mtp.{i}.{kind}"), c.hidden, norm_of(c))
         };
@@ -283,6 +290,7 @@ impl MtpLayer {
             eh: Linear::declare_replicated(d, &format!("mtp.{i}.eh"), 2 * c.hidden, c.hidden, c.init_std)?,
             layer: Layer::declare_as(d, c, &format!("mtp.{i}.layer"), c.layers + i, rope)?,
             norm: norm(d, "norm")?,
+            unit,
         })
     }
 }

@@ -3,8 +3,8 @@
 use crate::config::Resolved;
 use crate::model::{Decoder, ModelOptions, PipelineLayout};
 use crate::{Error, Result};
-use ferrotron_engine::data_parallel::{ShardingStrategy, bucket_elements};
-use ferrotron_engine::{GradBuffer, Params, Rank, StepState, quant};
+use ferrotron_engine::data_parallel::ShardingStrategy;
+use ferrotron_engine::{GradBuffer, ParamLayout, Params, Rank, StepState, quant};
 use std::sync::Arc;
 
 /// The model and its data-parallel state.
@@ -31,10 +31,11 @@ impl ModelState {
         };
         let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };
         let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;
-        let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(replicas(rank)), |n| n as usize);
         let dtype = r.config.precision.dtype.dtype();
-        let params = Params::in_buckets(rank, specs, dtype, bucket)?;
-        let step_state = StepState::new(rank, params.specs(), decoder.moe_layers())?;
+        let comm_unit = r.config.parallel.comm_unit.map(|bytes| bytes.0 as usize);
+        let layout = ParamLayout::new(sharding, replicas(rank), comm_unit, (&specs, dtype));
+        let params = Params::new(rank, specs, dtype, layout)?;
+        let step_state = StepState::new(rank, &params, decoder.moe_layers())?;
         let grads = GradBuffer::of(&params, sharding);
         Ok(ModelState { decoder, params, step_state, grads })
     }

@@ -112,9 +112,11 @@ impl Trainer {
             .step_by(ranks as usize)
             .map(|i| data.batch(i * micro, micro as usize))
             .collect::<Result<Vec<_>>>()?;
-        // Expert parallelism exchanges tokens between data-parallel ranks, so all of them need as many forward passes.
+        // Expert parallelism exchanges tokens between data-parallel ranks, and sharded weights are gathered from all of them,
+        // so all of them need as many forward passes.
         let exchanges = self.model.decoder.config().moe.is_some() && rank.etp_ep_group.size() > 1;
-        if exchanges && (batches.len() as u64) < count.div_ceil(ranks) {
+        let gathers = !self.model.params.placement().is_full_size();
+        if (exchanges || gathers) && (batches.len() as u64) < count.div_ceil(ranks) {
             batches.push(data.batch(0, micro as usize)?.as_padding());
         }
         let total = self.runner.forward_only(rank, &self.model, batches.len(), &mut |rank, decoder, i| {

@@ -110,7 +110,7 @@ fn every_moe_option_is_bit_equal_to_1f1b() {
         &["train.recompute=full", "moe.balance=aux", "moe.jitter=0.1", "moe.capacity=1.0"],
         &["train.recompute=[\"mlp\"]", "moe.balance=global_aux"],
         &["train.recompute=[\"attention\",\"norm\",\"activation\"]"],
-        &["parallel.zero=2", "parallel.bucket=2000"],
+        &["parallel.zero=2", "parallel.comm_unit=16000"],
         &["parallel.zero=0", "parallel.overlap=false"],
         &["precision.dtype=bf16"],
         &["precision.dtype=bf16", "precision.recipe=fp8-delayed"],

@@ -26,7 +26,7 @@ impl Model {
         let (decoder, specs) =
             Decoder::new(&rank, &r.model, TOKENS, &PipelineLayout::default(), &options).unwrap();
         let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype()).unwrap();
-        let state = StepState::new(&rank, params.specs(), decoder.moe_layers()).unwrap();
+        let state = StepState::new(&rank, &params, decoder.moe_layers()).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values = spec.held().flat_map(|(part, _, r)| initial_values(3, part, 0..r.len()));
             rank.compute.upload_into(t, &values.map(|x| 4.0 * x).collect::<Vec<f32>>()).unwrap();

@@ -80,7 +80,7 @@ fn zero_and_other_schedules_match_one_rank() {
     for tied in ["model.tied=false", "model.tied=true"] {
         let wanted = step(&one(), &[tied]);
         for (text, set) in [
-            ("pp=2,dp=2", &["parallel.zero=2", "parallel.bucket=3000"][..]),
+            ("pp=2,dp=2", &["parallel.zero=2", "parallel.comm_unit=24000"][..]),
             ("pp=2,dp=2", &["parallel.zero=1", "parallel.schedule=zero-bubble"]),
             ("pp=2", &["parallel.stages=Ettt|mmL", "parallel.schedule=zero-bubble"]),
             ("pp=2", &["mtp.detach=false", "parallel.overlap=false"]),
@@ -89,7 +89,7 @@ fn zero_and_other_schedules_match_one_rank() {
             same(&format!("{text} {set:?}"), &step(&layout(text), &set), &wanted);
         }
         let detached = step(&one(), &[tied, "mtp.detach=true"]);
-        let set = [tied, "mtp.detach=true", "parallel.zero=2", "parallel.bucket=3000"];
+        let set = [tied, "mtp.detach=true", "parallel.zero=2", "parallel.comm_unit=24000"];
         same(&format!("pp=2,dp=2 {set:?}"), &step(&layout("pp=2,dp=2"), &set), &detached);
     }
 }

@@ -23,7 +23,7 @@ impl Whole {
         let (decoder, specs) =
             Decoder::new(&rank, config, 16, &PipelineLayout::default(), &ModelOptions::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
-        let state = StepState::new(&rank, params.specs(), decoder.moe_layers()).unwrap();
+        let state = StepState::new(&rank, &params, decoder.moe_layers()).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values: Vec<f32> =
                 spec.held().flat_map(|(p, _, r)| initial_values(7, p, 0..r.len())).map(|x| x * 4.0).collect();

@@ -198,10 +198,10 @@ impl CoreAttention {
         let Some(id) = self.sink else { return Ok(None) };
         let weight = p.weight(id)?;
         if weight.dtype() == DType::F32 {
-            return Ok(Some(weight.clone()));
+            return Ok(Some((*weight).clone()));
         }
         let sink = p.rank.activation(weight.shape(), DType::F32)?;
-        p.rank.kernels.copy(&p.rank.compute, weight, &sink)?;
+        p.rank.kernels.copy(&p.rank.compute, &weight, &sink)?;
         Ok(Some(sink))
     }
 

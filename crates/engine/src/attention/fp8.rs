@@ -91,7 +91,7 @@ mod tests {
     fn operands_are_rounded_to_e4m3_with_power_of_two_scales() {
         let rank = Rank::cpu(1, 1).unwrap();
         let params = Params::allocate(&rank, Declarations::default().finish(), DType::BF16).unwrap();
-        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        let state = StepState::new(&rank, &params, &[]).unwrap();
         let (p, qkv) = (StepContext::new(&rank, &params, &state), operands(&rank));
         let amax = amax(&p, qkv.each_ref()).unwrap();
         let found = rank.compute.download::<f32>(&amax).unwrap();
@@ -135,7 +135,7 @@ mod tests {
         let params = Params::allocate(&rank, d.finish(), DType::BF16).unwrap();
         let sink: Vec<bf16> = [0.5, -1.0, 0.25, 2.0].map(bf16::from_f32).to_vec();
         rank.compute.upload_into(&params.values()[0], &sink).unwrap();
-        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        let state = StepState::new(&rank, &params, &[]).unwrap();
         let (p, qkv) = (StepContext::new(&rank, &params, &state), operands(&rank));
         let new = |shape: &[usize]| rank.activation(shape, DType::BF16).unwrap();
         let (out, dout) = (new(&[TOKENS, 32]), new(&[TOKENS, 32]));

@@ -58,6 +58,21 @@ pub struct ParamShard {
     pub local_range: Range<usize>,
 }
 
+/// Where a bucket closes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BucketLimit {
+    /// Once it has this many elements.
+    Elements(usize),
+    /// At the end of a unit, where weights are gathered unit by unit.
+    Unit,
+}
+
+impl From<usize> for BucketLimit {
+    fn from(elements: usize) -> BucketLimit {
+        BucketLimit::Elements(elements)
+    }
+}
+
 /// Elements at which a bucket closes, for `replicas` data-parallel ranks: large enough that a collective is bound by
 /// bandwidth, not latency.
 pub fn bucket_elements(replicas: usize) -> usize {
@@ -65,9 +80,10 @@ pub fn bucket_elements(replicas: usize) -> usize {
 }
 
 impl BucketPlan {
-    /// Buckets that close once they have `target` elements and divide evenly over `replicas` data-parallel and expert
+    /// Buckets that close at `limit` and divide evenly over `replicas` data-parallel and expert
     /// data-parallel ranks.
-    pub fn new(specs: &[ParamSpec], replicas: [usize; 2], target: usize) -> BucketPlan {
+    pub fn new(specs: &[ParamSpec], replicas: [usize; 2], limit: impl Into<BucketLimit>) -> BucketPlan {
+        let limit = limit.into();
         let mut plan = BucketPlan { buckets: Vec::new(), slots: vec![(0, 0); specs.len()] };
         let mut close = BucketCloser::new(specs, replicas);
         // The open bucket of each storage, of dense and of expert parameters, and its length on the rank that holds most.
@@ -76,6 +92,10 @@ impl BucketPlan {
             .flat_map(|storage| [false, true].map(|experts| (Bucket::empty(experts, storage), 0)))
             .collect();
         for (i, spec) in specs.iter().enumerate().rev() {
+            if limit == BucketLimit::Unit && specs.get(i + 1).is_some_and(|next| next.unit != spec.unit) {
+                let ended = kinds.iter_mut().filter(|(open, _)| !open.spans.is_empty());
+                ended.for_each(|(open, _)| plan.push(close.close(open.take())));
+            }
             let (open, widest) = &mut kinds[2 * spec.group.storage + usize::from(spec.experts)];
             if spec.tied_across_stages && !open.spans.is_empty() {
                 plan.push(close.close(open.take()));
@@ -86,7 +106,8 @@ impl BucketPlan {
             open.spans.push(Span { param: ParamId(i), range: start..open.len });
             open.tied_across_stages = spec.tied_across_stages;
             *widest = usize::next_multiple_of(*widest, ALIGN) + spec.widest;
-            if *widest >= target || spec.tied_across_stages {
+            let full = matches!(limit, BucketLimit::Elements(most) if *widest >= most);
+            if full || spec.tied_across_stages {
                 plan.push(close.close(open.take()));
                 *widest = 0;
             }

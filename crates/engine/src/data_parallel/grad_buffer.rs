@@ -19,8 +19,10 @@ pub struct GradBuffer {
     pub(crate) micro_batches: Option<usize>,
     /// Reductions started in this step: every bucket in order, once, or once per micro-batch.
     pub(crate) started: usize,
-    /// Reductions that are still running, each with the memory it reads and that is free afterwards.
-    pub(crate) in_flight: VecDeque<InFlight<()>>,
+    /// Reductions that are still running, each with its bytes and the memory it reads and that is free afterwards.
+    pub(crate) in_flight: VecDeque<(usize, InFlight<()>)>,
+    /// Bytes that may be reduced at a time, where their memory is freed afterwards.
+    pub(crate) comm_unit: usize,
 }
 
 #[derive(Clone)]
@@ -44,19 +46,24 @@ impl GradBuffer {
     /// Buffers for a model without sharded gradients or optimizer state. Allocates nothing yet.
     pub fn new(specs: &[ParamSpec]) -> GradBuffer {
         let plan = Arc::new(BucketPlan::new(specs, [1; 2], bucket_elements(1)));
-        GradBuffer::over(plan, specs.to_vec(), ShardingStrategy::REPLICATED)
+        GradBuffer::over(plan, specs.to_vec(), ShardingStrategy::REPLICATED, usize::MAX)
     }
 
     /// Buffers with the buckets of `params`, sharded as `scheme` says. Allocates nothing yet.
     pub fn of(params: &Params, scheme: ShardingStrategy) -> GradBuffer {
-        GradBuffer::over(params.plan().clone(), params.specs().to_vec(), scheme)
+        GradBuffer::over(params.plan().clone(), params.specs().to_vec(), scheme, params.comm_unit())
     }
 
-    fn over(plan: Arc<BucketPlan>, specs: Vec<ParamSpec>, scheme: ShardingStrategy) -> GradBuffer {
+    fn over(
+        plan: Arc<BucketPlan>,
+        specs: Vec<ParamSpec>,
+        scheme: ShardingStrategy,
+        comm_unit: usize,
+    ) -> GradBuffer {
         let slots = vec![Slot { arrived: 0, fresh: true }; specs.len()];
         let buckets = plan.buckets().iter().map(|_| Memory::default()).collect();
         let (micro_batches, started, in_flight) = (None, 0, VecDeque::new());
-        GradBuffer { plan, scheme, specs, slots, buckets, micro_batches, started, in_flight }
+        GradBuffer { plan, scheme, specs, slots, buckets, micro_batches, started, in_flight, comm_unit }
     }
 
     /// Begins a step of `micro_batches` backward passes, in any order. Nothing is zeroed: the first write of each gradient

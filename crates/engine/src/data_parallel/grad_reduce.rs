@@ -9,8 +9,6 @@ use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor};
 #[path = "grad_reduce_tests.rs"]
 mod tests;
 
-/// Reductions in flight at a time, where their memory is freed afterwards.
-const IN_FLIGHT: usize = 2;
 /// Gradients of replicated weights below this size are all-reduced together.
 const SMALL: usize = 1 << 16;
 
@@ -69,7 +67,7 @@ impl GradBuffer {
             let reduction = InFlight::launch(streams, (), Vec::new(), |s, ()| {
                 own.redistribute(rank, replicas, &to, s, LABEL)
             })?;
-            self.in_flight.push_back(reduction);
+            self.in_flight.push_back((0, reduction));
             return Ok(());
         }
         let shard = match &self.buckets[bucket].shard {
@@ -81,6 +79,7 @@ impl GradBuffer {
             }
         };
         self.buckets[bucket].whole = None;
+        let bytes = whole.numel() * DType::F32.size();
         let reduction = InFlight::launch(streams, (), vec![whole], |s, ()| match round {
             0 => {
                 let to = FlatBuffer::of(&self.plan, bucket, self.scheme.grad, &shard);
@@ -93,15 +92,16 @@ impl GradBuffer {
                 rank.kernels.add_assign(s, &shard, to.memory())
             }
         })?;
-        self.in_flight.push_back(reduction);
-        while self.in_flight.len() > IN_FLIGHT {
+        self.in_flight.push_back((bytes, reduction));
+        // One is always in flight, however large.
+        while self.in_flight.len() > 1 && self.in_flight.iter().map(|r| r.0).sum::<usize>() > self.comm_unit {
             self.wait_for_oldest(rank)?;
         }
         Ok(())
     }
 
     fn wait_for_oldest(&mut self, rank: &Rank) -> Result<()> {
-        self.in_flight.pop_front().map_or(Ok(()), |oldest| oldest.wait(&rank.compute))
+        self.in_flight.pop_front().map_or(Ok(()), |(_, oldest)| oldest.wait(&rank.compute))
     }
 
     /// Sums over the tensor-parallel ranks that hold the same weights but saw other tokens or heads.

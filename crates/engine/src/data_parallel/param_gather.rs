@@ -1,10 +1,13 @@
 //! All-gather of updated weights over the data-parallel ranks, overlapped with the next forward pass.
 
-use super::{ParamShard, Placement, group_rank};
+use super::units::UnitLayout;
+use super::{FlatBuffer, ParamShard, Placement, group_rank};
 use crate::{GroupRank, ParamId, Params, Rank, StepState};
 use ferrotron_tensor::{Event, Result, Stream, Tensor};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const LABEL: &str = "weights";
 
 /// The optimizer's f32 master weights as this rank holds them.
 #[derive(Clone, Copy)]
@@ -32,7 +35,7 @@ impl PendingGathers {
 
 impl Params {
     /// Publishes updated weights: quantizes FP8-resident ones from `masters` and all-gathers every bucket in forward order.
-    /// Passes wait for a bucket at its first use. `precomputed`: the optimizer's step has filled
+    /// Passes wait for a bucket at its first use. Sharded weights are gathered by the passes. `precomputed`: the optimizer's step has filled
     /// [`Params::precomputed`]. Collective over the data-parallel ranks.
     pub fn sync_params(
         &self,
@@ -45,7 +48,7 @@ impl Params {
             quant.weights_changed();
             self.quantize_params(rank, quant, masters, precomputed)?;
         }
-        if masters.placement == Placement::Replicate {
+        if masters.placement == Placement::Replicate || self.units.is_some() {
             return Ok(());
         }
         let s = rank.dp_comm_stream()?;
@@ -58,8 +61,10 @@ impl Params {
         Ok(())
     }
 
-    /// Makes the compute stream wait for all weights: before anything but a pass of the model uses them.
+    /// Makes the compute stream wait for all weights: before anything but a pass of the model uses or changes them. Sharded
+    /// weights are gathered anew after this.
     pub fn wait_params(&self, rank: &Rank) -> Result<()> {
+        self.units.as_ref().map_or(Ok(()), |units| units.invalidate(rank))?;
         self.pending.lock().iter_mut().filter_map(Option::take).try_for_each(|done| rank.compute.wait(&done))
     }
 
@@ -69,10 +74,9 @@ impl Params {
         pending.map_or(Ok(()), |done| rank.compute.wait(&done))
     }
 
-    /// All-gathers a bucket from its shards under `placement`. FP8-resident weights are gathered as FP8 where each rank
-    /// quantized its own shard.
+    /// All-gathers a bucket in place from its shards under `placement`. FP8-resident weights are gathered as FP8 where
+    /// each rank quantized its own shard.
     fn all_gather_bucket(&self, rank: &Rank, bucket: usize, placement: Placement, s: &Stream) -> Result<()> {
-        const LABEL: &str = "weights";
         let (split, layout) = (&self.splits[bucket], &self.plan().buckets()[bucket]);
         let group = rank.dp_group(layout.experts);
         if split.is_uniform() {
@@ -91,5 +95,35 @@ impl Params {
             gather(&fp8, &|r| split.separate(&held(r)))?;
         }
         Ok(())
+    }
+
+    /// All-gathers the buckets of a unit from their shards into the memory of a slot, after the work given to the compute
+    /// stream so far; returns the end of it where it overlaps computation.
+    pub(crate) fn all_gather_unit(
+        &self,
+        rank: &Rank,
+        unit: &UnitLayout,
+        slot: &[Tensor; 2],
+    ) -> Result<Option<Event>> {
+        let s = rank.dp_comm_stream()?;
+        for (bucket, ranges) in &unit.buckets {
+            let (split, layout) = (&self.splits[*bucket], &self.plan().buckets()[*bucket]);
+            let group = rank.dp_group(layout.experts);
+            let [fp8, rest] = [0, 1].map(|k| slot[k].narrow(0, ranges[k].start, ranges[k].len()));
+            let (fp8, rest) = (fp8?, rest?);
+            if split.is_uniform() {
+                let all = FlatBuffer::of(self.plan(), *bucket, Placement::Replicate, &rest);
+                self.bucket(*bucket)?.redistribute(rank, group, &all, s, LABEL)?;
+                continue;
+            }
+            let held = |rank| layout.held(self.placement(), GroupRank { rank, size: group.size() });
+            let counts = |part: &dyn Fn(&Range<usize>) -> Range<usize>| -> Vec<usize> {
+                (0..group.size()).map(|r| part(&held(r)).len()).collect()
+            };
+            group.all_gather_v(s, &self.buckets[*bucket], &rest, &counts(&|r| split.rest(r)), LABEL)?;
+            let mine = self.fp8_params().bucket(*bucket).as_bytes()?;
+            group.all_gather_v(s, &mine, &fp8.as_bytes()?, &counts(&|r| split.separate(r)), LABEL)?;
+        }
+        if rank.overlaps_dp_comm() { s.record().map(Some) } else { Ok(None) }
     }
 }

@@ -31,13 +31,14 @@ pub struct ShardingStrategy {
     pub optimizer: Placement,
 }
 
-/// ZeRO stages 0 to 2, by `parallel.zero`.
-const SCHEMES: [ShardingStrategy; 3] = {
+/// ZeRO stages 0 to 3, by `parallel.zero`.
+const SCHEMES: [ShardingStrategy; 4] = {
     use Placement::{Flat, Partial, Replicate};
     [
         ShardingStrategy { param: Replicate, grad: Partial, optimizer: Replicate },
         ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat },
         ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat },
+        ShardingStrategy { param: Flat, grad: Flat, optimizer: Flat },
     ]
 };
 
@@ -45,7 +46,7 @@ impl ShardingStrategy {
     /// Plain data parallelism: nothing is sharded.
     pub const REPLICATED: ShardingStrategy = SCHEMES[0];
 
-    /// ZeRO stage over `replicas` data-parallel ranks: 0 shards nothing, 1 the optimizer state, 2 gradients too.
+    /// ZeRO stage over `replicas` data-parallel ranks: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 weights too.
     pub fn zero(stage: usize, replicas: usize) -> ShardingStrategy {
         let stage = if replicas > 1 { stage.min(SCHEMES.len() - 1) } else { 0 };
         SCHEMES[stage]

@@ -209,14 +209,15 @@ impl Router {
         let dtype = if self.training.router_dtype == RouterDtype::Model { p.dtype() } else { DType::F32 };
         let logits = p.rank.activation(&[t, self.experts], dtype)?;
         if self.training.router_dtype == RouterDtype::F64 {
-            k.gate_f64(s, x, w, &logits)?;
+            k.gate_f64(s, x, &w, &logits)?;
             if let Some(bias) = bias {
-                k.add_router_bias(s, bias, &logits)?;
+                k.add_router_bias(s, &bias, &logits)?;
             }
             return Ok(logits);
         }
-        let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &logits };
-        k.gemm(s, &Gemm { bias, ..g })?;
+        let g =
+            Gemm { a: x, trans_a: false, b: &w, trans_b: true, bias: None, accumulate: false, c: &logits };
+        k.gemm(s, &Gemm { bias: bias.as_deref(), ..g })?;
         Ok(logits)
     }
 
@@ -294,12 +295,12 @@ impl Router {
                 let sums = table(p, w.shape(), DType::F32)?;
                 k.gate_f64_backward(
                     s,
-                    &GateBackward { x: &x, w, dlogits: &dlogits, dx: &dx, dw: &sums, accumulate: false },
+                    &GateBackward { x: &x, w: &w, dlogits: &dlogits, dx: &dx, dw: &sums, accumulate: false },
                 )?;
                 WeightGrad::computed(self.weight, sums)
             }
             (_, true) => {
-                gemm(&dlogits, w, &dx)?;
+                gemm(&dlogits, &w, &dx)?;
                 WeightGrad::gemm(self.weight, &dlogits, &x)
             }
             (_, false) => {
@@ -308,8 +309,8 @@ impl Router {
                 let halves = p.empty(&[t, 2 * e])?;
                 k.split_bf16x2(s, &dlogits, &halves)?;
                 let twice = p.empty(&[2 * e, w.shape()[1]])?;
-                s.copy(w, &twice.narrow(0, 0, e)?)?;
-                s.copy(w, &twice.narrow(0, e, e)?)?;
+                s.copy(&w, &twice.narrow(0, 0, e)?)?;
+                s.copy(&w, &twice.narrow(0, e, e)?)?;
                 gemm(&halves, &twice, &dx)?;
                 let half = |i| halves.narrow(1, i * e, e);
                 let (high, low, x) = (half(0)?, half(1)?, (*x).clone());

@@ -1,6 +1,6 @@
 //! Declarations of a model's parameters and MoE layers.
 
-use super::{ParamId, ParamSpec, Part, UpdateGroup};
+use super::{ParamId, ParamSpec, Part, UnitId, UpdateGroup};
 use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
 use crate::quant::{LinearQuant, Policy};
 use crate::{GroupRank, LossOptions, Rank, Shard};
@@ -19,6 +19,8 @@ pub struct Declarations {
     moe_layers: Vec<MoeLayerSpec>,
     moe_training: Arc<MoeTraining>,
     loss: LossOptions,
+    /// The unit of what is declared next.
+    unit: UnitId,
 }
 
 /// This rank in the expert-parallel and expert tensor-parallel groups.
@@ -60,6 +62,7 @@ impl Declarations {
             moe_layers: Vec::new(),
             moe_training: Arc::default(),
             loss: LossOptions::default(),
+            unit: UnitId::default(),
         }
     }
 
@@ -186,8 +189,20 @@ impl Declarations {
             experts,
             matrices: 1,
             group: UpdateGroup::default(),
+            unit: self.unit,
         });
         Ok(ParamId(self.specs.len() - 1))
+    }
+
+    /// Begins a unit: what is declared next belongs to it.
+    pub fn begin_unit(&mut self) -> UnitId {
+        self.unit = UnitId(self.specs.iter().map(|s| s.unit.0 + 1).max().unwrap_or(0));
+        self.unit
+    }
+
+    /// What is declared next belongs to a unit that was begun before.
+    pub fn resume_unit(&mut self, unit: UnitId) {
+        self.unit = unit;
     }
 
     /// A declared parameter.

@@ -1,10 +1,14 @@
 //! The weights of a model in memory.
 
-use super::{ParamId, ParamSpec};
+use super::{ParamId, ParamSpec, UnitId};
 use crate::Rank;
-use crate::data_parallel::{BucketPlan, BucketSplit, FlatBuffer, PendingGathers, Placement, bucket_elements};
+use crate::data_parallel::{
+    BucketLimit, BucketPlan, BucketSplit, FlatBuffer, ParamShard, PendingGathers, Placement, ShardedUnits,
+    ShardingStrategy, UnitGuard, bucket_elements, group_rank,
+};
 use crate::quant::Fp8Params;
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
+use std::ops::{Deref, Range};
 use std::sync::Arc;
 
 /// The weights of a model in its compute dtype, in flat buckets. Weights that only FP8 GEMMs use may be FP8-resident
@@ -12,15 +16,100 @@ use std::sync::Arc;
 pub struct Params {
     specs: Vec<ParamSpec>,
     plan: Arc<BucketPlan>,
+    /// How buckets are distributed over the data-parallel ranks.
+    placement: Placement,
     /// Which elements of each bucket are FP8-resident.
     pub(crate) splits: Vec<BucketSplit>,
-    /// The other elements of each bucket.
+    /// The other elements of each bucket that this rank holds.
     pub(crate) buckets: Vec<Tensor>,
+    /// Views of whole weights; of sharded ones, of what this rank holds of them, flat.
     values: Vec<Tensor>,
     fp8_params: Fp8Params,
     dtype: DType,
     /// Buckets that are still being all-gathered.
     pub(crate) pending: PendingGathers,
+    /// Where weights are sharded: their units.
+    pub(crate) units: Option<ShardedUnits>,
+    comm_unit: usize,
+}
+
+/// How weights are laid out in memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParamLayout {
+    /// Distribution over the data-parallel ranks: `Replicate`, or `Flat` (ZeRO-3).
+    pub placement: Placement,
+    /// Where buckets close; at the end of a unit where weights are sharded.
+    pub bucket: BucketLimit,
+    /// Bytes in flight in each direction: of units gathered ahead of their use, and of gradients being reduced.
+    pub comm_unit: usize,
+}
+
+impl ParamLayout {
+    /// The layout of a sharding strategy over `replicas` data-parallel ranks. Unless `comm_unit` is given, buckets are large
+    /// enough that a collective is bound by bandwidth, and two of them are in flight; where weights are sharded, two layers
+    /// are.
+    pub fn new(
+        sharding: ShardingStrategy,
+        replicas: usize,
+        comm_unit: Option<usize>,
+        (specs, dtype): (&[ParamSpec], DType),
+    ) -> ParamLayout {
+        let placement = sharding.param;
+        if placement.is_full_size() {
+            let comm_unit = comm_unit.unwrap_or_else(|| 2 * GRADIENT_BYTES * bucket_elements(replicas));
+            let bucket = BucketLimit::Elements((comm_unit / (2 * GRADIENT_BYTES)).max(1));
+            return ParamLayout { placement, bucket, comm_unit };
+        }
+        let comm_unit = comm_unit.unwrap_or_else(|| 2 * largest_layer(specs, dtype));
+        ParamLayout { placement, bucket: BucketLimit::Unit, comm_unit }
+    }
+}
+
+impl ParamLayout {
+    /// Bytes of the memory that sharded weights are gathered into, for `replicas` data-parallel and expert data-parallel
+    /// ranks; 0 where every rank holds all weights.
+    pub fn gathered_bytes(&self, specs: &[ParamSpec], replicas: [usize; 2], dtype: DType) -> usize {
+        if self.placement.is_full_size() {
+            return 0;
+        }
+        let plan = BucketPlan::new(specs, replicas, self.bucket);
+        let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
+        let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
+        let gathered = |b: usize| replicas[usize::from(plan.buckets()[b].experts)] > 1;
+        ShardedUnits::new(specs, (&plan, &splits), gathered, [DType::U8, dtype], self.comm_unit).slot_bytes()
+    }
+}
+
+/// Bytes of an element of the gradients.
+const GRADIENT_BYTES: usize = 4;
+
+/// Bytes of the weights of the largest unit besides embeddings and LM head, or of the largest where there is no other.
+fn largest_layer(specs: &[ParamSpec], dtype: DType) -> usize {
+    let mut units: Vec<(usize, bool)> = Vec::new();
+    for spec in specs {
+        let bytes = spec.widest * if spec.fp8_resident() { 1 } else { dtype.size() };
+        units.resize(units.len().max(spec.unit.0 + 1), (0, false));
+        let (sum, table) = &mut units[spec.unit.0];
+        *sum += bytes;
+        *table |= spec.is_table();
+    }
+    let largest = |tables: bool| units.iter().filter(|u| tables || !u.1).map(|u| u.0).max();
+    largest(false).filter(|bytes| *bytes > 0).or_else(|| largest(true)).unwrap_or(0)
+}
+
+/// A weight that a pass uses. Where weights are sharded, its unit stays gathered while this is held.
+#[derive(Clone)]
+pub struct Weight {
+    tensor: Tensor,
+    _unit: Option<UnitGuard>,
+}
+
+impl Deref for Weight {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        &self.tensor
+    }
 }
 
 impl Params {
@@ -31,27 +120,63 @@ impl Params {
 
     /// [`Params::allocate`] with buckets that close at `target` elements.
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
+        let bucket = BucketLimit::Elements(target);
+        let comm_unit = 2 * GRADIENT_BYTES * target;
+        Params::new(rank, specs, dtype, ParamLayout { placement: Placement::Replicate, bucket, comm_unit })
+    }
+
+    /// Zeroed memory for the declared parameters in a given layout.
+    pub fn new(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, layout: ParamLayout) -> Result<Params> {
         if dtype != DType::BF16 && specs.iter().any(|s| s.quant.is_some()) {
             let what =
                 format!("FP8 GEMMs in a model that computes in {dtype}; set precision.dtype = \"bf16\"");
             return Err(Error::Unsupported { op: "parameters", what });
         }
         let replicas = [rank.dp_cp_group.size(), rank.expert_dp_group.size()];
-        let plan = Arc::new(BucketPlan::new(&specs, replicas, target));
+        let plan = Arc::new(BucketPlan::new(&specs, replicas, layout.bucket));
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
-        let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
-        let buckets: Vec<Tensor> = splits.iter().map(|s| zeros(s.lengths()[1])).collect::<Result<_>>()?;
+        let held: Vec<Range<usize>> = plan
+            .buckets()
+            .iter()
+            .map(|b| b.held(layout.placement, group_rank(rank.dp_group(b.experts))))
+            .collect();
+        let zeros = |(s, held): (&BucketSplit, &Range<usize>)| {
+            rank.compute.zeros(&[s.rest(held).len()], dtype, Category::Parameters)
+        };
+        let buckets: Vec<Tensor> = splits.iter().zip(&held).map(zeros).collect::<Result<_>>()?;
+        let fp8_params = Fp8Params::new(rank, &specs, &plan, (&splits, &held))?;
+        let units = (!layout.placement.is_full_size()).then(|| {
+            let gathered = |b: usize| rank.dp_group(plan.buckets()[b].experts).size() > 1;
+            let dtypes = [fp8_params.format(), dtype];
+            ShardedUnits::new(&specs, (&plan, &splits), gathered, dtypes, layout.comm_unit)
+        });
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, range) = plan.slot(ParamId(i));
-            let range = splits[bucket].rest(&range);
-            let value = buckets[bucket].narrow(0, range.start, range.len())?;
-            if spec.fp8_resident() { Ok(value) } else { value.view(&spec.shape) }
+            let (split, held) = (&splits[bucket], &held[bucket]);
+            let mine = range.start.max(held.start)..range.end.min(held.end).max(range.start.max(held.start));
+            let (mine, from) = (split.rest(&mine), split.rest(held).start);
+            let mine = if mine.is_empty() { 0..0 } else { mine.start - from..mine.end - from };
+            let value = buckets[bucket].narrow(0, mine.start, mine.len())?;
+            let flat = spec.fp8_resident() || units.is_some();
+            if flat { Ok(value) } else { value.view(&spec.shape) }
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         let pending = PendingGathers::new(buckets.len());
-        let fp8_params = Fp8Params::new(rank, &specs, &plan, &splits)?;
-        Ok(Params { specs, plan, splits, buckets, values, fp8_params, dtype, pending })
+        let ParamLayout { placement, comm_unit, .. } = layout;
+        Ok(Params {
+            specs,
+            plan,
+            placement,
+            splits,
+            buckets,
+            values,
+            fp8_params,
+            dtype,
+            pending,
+            units,
+            comm_unit,
+        })
     }
 
     /// The model's compute dtype.
@@ -59,13 +184,57 @@ impl Params {
         self.dtype
     }
 
+    /// How weights are distributed over the data-parallel ranks.
+    pub fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    /// Bytes in flight in each direction; see [`ParamLayout`].
+    pub fn comm_unit(&self) -> usize {
+        self.comm_unit
+    }
+
     /// A weight for use on the compute stream, which waits for its all-gather.
-    pub fn weight(&self, rank: &Rank, id: ParamId) -> Result<&Tensor> {
-        if self.specs[id.0].fp8_resident() {
+    pub fn weight(&self, rank: &Rank, id: ParamId) -> Result<Weight> {
+        let spec = &self.specs[id.0];
+        if spec.fp8_resident() {
             return shape_error("weight", "it is FP8-resident: only FP8 GEMMs can use it");
         }
-        self.wait_weight(rank, id)?;
-        Ok(&self.values[id.0])
+        let (tensor, _unit) = match self.gathered(rank, id)? {
+            None => (self.values[id.0].view(&spec.shape)?, None),
+            Some((guard, [_, rest])) => {
+                let value = guard.memory()[1].narrow(0, rest.start, rest.len())?;
+                (value.view(&spec.shape)?, Some(guard))
+            }
+        };
+        Ok(Weight { tensor, _unit })
+    }
+
+    /// Waits for a weight; if it is sharded, its unit, gathered, and its elements there: FP8-resident, or not.
+    pub(crate) fn gathered(
+        &self,
+        rank: &Rank,
+        id: ParamId,
+    ) -> Result<Option<(UnitGuard, [Range<usize>; 2])>> {
+        let (bucket, range) = self.plan.slot(id);
+        let Some(units) = &self.units else {
+            self.wait_weight(rank, id)?;
+            return Ok(None);
+        };
+        let unit = self.specs[id.0].unit;
+        let Some((_, at)) = units.layout(unit).buckets.iter().find(|(b, _)| *b == bucket) else {
+            return Ok(None);
+        };
+        let Some(guard) = self.enter_unit(rank, unit, &[])? else { return Ok(None) };
+        let inside = [self.splits[bucket].separate(&range), self.splits[bucket].rest(&range)];
+        let ranges = [0, 1].map(|k| at[k].start + inside[k].start..at[k].start + inside[k].end);
+        Ok(Some((guard, ranges)))
+    }
+
+    /// Where weights are sharded: gathers a unit for use on the compute stream, and the `next` ones ahead.
+    pub fn enter_unit(&self, rank: &Rank, unit: UnitId, next: &[UnitId]) -> Result<Option<UnitGuard>> {
+        let Some(units) = &self.units else { return Ok(None) };
+        units.enter(rank, unit, next, &|layout, memory| self.all_gather_unit(rank, layout, memory))
     }
 
     /// The FP8-resident weights.
@@ -83,17 +252,27 @@ impl Params {
         &self.plan
     }
 
-    /// The weights of a bucket; an error where some of them are FP8-resident.
+    /// What this rank holds of the weights of a bucket; an error where some of them are FP8-resident.
     pub fn bucket(&self, bucket: usize) -> Result<FlatBuffer> {
         if !self.splits[bucket].is_uniform() {
             return shape_error("weights", "some are FP8-resident; use the optimizer's master weights");
         }
-        Ok(FlatBuffer::of(&self.plan, bucket, Placement::Replicate, &self.buckets[bucket]))
+        Ok(FlatBuffer::of(&self.plan, bucket, self.placement, &self.buckets[bucket]))
     }
 
-    /// All weights in order of declaration, empty where FP8-resident. Call [`Params::wait_params`] before reading them.
+    /// All weights in order of declaration, empty where FP8-resident; what this rank holds of them, flat, where they are
+    /// sharded. Call [`Params::wait_params`] before reading them.
     pub fn values(&self) -> &[Tensor] {
         &self.values
+    }
+
+    /// Elements `shard` of a weight, which this rank's optimizer updates, flat; empty where FP8-resident.
+    pub fn shard(&self, id: ParamId, shard: &ParamShard) -> Result<Tensor> {
+        let value = &self.values[id.0];
+        if self.specs[id.0].fp8_resident() || self.units.is_some() {
+            return Ok(value.clone());
+        }
+        value.view(&[value.numel()])?.narrow(0, shard.param_range.start, shard.param_range.len())
     }
 
     /// Parameters of the whole model, those of other ranks included.

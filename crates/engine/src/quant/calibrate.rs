@@ -20,7 +20,7 @@ impl StepContext<'_> {
     pub(crate) fn calibrates_weight(&self, param: ParamId) -> Result<bool> {
         // FP8-resident weights have no bf16 values to measure; calibration is off with them.
         match self.state.quant().is_some_and(|s| s.is_calibrating()) {
-            true => self.calibrates(param, Role::Weight, self.weight(param)?),
+            true => self.calibrates(param, Role::Weight, &*self.weight(param)?),
             false => Ok(false),
         }
     }

@@ -70,12 +70,11 @@ impl StepContext<'_> {
         orientations: Orientations,
     ) -> Result<Quantized> {
         let (state, _) = self.quant(param)?;
-        if let Some(bytes) = self.params.fp8_params().weight(param) {
-            self.params.wait_weight(self.rank, param)?;
-            let transpose = || transpose_each(self.rank, shape, bytes);
+        if let Some(weight) = self.params.fp8_weight(self.rank, param)? {
+            let transpose = || transpose_each(self.rank, shape, &weight.fp8);
             let cols =
                 orientations.cols.then(|| state.transposed(self.train, param, transpose)).transpose()?;
-            return Ok(Quantized { rows: Some(GemmOperand::Fp8(bytes.clone())), cols });
+            return Ok(Quantized { rows: Some(GemmOperand::Fp8(weight.fp8.clone())), cols });
         }
         let mut cached: CachedWeight = state.weights()[param.0].clone();
         let missing = Orientations {
@@ -98,7 +97,8 @@ impl StepContext<'_> {
             cols: missing.cols || (keep && self.train && cached.cols.is_none()),
         };
         let quantized = self.quantize_stack(param, shape, make, &mut cached.amax)?;
-        let later = self.train && self.params.specs()[param.0].quant.is_some_and(|e| e.dgrad);
+        let later =
+            self.train && !state.sharded() && self.params.specs()[param.0].quant.is_some_and(|e| e.dgrad);
         let retained = CachedWeight { rows: quantized.rows.clone().filter(|_| later), ..cached.clone() };
         cached.rows = cached.rows.or(quantized.rows);
         cached.cols = cached.cols.or(quantized.cols);

@@ -5,17 +5,51 @@
 
 use super::{GemmOperand, QuantState, Recipe, Role};
 use crate::data_parallel::{BucketPlan, BucketSplit};
-use crate::{ParamId, ParamSpec, Rank};
+use crate::{ParamId, ParamSpec, Params, Rank, UnitGuard};
 use ferrotron_kernels::{ALIGN, BLOCK, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
+use std::ops::Range;
 
 /// The FP8-resident weights of a model.
 pub(crate) struct Fp8Params {
     pub(super) recipe: Option<Recipe>,
-    /// FP8 data of each bucket.
+    /// FP8 data of each bucket that this rank holds.
     buckets: Vec<Tensor>,
     /// By parameter; None for weights in the compute dtype.
-    weights: Vec<Option<Fp8Tensor>>,
+    weights: Vec<Option<Fp8Param>>,
+}
+
+/// An FP8-resident weight as this rank holds it.
+pub(crate) struct Fp8Param {
+    /// Local shape `[out, in]`.
+    pub(crate) shape: [usize; 2],
+    /// Elements `start..` of its FP8 data: all of them, or a shard.
+    pub(crate) held: Tensor,
+    /// The first of them.
+    pub(crate) start: usize,
+    /// Inverse scales of all its elements.
+    pub(crate) scale_inv: Tensor,
+    pub(crate) scaling: ScalingMode,
+}
+
+/// An FP8-resident weight that a pass uses. Where weights are sharded, its unit stays gathered while this is held.
+pub(crate) struct Fp8Weight {
+    pub(crate) fp8: Fp8Tensor,
+    _unit: Option<UnitGuard>,
+}
+
+impl Fp8Param {
+    /// Elements `range`, which this rank holds, flat.
+    pub(crate) fn elements(&self, range: &Range<usize>) -> Result<Tensor> {
+        self.held.narrow(0, range.start - self.start, range.len())
+    }
+
+    /// The weight with `data`, all of its elements.
+    pub(crate) fn with(&self, data: &Tensor) -> Result<Fp8Tensor> {
+        let [_, cols] = self.shape;
+        let (scale_inv, scaling) = (self.scale_inv.clone(), self.scaling);
+        Ok(Fp8Tensor { data: data.view(&self.shape)?, scale_inv, scaling, cols })
+    }
 }
 
 impl Fp8Params {
@@ -24,11 +58,12 @@ impl Fp8Params {
         rank: &Rank,
         specs: &[ParamSpec],
         plan: &BucketPlan,
-        splits: &[BucketSplit],
+        (splits, held): (&[BucketSplit], &[Range<usize>]),
     ) -> Result<Fp8Params> {
         let recipe = specs.iter().filter(|s| s.fp8_resident()).find_map(|s| s.quant).map(|e| e.recipe);
         let Some(recipe) = recipe else {
-            return Ok(Fp8Params { recipe: None, buckets: Vec::new(), weights: vec![None; specs.len()] });
+            let weights = specs.iter().map(|_| None).collect();
+            return Ok(Fp8Params { recipe: None, buckets: Vec::new(), weights });
         };
         let unsupported = |what: String| Error::Unsupported { op: "FP8-resident weights", what };
         if recipe.emulated() {
@@ -37,8 +72,10 @@ impl Fp8Params {
             ));
         }
         let (s, format) = (&rank.compute, recipe.format(Role::Weight));
-        let zeros = |split: &BucketSplit| s.zeros(&split.lengths()[..1], format, Category::Parameters);
-        let buckets: Vec<Tensor> = splits.iter().map(zeros).collect::<Result<_>>()?;
+        let zeros = |(split, held): (&BucketSplit, &Range<usize>)| {
+            s.zeros(&[split.separate(held).len()], format, Category::Parameters)
+        };
+        let buckets: Vec<Tensor> = splits.iter().zip(held).map(zeros).collect::<Result<_>>()?;
         let scaling = recipe.scaling(Role::Weight);
         let view = |(i, spec): (usize, &ParamSpec)| {
             if !spec.fp8_resident() {
@@ -60,10 +97,15 @@ impl Fp8Params {
                 _ => scaling.scales(r, c),
             };
             let (bucket, range) = plan.slot(ParamId(i));
-            let range = splits[bucket].separate(&range);
-            let data = buckets[bucket].narrow(0, range.start, range.len())?.view(&[r, c])?;
+            let (split, mine) = (&splits[bucket], &held[bucket]);
+            let first = range.start.max(mine.start);
+            let own = split.separate(&(first..range.end.min(mine.end).max(first)));
+            let from = split.separate(mine).start;
+            let at = if own.is_empty() { 0..0 } else { own.start - from..own.end - from };
+            let held = buckets[bucket].narrow(0, at.start, at.len())?;
             let scale_inv = s.zeros(&scales, DType::F32, Category::Parameters)?;
-            Ok(Some(Fp8Tensor { data, scale_inv, scaling, cols: c }))
+            let start = if own.is_empty() { 0 } else { first - range.start };
+            Ok(Some(Fp8Param { shape: [r, c], held, start, scale_inv, scaling }))
         };
         let weights = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         Ok(Fp8Params { recipe: Some(recipe), buckets, weights })
@@ -77,14 +119,36 @@ impl Fp8Params {
         }
     }
 
-    /// An FP8-resident weight `[out, in]`; of experts the stacked matrices, each with its own scale under per-tensor
-    /// scaling.
-    pub(crate) fn weight(&self, id: ParamId) -> Option<&Fp8Tensor> {
+    /// The FP8 data of a bucket that this rank holds.
+    pub(crate) fn bucket(&self, bucket: usize) -> &Tensor {
+        &self.buckets[bucket]
+    }
+
+    /// The FP8 format of weights.
+    pub(crate) fn format(&self) -> DType {
+        self.recipe.map_or(DType::U8, |recipe| recipe.format(Role::Weight))
+    }
+
+    /// An FP8-resident weight as this rank holds it.
+    pub(crate) fn param(&self, id: ParamId) -> Option<&Fp8Param> {
         self.weights[id.0].as_ref()
     }
 
-    pub(super) fn all(&self) -> impl Iterator<Item = (ParamId, &Fp8Tensor)> {
+    pub(super) fn all(&self) -> impl Iterator<Item = (ParamId, &Fp8Param)> {
         self.weights.iter().enumerate().filter_map(|(i, b)| Some((ParamId(i), b.as_ref()?)))
+    }
+}
+
+impl Params {
+    /// An FP8-resident weight `[out, in]` for use on the compute stream, which waits for its all-gather; of experts the
+    /// stacked matrices, each with its own scale under per-tensor scaling. None for a weight in the compute dtype.
+    pub(crate) fn fp8_weight(&self, rank: &Rank, id: ParamId) -> Result<Option<Fp8Weight>> {
+        let Some(param) = self.fp8_params().param(id) else { return Ok(None) };
+        let (data, _unit) = match self.gathered(rank, id)? {
+            None => (param.held.clone(), None),
+            Some((guard, [fp8, _])) => (guard.memory()[0].narrow(0, fp8.start, fp8.len())?, Some(guard)),
+        };
+        Ok(Some(Fp8Weight { fp8: param.with(&data)?, _unit }))
     }
 }
 

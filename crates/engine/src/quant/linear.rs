@@ -48,7 +48,7 @@ impl Linear {
         let quantized =
             p.quantize(self.weight, Role::Input, QuantInput::with_amax(x, amax.as_ref()), orientations)?;
         let f = WeightOperand {
-            bias: bias.filter(|_| alone || !self.row_parallel),
+            bias: bias.as_deref().filter(|_| alone || !self.row_parallel),
             ..self.factor(p, e, LinearGemm::Fprop)?
         };
         let rows = quantized.rows.as_ref().filter(|_| e.fprop);
@@ -261,8 +261,8 @@ impl Linear {
                 let w = p.quantize_weight(self.weight, Orientations::COLUMNWISE)?.take_columnwise()?;
                 WeightOperand { w, bias: None, product, fast: false }
             }
-            LinearGemm::Fprop => WeightOperand::fprop(p.weight(self.weight)?, None),
-            _ => WeightOperand::dgrad(p.weight(self.weight)?),
+            LinearGemm::Fprop => WeightOperand::fprop(&*p.weight(self.weight)?, None),
+            _ => WeightOperand::dgrad(&*p.weight(self.weight)?),
         })
     }
 }

@@ -14,7 +14,7 @@ impl LmHead {
     pub(crate) fn fp8_linear(&self, p: &StepContext, x: &Tensor) -> Result<Option<(Linear, LinearQuant)>> {
         let Some(e) = self.quant else { return Ok(None) };
         if p.calibrates(self.weight, Role::Input, x)?
-            && p.calibrates(self.weight, Role::Weight, p.weight(self.weight)?)?
+            && p.calibrates(self.weight, Role::Weight, &*p.weight(self.weight)?)?
         {
             return Ok(None);
         }

@@ -113,11 +113,11 @@ impl Params {
             let amax = if spec.experts { None } else { m.of(id, spec)? };
             return Ok(amax.map(|amax| Precomputed { amax, fp8: None }));
         }
-        let (Some(fp8), Some(delayed)) = (self.fp8_params().weight(id), state.delayed()) else {
+        let (Some(fp8), Some(delayed)) = (self.fp8_params().param(id), state.delayed()) else {
             return Ok(None);
         };
         let Some((scale, amax)) = delayed.of_fp8_resident(id)? else { return Ok(None) };
-        let data = fp8.data.view(&[fp8.data.numel()])?.narrow(0, inside.start, inside.len())?;
+        let data = fp8.elements(inside)?;
         // Experts share one delayed scale: the first inverse scale is written here, the others are set from it.
         let scale_inv = fp8.scale_inv.narrow(0, 0, 1)?;
         Ok(Some(Precomputed { amax, fp8: Some([data, scale, scale_inv]) }))
@@ -140,10 +140,7 @@ impl Params {
                 let Some(amax) = m.of(ParamId(i), spec)?.filter(|_| !spec.experts) else { continue };
                 let weight = match spec.fp8_resident() {
                     true => masters.values[i].clone(),
-                    false => {
-                        let w = &self.values()[i];
-                        w.view(&[w.numel()])?.narrow(0, piece.param_range.start, piece.param_range.len())?
-                    }
+                    false => self.shard(ParamId(i), piece)?,
                 };
                 let rows = matrix(&weight).or_else(|_| weight.view(&[1, weight.numel()]))?;
                 k.amax(s, &rows, &amax)?;

@@ -107,15 +107,14 @@ impl StepContext<'_> {
     /// Quantizes the weight `param`, once until it changes where the cache is on.
     pub(crate) fn quantize_weight(&self, param: ParamId, orientations: Orientations) -> Result<Quantized> {
         let (state, recipe) = self.quant(param)?;
-        if let Some(bytes) = self.params.fp8_params().weight(param) {
-            self.params.wait_weight(self.rank, param)?;
+        if let Some(weight) = self.params.fp8_weight(self.rank, param)? {
             let cols = orientations
                 .cols
-                .then(|| state.transposed(self.train, param, || transpose(self.rank, bytes)))
+                .then(|| state.transposed(self.train, param, || transpose(self.rank, &weight.fp8)))
                 .transpose()?;
-            return Ok(Quantized { rows: Some(GemmOperand::Fp8(bytes.clone())), cols });
+            return Ok(Quantized { rows: Some(GemmOperand::Fp8(weight.fp8.clone())), cols });
         }
-        let w = self.weight(param)?;
+        let w = &*self.weight(param)?;
         let mut cached: CachedWeight = state.weights()[param.0].clone();
         let missing = Orientations {
             rows: orientations.rows && cached.rows.is_none(),

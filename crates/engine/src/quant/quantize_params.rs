@@ -1,6 +1,7 @@
 //! Quantizes FP8-resident weights from the optimizer's masters after a step.
 
 use super::experts::slice_matrices;
+use super::fp8_params::Fp8Param;
 use super::precomputed::holds_whole_experts;
 use super::quantize::{QuantScale, Quantized};
 use super::runs::{Run, matrix, runs};
@@ -18,7 +19,7 @@ const MOST: usize = 1 << 25;
 struct UpdatedParam<'a> {
     id: ParamId,
     spec: &'a ParamSpec,
-    fp8: &'a Fp8Tensor,
+    fp8: &'a Fp8Param,
     /// This rank's shard of it.
     piece: &'a ParamShard,
     master: &'a Tensor,
@@ -63,15 +64,35 @@ impl UpdatedParam<'_> {
         })
     }
 
-    /// FP8 memory of a run as a matrix `[r, c]`, with its scales.
-    fn fp8_of(&self, run: &Run) -> Result<Fp8Tensor> {
-        if run.whole {
-            return slice_matrices(self.fp8, run.matrices.clone(), self.spec.matrices);
+    /// FP8 memory for the elements of a run, flat: the weight's own, or workspace where this rank holds a shard of them.
+    fn memory_of(&self, rank: &Rank, run: &Run) -> Result<Tensor> {
+        let Fp8Param { held, start, .. } = self.fp8;
+        match *start <= run.elements.start && run.elements.end <= start + held.numel() {
+            true => self.fp8.elements(&run.elements),
+            false => Tensor::empty(&rank.compute, &[run.elements.len()], held.dtype(), Category::Workspace),
         }
-        let flat = self.fp8.data.view(&[self.fp8.data.numel()])?;
-        let data = matrix(&flat.narrow(0, run.elements.start, run.elements.len())?)?;
-        let scale_inv = self.fp8.scale_inv.narrow(0, run.matrices.start, 1)?;
-        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, ..self.fp8.clone() })
+    }
+
+    /// Copies the shard that this rank holds from the workspace of a run.
+    fn keep(&self, rank: &Rank, run: &Run, flat: &Tensor) -> Result<()> {
+        let held = self.fp8.start..self.fp8.start + self.fp8.held.numel();
+        let mine = held.start.max(run.elements.start)..held.end.min(run.elements.end);
+        if mine.is_empty() || mine == run.elements {
+            return Ok(());
+        }
+        let from = flat.narrow(0, mine.start - run.elements.start, mine.len())?;
+        rank.compute.copy(&from, &self.fp8.elements(&mine)?)
+    }
+
+    /// FP8 memory of a run as a matrix `[r, c]`, with its scales.
+    fn fp8_of(&self, run: &Run, flat: &Tensor) -> Result<Fp8Tensor> {
+        let Fp8Param { scale_inv, scaling, shape: [_, c], .. } = self.fp8;
+        let each = if run.whole { scale_inv.shape()[0] / self.spec.matrices } else { 1 };
+        let data = if run.whole { flat.view(&[flat.numel() / c, *c])? } else { matrix(flat)? };
+        let matrices =
+            if run.whole { run.matrices.clone() } else { run.matrices.start..run.matrices.start + 1 };
+        let scale_inv = scale_inv.narrow(0, matrices.start * each, matrices.len() * each)?;
+        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, scaling: *scaling })
     }
 }
 
@@ -114,7 +135,9 @@ impl Params {
             // Set the scales of matrices this rank has no elements of.
             let all = 0..new.spec.matrices;
             let x = Tensor::empty(s, &[all.len(), 0, c], self.dtype(), Category::Workspace)?;
-            let none = Fp8Tensor { data: new.fp8.data.narrow(0, 0, 0)?, ..new.fp8.clone() };
+            let (scale_inv, scaling) = (new.fp8.scale_inv.clone(), new.fp8.scaling);
+            let data = new.fp8.held.narrow(0, 0, 0)?.view(&[0, c])?;
+            let none = Fp8Tensor { data, scale_inv, scaling, cols: c };
             let mut amax = None;
             let range = new.range(&all, &mut amax)?;
             k.quantize_stack(s, &QuantizeStack { x: &x, range, rows: Some(&none), cols: None })?;
@@ -123,7 +146,8 @@ impl Params {
             return Ok(());
         }
         for run in runs(&new.inside(), n * c, MOST) {
-            let (value, rows) = (self.high_precision(rank, new, &run)?, new.fp8_of(&run)?);
+            let (value, flat) = (self.high_precision(rank, new, &run)?, new.memory_of(rank, &run)?);
+            let rows = new.fp8_of(&run, &flat)?;
             let x = value.view(rows.data.shape())?;
             let each = new.spec.experts && run.whole && new.recipe.per_tensor();
             let mut amax = None;
@@ -142,6 +166,7 @@ impl Params {
                     k.quantize(s, &Quantize { x: &x, range, rows: Some(&rows), cols: None, sums: None })?
                 }
             }
+            new.keep(rank, &run, &flat)?;
             let parts = if each { run.matrices.len() } else { 1 };
             for e in (0..parts).filter(|_| state.records_stats()) {
                 let one = slice_matrices(&rows, e..e + 1, parts)?;

@@ -4,7 +4,7 @@ use super::precomputed::WeightAmax;
 use super::quantize::Quantized;
 use super::stats::{OperandStats, measure};
 use super::{GemmOperand, LinearQuant, Method, Recipe, Role};
-use crate::{ParamId, ParamSpec, Rank};
+use crate::{ParamId, ParamSpec, Params, Rank};
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::DelayedUpdate;
 use ferrotron_tensor::fp8::{E4m3, E5m2};
@@ -35,6 +35,8 @@ pub struct QuantState {
     stats: Mutex<Option<Vec<OperandStats>>>,
     /// Whether GEMMs stay in bf16 and steps only measure amax (calibration).
     calibrating: AtomicBool,
+    /// Weights are sharded: nothing is kept of them that is as large as they are.
+    sharded: bool,
 }
 
 /// Delayed scaling: amax history and scales.
@@ -96,7 +98,8 @@ struct Counters {
 
 impl QuantState {
     /// State for the parameters of a model; None if no GEMM is quantized.
-    pub fn new(rank: &Rank, specs: &[ParamSpec]) -> Result<Option<QuantState>> {
+    pub fn new(rank: &Rank, params: &Params) -> Result<Option<QuantState>> {
+        let specs = params.specs();
         let Some(recipe) = specs.iter().find_map(|s| s.quant).map(|e| e.recipe) else { return Ok(None) };
         let delayed = match recipe.method {
             Method::Delayed { history, .. } => Some(DelayedState::new(rank, specs, recipe, history)?),
@@ -105,7 +108,8 @@ impl QuantState {
         let weight_amax = WeightAmax::new(rank, specs, recipe.method)?;
         let weights = Mutex::new(vec![CachedWeight::default(); specs.len()]);
         let (counters, zeros, stats, calibrating) = Default::default();
-        Ok(Some(QuantState { delayed, weight_amax, weights, counters, zeros, stats, calibrating }))
+        let sharded = !params.placement().is_full_size();
+        Ok(Some(QuantState { delayed, weight_amax, weights, counters, zeros, stats, calibrating, sharded }))
     }
 
     /// Switches calibration on or off: GEMMs stay in bf16 and steps only measure amax for later scales. Delayed
@@ -239,8 +243,16 @@ impl QuantState {
         lock(&self.weights)
     }
 
+    /// Whether weights are sharded over the data-parallel ranks.
+    pub(super) fn sharded(&self) -> bool {
+        self.sharded
+    }
+
     /// Whether FP8 weights quantized in a training or other pass are cached.
     pub(super) fn caches(&self, train: bool) -> bool {
+        if self.sharded {
+            return false;
+        }
         match lock(&self.counters).cache {
             WeightCache::Off => false,
             WeightCache::Training => train,

@@ -170,7 +170,7 @@ impl Case {
             };
             let places = tokens.take(&positions, 0).unwrap();
             let places = rank.compute.upload(&places, &[places.len()], Category::Activations).unwrap();
-            let state = StepState::new(rank, params.specs(), &[]).unwrap();
+            let state = StepState::new(rank, &params, &[]).unwrap();
             let pass = StepContext::new(rank, &params, &state);
             let (y, mut saved) = attention.forward(&pass, &share(&x), tokens.layout(), &places).unwrap();
             if moving {

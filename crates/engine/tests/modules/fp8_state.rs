@@ -200,7 +200,7 @@ fn scales_match_one_rank_under_tensor_parallelism() {
             let linear = map.declare(&mut d, split);
             let params = Params::allocate(&rank, d.finish(), DType::BF16).unwrap();
             let (t, me) = (rank.tp.size(), rank.tp.rank());
-            let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+            let state = StepState::new(&rank, &params, &[]).unwrap();
             let s = Setup { rank, params, state, weights: Vec::new() };
             // Every rank has other values, the last rank the largest.
             let fill = |n: usize| vec![0.125 * (me + 1) as f64; n];

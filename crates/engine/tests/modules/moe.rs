@@ -61,7 +61,7 @@ fn abandoned_all_to_all_is_waited_for_before_its_buffers_are_reused() {
         let moe = Moe::declare(&mut d, "moe", 0, &shape()).unwrap();
         let layers = d.moe_layers().to_vec();
         let params = Params::allocate(&rank, d.finish(), DType::F32).unwrap();
-        let state = StepState::new(&rank, params.specs(), &layers).unwrap();
+        let state = StepState::new(&rank, &params, &layers).unwrap();
         for (i, t) in params.values().iter().enumerate() {
             write(&rank, t, &numbers(i as u64 + 1, t.numel()));
         }

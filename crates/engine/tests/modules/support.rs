@@ -57,7 +57,7 @@ impl Setup {
         for (t, w) in params.values().iter().zip(&weights) {
             write(&rank, t, w);
         }
-        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        let state = StepState::new(&rank, &params, &[]).unwrap();
         Setup { rank, params, state, weights }
     }
 

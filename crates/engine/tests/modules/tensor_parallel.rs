@@ -76,7 +76,7 @@ pub fn on_ranks<M>(
             }
             write(&rank, value, &mine);
         }
-        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        let state = StepState::new(&rank, &params, &[]).unwrap();
         let s = Setup { rank, params, state, weights: Vec::new() };
         let (y, dx, grads) = work(&s, &module);
         let unused = work(&s, &module);

@@ -71,6 +71,49 @@ impl KeyType for Count {
     }
 }
 
+/// A number of bytes: `800_000_000`, `8e8`, `"800MB"` (K, M, G, T are powers of a thousand) or `"512MiB"` (of 1024).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct ByteCount(pub u64);
+
+impl<'de> Deserialize<'de> for ByteCount {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Whole(u64),
+            Real(f64),
+            Text(String),
+        }
+        let (x, unit) = match Form::deserialize(d)? {
+            Form::Whole(n) => return Ok(ByteCount(n)),
+            Form::Real(x) => (x, 1.0),
+            Form::Text(text) => {
+                let text = text.trim().replace('_', "").to_ascii_uppercase();
+                let text = text.strip_suffix('B').unwrap_or(&text);
+                let (text, base) = match text.strip_suffix('I') {
+                    Some(rest) => (rest, 1024f64),
+                    None => (text, 1e3),
+                };
+                let power = text.chars().next_back().and_then(|c| "KMGT".find(c));
+                let digits = if power.is_some() { &text[..text.len() - 1] } else { text };
+                let unit = power.map_or(1.0, |p| base.powi(p as i32 + 1));
+                (digits.trim().parse::<f64>().map_err(D::Error::custom)?, unit)
+            }
+        };
+        let value = (x * unit).round();
+        if !(0.0..=9_007_199_254_740_992.0).contains(&value) {
+            return Err(D::Error::custom("not a number of bytes"));
+        }
+        Ok(ByteCount(value as u64))
+    }
+}
+
+impl KeyType for ByteCount {
+    fn expects() -> String {
+        "a number of bytes such as 800000000, \"800MB\" or \"512MiB\"".into()
+    }
+}
+
 /// Shares of training, validation and test data; any scale. Written as a list or as `"99,1,0"`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DataSplit(pub [f64; 3]);

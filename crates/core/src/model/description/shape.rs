@@ -5,8 +5,8 @@ use crate::grid::{Axis, Grid};
 use crate::model::{ModelConfig, ModelOptions, Stage};
 use ferrotron_comm::Communicator;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::data_parallel::group_rank;
-use ferrotron_engine::{GroupRank, Rank, Recompute, Tokens};
+use ferrotron_engine::data_parallel::{ShardingStrategy, group_rank};
+use ferrotron_engine::{GroupRank, ParamLayout, ParamSpec, Rank, Recompute, Tokens};
 use ferrotron_tensor::DType;
 
 /// A process group by what it is for.
@@ -258,10 +258,10 @@ pub struct StepShape {
     pub recompute: Recompute,
     /// FP8 policy, MoE and MTP training options.
     pub options: ModelOptions,
-    /// ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too.
+    /// ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 weights too.
     pub zero: usize,
-    /// Elements at which a gradient bucket closes.
-    pub bucket: usize,
+    /// Bytes of data-parallel communication in flight, if given.
+    pub comm_unit: Option<usize>,
 }
 
 /// Rows of a micro-batch on this rank.
@@ -276,6 +276,13 @@ pub(crate) struct Rows {
 }
 
 impl StepShape {
+    /// How weights are laid out, given the parameters of this rank.
+    pub fn param_layout(&self, params: &[ParamSpec]) -> ParamLayout {
+        let replicas = self.ranks.dp_cp.size.max(self.ranks.expert_dp.size);
+        let sharding = ShardingStrategy::zero(self.zero, replicas);
+        ParamLayout::new(sharding, replicas, self.comm_unit, (params, self.dtype))
+    }
+
     /// Rows of a micro-batch on this rank.
     pub(crate) fn rows(&self) -> Result<Rows> {
         let tokens = Tokens::new(&self.micro_batch, self.ranks.cp, self.ranks.tp.size)?;
