@@ -1,9 +1,11 @@
 //! GEMMs, and the fused kernels of a linear layer.
 
+pub(crate) mod batched;
 pub(crate) mod choices;
 pub(crate) mod linear;
 
 use crate::{ActivationKernels, Fp8Gemm};
+use batched::BatchedGemm;
 use choices::{GemmChoice, GemmLibrary, NewChoices};
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
 use linear::{LinearAct, LinearActBackward, LinearWgrad};
@@ -106,6 +108,12 @@ pub trait GemmKernels: ActivationKernels {
 
     /// See [`Fp8Gemm`].
     fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()>;
+
+    /// See [`BatchedGemm`].
+    fn gemm_batched(&self, s: &Stream, g: &BatchedGemm) -> Result<()> {
+        let (count, _) = g.sizes()?;
+        (0..count).try_for_each(|i| g.with(i, |g| self.gemm(s, g)))
+    }
 
     /// See [`LinearAct`].
     fn linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {

@@ -37,6 +37,7 @@ pub use cross_entropy::{
 };
 pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
 pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
+pub use gemm::batched::BatchedGemm;
 pub use gemm::choices::{GemmChoice, GemmLibrary, NewChoices};
 pub use gemm::linear::{LinearAct, LinearActBackward, LinearWgrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
@@ -49,7 +50,7 @@ pub use muon::{
 };
 pub use newton_schulz::{
     CoefficientSet, Coefficients, GramSide, NewtonSchulz, ScaleMode, SumOverRanks, newton_schulz,
-    newton_schulz_cost,
+    newton_schulz_batched, newton_schulz_cost, newton_schulz_flops,
 };
 pub use norm::{Norm, NormBackward, NormForward, NormKernels, ResidualAdd};
 pub use optimizer::{

@@ -82,25 +82,15 @@ pub trait MuonKernels {
         list: &[ApplyUpdate],
     ) -> Result<()>;
 
-    /// `x /= max(√square, eps)`, f32; with `copy` rounded to bf16, which `copy` holds too. `square` f64 `[1]`.
-    fn normalize(
-        &self,
-        s: &Stream,
-        x: &Tensor,
-        square: &Tensor,
-        eps: f32,
-        copy: Option<&Tensor>,
-    ) -> Result<()>;
+    /// `out = x / max(√square, eps)` with x f32, out f32 or bf16, `square` f64 `[1]`.
+    fn normalize(&self, s: &Stream, x: &Tensor, square: &Tensor, eps: f32, out: &Tensor) -> Result<()>;
 
-    /// `x = α·x + β·y`, f32; with `copy` rounded to bf16, which `copy` holds too.
-    fn combine(
-        &self,
-        s: &Stream,
-        factors: [f32; 2],
-        x: &Tensor,
-        y: &Tensor,
-        copy: Option<&Tensor>,
-    ) -> Result<()>;
+    /// `x = α·x + β·y` with x f32 or bf16, y f32.
+    fn combine(&self, s: &Stream, factors: [f32; 2], x: &Tensor, y: &Tensor) -> Result<()>;
+
+    /// Completes symmetric matrices `x [count, m, m]`, f32 or bf16: rows before `from` take their columns from `from` on from
+    /// the columns before `from` of the rows below.
+    fn mirror(&self, s: &Stream, x: &Tensor, from: usize) -> Result<()>;
 
     /// AdaMuon: `v = EMA(o²)`, `o /= √v + ε`; both f32, of equal size.
     fn adamuon(&self, s: &Stream, a: AdaptiveScale, scalars: &Tensor, o: &Tensor, v: &Tensor) -> Result<()>;
@@ -119,10 +109,7 @@ pub fn normuon_lines([rows, cols]: [usize; 2]) -> usize {
 pub(crate) fn check_momentum(op: &'static str, u: &MomentumUpdate) -> Result<()> {
     same_contiguous(op, &[u.grad, u.momentum, u.update])?;
     dtypes(op, DType::F32, &[u.grad, u.update])?;
-    match u.momentum.dtype() {
-        DType::F32 | DType::BF16 => {}
-        found => return Err(Error::DType { op, found, wanted: DType::F32 }),
-    }
+    f32_or_bf16(op, u.momentum)?;
     let Some(master) = u.l2 else { return Ok(()) };
     same_contiguous(op, &[u.grad, master])?;
     dtypes(op, DType::F32, &[master])
@@ -146,24 +133,36 @@ pub(crate) fn check_apply(op: &'static str, u: &ApplyUpdate) -> Result<()> {
     }
 }
 
-/// Checks an f32 tensor with its bf16 copy.
-pub(crate) fn check_copied(op: &'static str, x: &Tensor, copy: Option<&Tensor>) -> Result<()> {
-    same_contiguous(op, &[x])?;
-    dtypes(op, DType::F32, &[x])?;
-    let Some(copy) = copy else { return Ok(()) };
-    same_contiguous(op, &[x, copy])?;
-    dtypes(op, DType::BF16, &[copy])
+fn f32_or_bf16(op: &'static str, t: &Tensor) -> Result<()> {
+    match t.dtype() {
+        DType::F32 | DType::BF16 => Ok(()),
+        found => Err(Error::DType { op, found, wanted: DType::F32 }),
+    }
 }
 
 /// Checks the operands of [`MuonKernels::normalize`].
-pub(crate) fn check_normalize(
-    op: &'static str,
-    x: &Tensor,
-    square: &Tensor,
-    copy: Option<&Tensor>,
-) -> Result<()> {
+pub(crate) fn check_normalize(op: &'static str, x: &Tensor, square: &Tensor, out: &Tensor) -> Result<()> {
     check_square(op, square)?;
-    check_copied(op, x, copy)
+    same_contiguous(op, &[x, out])?;
+    dtypes(op, DType::F32, &[x])?;
+    f32_or_bf16(op, out)
+}
+
+/// Checks the operands of [`MuonKernels::combine`].
+pub(crate) fn check_combine(op: &'static str, x: &Tensor, y: &Tensor) -> Result<()> {
+    same_contiguous(op, &[x, y])?;
+    dtypes(op, DType::F32, &[y])?;
+    f32_or_bf16(op, x)
+}
+
+/// Checks the operands of [`MuonKernels::mirror`]; returns the number of matrices and their side.
+pub(crate) fn check_mirror(op: &'static str, x: &Tensor, from: usize) -> Result<[usize; 2]> {
+    same_contiguous(op, &[x])?;
+    f32_or_bf16(op, x)?;
+    match *x.shape() {
+        [count, rows, cols] if rows == cols && from <= rows => Ok([count, rows]),
+        ref shape => shape_error(op, format!("{shape:?} has no symmetric matrices to complete from {from}")),
+    }
 }
 
 /// Checks the operands of [`MuonKernels::normuon`]; returns rows and columns.

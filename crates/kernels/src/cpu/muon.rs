@@ -6,7 +6,7 @@ use super::optimizer_chunks::{Chunk, Grad, over_master, split_chunks};
 use super::rows::PIECE;
 use super::{CpuContext, multiversion};
 use crate::muon::{AdaptiveScale, MuonMomentum, WeightDecay};
-use ferrotron_tensor::{Float, Result, bf16};
+use ferrotron_tensor::{Float, Result};
 
 /// Momentum of one parameter.
 pub struct MomentumSlices<'a, M> {
@@ -89,56 +89,42 @@ multiversion! {
     }
 }
 
-/// `x = f(x)` by pieces, with `copy` rounded to bf16; `f` gets the index of a piece's first element.
-fn pieces(cpu: CpuContext, x: &mut [f32], copy: Option<&mut [bf16]>, f: impl Fn(usize, &mut [f32]) + Sync) {
-    let copies: Vec<Option<&mut [bf16]>> = match copy {
-        Some(copy) => copy.chunks_mut(PIECE).map(Some).collect(),
-        None => x.chunks(PIECE).map(|_| None).collect(),
-    };
-    let mut chunks: Vec<_> = x.chunks_mut(PIECE).zip(copies).collect();
-    cpu.threads.parallel_chunks(&mut chunks, 1, &|i, chunk| {
-        for (x, copy) in chunk {
-            f(i * PIECE, x);
-            if let Some(copy) = copy {
-                round(cpu.isa, x, copy);
+/// `out = x / divisor`.
+pub fn normalize<T: Float>(cpu: CpuContext, x: &[f32], divisor: f32, out: &mut [T]) {
+    cpu.threads.parallel_chunks(out, PIECE, &|i, out| {
+        divide(cpu.isa, &x[i * PIECE..][..out.len()], divisor, out);
+    });
+}
+
+multiversion! {
+    fn divide<T: Float>(x: &[f32], divisor: f32, out: &mut [T]) {
+        out.iter_mut().zip(x).for_each(|(o, x)| *o = T::from_f32(*x / divisor));
+    }
+}
+
+/// `x = α·x + β·y`.
+pub fn combine<T: Float>(cpu: CpuContext, factors: [f32; 2], x: &mut [T], y: &[f32]) {
+    cpu.threads.parallel_chunks(x, PIECE, &|i, x| {
+        combine_block(cpu.isa, factors, x, &y[i * PIECE..][..x.len()]);
+    });
+}
+
+multiversion! {
+    fn combine_block<T: Float>(factors: [f32; 2], x: &mut [T], y: &[f32]) {
+        let [alpha, beta] = factors;
+        x.iter_mut().zip(y).for_each(|(x, y)| *x = T::from_f32(alpha * x.to_f32() + beta * *y));
+    }
+}
+
+/// See [`crate::MuonKernels::mirror`]; matrices of `side` rows.
+pub fn mirror<T: Copy + Send>(cpu: CpuContext, x: &mut [T], side: usize, from: usize) {
+    cpu.threads.parallel_chunks(x, (side * side).max(1), &|_, x| {
+        for r in from..side {
+            for c in 0..from {
+                x[c * side + r] = x[r * side + c];
             }
         }
     });
-}
-
-multiversion! {
-    fn round(x: &mut [f32], out: &mut [bf16]) {
-        for (o, x) in out.iter_mut().zip(x) {
-            *o = <bf16 as Float>::from_f32(*x);
-            *x = o.to_f32();
-        }
-    }
-}
-
-/// `x /= divisor`; with `copy` rounded to bf16.
-pub fn normalize(cpu: CpuContext, x: &mut [f32], divisor: f32, copy: Option<&mut [bf16]>) {
-    pieces(cpu, x, copy, |_, x| divide(cpu.isa, x, divisor));
-}
-
-multiversion! {
-    fn divide(x: &mut [f32], divisor: f32) {
-        x.iter_mut().for_each(|x| *x /= divisor);
-    }
-}
-
-/// `x = α·x + β·y`; with `copy` rounded to bf16.
-pub fn combine(cpu: CpuContext, factors: [f32; 2], x: &mut [f32], y: &[f32], copy: Option<&mut [bf16]>) {
-    pieces(cpu, x, copy, |at, x| {
-        let y = &y[at..at + x.len()];
-        combine_block(cpu.isa, factors, x, y);
-    });
-}
-
-multiversion! {
-    fn combine_block(factors: [f32; 2], x: &mut [f32], y: &[f32]) {
-        let [alpha, beta] = factors;
-        x.iter_mut().zip(y).for_each(|(x, y)| *x = alpha * *x + beta * *y);
-    }
 }
 
 /// See [`crate::MuonKernels::adamuon`].

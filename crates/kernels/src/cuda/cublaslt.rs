@@ -9,8 +9,8 @@ use crate::{GemmSizes, ScalingMode};
 use cudarc::cublaslt::sys::{
     self, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulAlgoConfigAttributes_t as Config,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode,
-    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtReductionScheme_t as Reduction,
-    cublasStatus_t,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayoutAttribute_t as Layout,
+    cublasLtReductionScheme_t as Reduction, cublasStatus_t,
 };
 use ferrotron_tensor::{DType, Error, Launch, Result};
 use std::ffi::c_void;
@@ -46,8 +46,17 @@ pub(super) struct Fp8Operands {
     pub(super) fast: bool,
 }
 
-/// What the choice of an algorithm depends on.
+/// Stacks of a batched GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Stacks {
+    /// Matrices of each.
+    pub(super) count: usize,
+    /// Elements from one matrix of a, b and c to the next.
+    pub(super) strides: [usize; 3],
+}
+
+/// What the choice of an algorithm depends on.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct GemmKey {
     pub(super) sizes: GemmSizes,
     pub(super) trans: [bool; 2],
@@ -58,6 +67,22 @@ pub(super) struct GemmKey {
     pub(super) align: [usize; 4],
     /// Set for FP8 operands.
     pub(super) fp8: Option<Fp8Operands>,
+    /// Set for a batched GEMM.
+    pub(super) stacks: Option<Stacks>,
+}
+
+/// Tuned choices are stored under this text: that of a single GEMM says nothing of stacks, so that older choices stand.
+impl std::fmt::Debug for GemmKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let GemmKey { sizes, trans, types, epilogue, align, fp8, stacks } = self;
+        let mut out = f.debug_struct("GemmKey");
+        out.field("sizes", sizes).field("trans", trans).field("types", types);
+        out.field("epilogue", epilogue).field("align", align).field("fp8", fp8);
+        if let Some(stacks) = stacks {
+            out.field("stacks", stacks);
+        }
+        out.finish()
+    }
 }
 
 /// A cuBLASLt handle.
@@ -145,6 +170,14 @@ fn mode(scaling: ScalingMode) -> i32 {
     }) as i32
 }
 
+fn set_layout<T: Copy>(layout: sys::cublasLtMatrixLayout_t, which: Layout, value: &T) -> Result<()> {
+    let at = std::ptr::from_ref(value).cast::<c_void>();
+    // SAFETY: a live layout; the attributes set here have the sizes of the values they are given.
+    let status =
+        unsafe { sys::cublasLtMatrixLayoutSetAttribute(layout, which, at, std::mem::size_of::<T>()) };
+    check("cuBLASLt descriptor", status)
+}
+
 impl MatmulDesc {
     pub(super) fn new(key: &GemmKey) -> Result<MatmulDesc> {
         const OP: &str = "cuBLASLt descriptor";
@@ -173,6 +206,12 @@ impl MatmulDesc {
             check(OP, unsafe {
                 sys::cublasLtMatrixLayoutCreate(layout, kind, rows as u64, cols as u64, ld as i64)
             })?;
+        }
+        if let Some(Stacks { count, strides: [a, b, c] }) = key.stacks {
+            for (layout, stride) in desc.layouts.iter().zip([b, a, c]) {
+                set_layout(*layout, Layout::CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &(count as i32))?;
+                set_layout(*layout, Layout::CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &(stride as i64))?;
+            }
         }
         // Accumulates in f32, and f32 operands are multiplied in f32, never in TF32.
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;

@@ -2,10 +2,11 @@
 //! dtypes), or would round twice, the generic kernel computes.
 
 use super::CudaKernels;
-use super::cublaslt::{Epilogue, GemmKey};
+use super::cublaslt::{Epilogue, GemmKey, Stacks};
 use super::gemm_cache::Operands;
 use crate::{
-    Fp8Gemm, Gemm, GemmChoice, GemmKernels, GemmLibrary, GemmSizes, LinearAct, LinearWgrad, NewChoices,
+    BatchedGemm, Fp8Gemm, Gemm, GemmChoice, GemmKernels, GemmLibrary, GemmSizes, LinearAct, LinearWgrad,
+    NewChoices,
 };
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, write};
 
@@ -24,6 +25,7 @@ impl Gemm<'_> {
             epilogue,
             align: [Some(self.a), Some(self.b), Some(self.c), aux].map(|t| t.map_or(256, Tensor::alignment)),
             fp8: None,
+            stacks: None,
         }
     }
 
@@ -59,6 +61,36 @@ impl GemmKernels for CudaKernels {
         let args = [read(g.a), read(g.b), write(g.c), read(g.bias.unwrap_or(g.a))];
         let count = if g.bias.is_some() { 4 } else { 3 };
         s.launch(g.name(), &args[..count], |l| self.generic_gemm(l, g, &sizes))
+    }
+
+    fn gemm_batched(&self, s: &Stream, g: &BatchedGemm) -> Result<()> {
+        let (count, sizes) = g.sizes()?;
+        let input = g.a.dtype();
+        // The algorithm, and so the rounding, depends on the number of matrices. f32 products are taken one by one: their
+        // bits are those of any other grouping, such as that of another number of ranks.
+        let batched = matches!(input, DType::BF16 | DType::F16);
+        if batched && count > 1 && [sizes.m, sizes.n, sizes.k].iter().all(|n| *n > 0) {
+            let all = [g.a, g.b, g.c];
+            let align = |t: &Tensor| {
+                let stride = t.strides()[0] * t.dtype().size();
+                t.alignment().min(1 << stride.trailing_zeros().min(8))
+            };
+            let key = GemmKey {
+                sizes,
+                trans: [g.trans_a, g.trans_b],
+                types: [input, g.c.dtype()],
+                epilogue: Epilogue::None,
+                align: [align(g.a), align(g.b), align(g.c), 256],
+                fp8: None,
+                stacks: Some(Stacks { count, strides: all.map(|t| t.strides()[0]) }),
+            };
+            let (bias, aux, scales) = (None, None, None);
+            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, accumulate: false };
+            if self.gemm_cache.gemm(s, "gemm (batched)", key, &operands, None)? {
+                return Ok(());
+            }
+        }
+        (0..count).try_for_each(|i| g.with(i, |g| self.gemm(s, g)))
     }
 
     fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {

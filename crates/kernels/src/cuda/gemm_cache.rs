@@ -361,7 +361,8 @@ impl GemmCache {
 /// Whether the GEMM takes longer than its launch.
 fn is_large(key: &GemmKey) -> bool {
     let GemmSizes { m, n, k, .. } = key.sizes;
-    2.0 * m as f64 * n as f64 * k as f64 > MIN_TUNED_FLOPS
+    let count = key.stacks.map_or(1, |s| s.count);
+    2.0 * count as f64 * m as f64 * n as f64 * k as f64 > MIN_TUNED_FLOPS
 }
 
 #[cfg(test)]

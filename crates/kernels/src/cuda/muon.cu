@@ -84,37 +84,55 @@ extern "C" __global__ void __launch_bounds__(THREADS) apply_update_split(const _
     apply_update<SplitMaster>(a);
 }
 
-// x = f(x, y), rounded to bf16 where there is a copy.
-template <class F> __device__ __forceinline__ void map_matrix(const MatrixArgs& a, F f) {
-    float* x = reinterpret_cast<float*>(a.x);
+// out = f(x, y), in f32 and rounded once.
+template <class X, class O, class F> __device__ __forceinline__ void map_matrix(const MatrixArgs& a, F f) {
+    const X* x = reinterpret_cast<const X*>(a.x);
     const float* y = reinterpret_cast<const float*>(a.y);
-    bf16* copy = reinterpret_cast<bf16*>(a.copy);
-    const bool vectorized = ((a.x | a.y | a.copy) & 15) == 0;
+    O* out = reinterpret_cast<O*>(a.out);
+    const bool vectorized = ((a.x | a.y | a.out) & 15) == 0;
     const i64 at = (i64(blockIdx.x) * THREADS + threadIdx.x) * EACH;
     if (at >= a.n) return;
-    Vec<float, EACH> v = load_guarded<EACH>(x, at, a.n, vectorized), w = {};
+    Vec<X, EACH> v = load_guarded<EACH>(x, at, a.n, vectorized);
+    Vec<float, EACH> w = {};
     if (y) w = load_guarded<EACH>(y, at, a.n, vectorized);
-    Vec<bf16, EACH> c;
+    Vec<O, EACH> o;
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        v.at[i] = f(v.at[i], w.at[i]);
-        c.at[i] = from_f32<bf16>(v.at[i]);
-        if (copy) v.at[i] = to_f32(c.at[i]);
-    }
-    store_guarded<EACH>(x, at, a.n, vectorized, v);
-    if (copy) store_guarded<EACH>(copy, at, a.n, vectorized, c);
+    for (int i = 0; i < EACH; i++) o.at[i] = from_f32<O>(f(to_f32(v.at[i]), w.at[i]));
+    store_guarded<EACH>(out, at, a.n, vectorized, o);
 }
 
-// x /= max(√square, eps).
-extern "C" __global__ void __launch_bounds__(THREADS) normalize(const MatrixArgs a) {
+// out = x / max(√square, eps).
+template <class O> __device__ __forceinline__ void normalize(const MatrixArgs& a) {
     const float norm = fmaxf(float(sqrt(*reinterpret_cast<const double*>(a.square))), a.beta);
-    map_matrix(a, [&](float x, float) { return __fdiv_rn(x, norm); });
+    map_matrix<float, O>(a, [&](float x, float) { return __fdiv_rn(x, norm); });
 }
+extern "C" __global__ void __launch_bounds__(THREADS) normalize_f32(const MatrixArgs a) { normalize<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) normalize_bf16(const MatrixArgs a) { normalize<bf16>(a); }
 
 // x = alpha·x + beta·y.
-extern "C" __global__ void __launch_bounds__(THREADS) combine(const MatrixArgs a) {
-    map_matrix(a, [&](float x, float y) { return __fadd_rn(__fmul_rn(a.alpha, x), __fmul_rn(a.beta, y)); });
+template <class X> __device__ __forceinline__ void combine(const MatrixArgs& a) {
+    map_matrix<X, X>(a, [&](float x, float y) { return __fadd_rn(__fmul_rn(a.alpha, x), __fmul_rn(a.beta, y)); });
 }
+extern "C" __global__ void __launch_bounds__(THREADS) combine_f32(const MatrixArgs a) { combine<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) combine_bf16(const MatrixArgs a) { combine<bf16>(a); }
+
+// x[c][r] = x[r][c] for every row r from `from` on and every column c before it: a tile to each block, through shared memory
+// so that reads and writes are of whole rows. T has the size of an element.
+constexpr int TILE = 32;
+template <class T> __device__ __forceinline__ void mirror(const MirrorArgs& a) {
+    __shared__ T tile[TILE][TILE + 1];
+    const i64 across = (a.from + TILE - 1) / TILE, down = (a.side - a.from + TILE - 1) / TILE;
+    const i64 column = i64(blockIdx.x) % across * TILE, row = a.from + i64(blockIdx.x) / across % down * TILE;
+    T* x = reinterpret_cast<T*>(a.x) + i64(blockIdx.x) / (across * down) * a.side * a.side;
+    const int lane = threadIdx.x % TILE;
+    for (int i = threadIdx.x / TILE; i < TILE; i += THREADS / TILE)
+        if (row + i < a.side && column + lane < a.from) tile[i][lane] = x[(row + i) * a.side + column + lane];
+    __syncthreads();
+    for (int i = threadIdx.x / TILE; i < TILE; i += THREADS / TILE)
+        if (column + i < a.from && row + lane < a.side) x[(column + i) * a.side + row + lane] = tile[lane][i];
+}
+extern "C" __global__ void __launch_bounds__(THREADS) mirror_f32(const MirrorArgs a) { mirror<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) mirror_bf16(const MirrorArgs a) { mirror<u16>(a); }
 
 // v = EMA(o²), o /= √v + eps.
 extern "C" __global__ void __launch_bounds__(THREADS) adamuon(const AdaptiveArgs a) {

@@ -6,7 +6,9 @@ use super::multi_tensor::{LIST, TensorEntry, UPDATES};
 use super::sources::Variant;
 use super::{CudaKernels, Kernel};
 use crate::checks::{dtypes, same_contiguous};
-use crate::muon::{check_apply, check_copied, check_momentum, check_normalize, check_normuon, normuon_lines};
+use crate::muon::{
+    check_apply, check_combine, check_mirror, check_momentum, check_normalize, check_normuon, normuon_lines,
+};
 use crate::optimizer::check_scalars;
 use crate::{AdaptiveScale, ApplyUpdate, MomentumUpdate, MuonKernels, MuonMomentum, WeightDecay};
 use ferrotron_tensor::{Arg, Category, DType, Result, Stream, Tensor, read, write};
@@ -14,6 +16,8 @@ use ferrotron_tensor::{Arg, Category, DType, Result, Stream, Tensor, read, write
 const THREADS: u32 = 256;
 /// Elements of a block of one matrix, as in muon.cu.
 const BLOCK: usize = 4 * THREADS as usize;
+/// Rows and columns that a block mirrors, as in muon.cu.
+const TILE: usize = 32;
 
 kernel_args! {
     header "args/muon.cuh", includes ["args/multi_tensor.cuh"];
@@ -41,19 +45,26 @@ kernel_args! {
         decay: u32,
     }
 
-    /// An operation on one f32 matrix of n elements.
+    /// An operation on n elements.
     struct MatrixArgs {
         x: u64,
         /// Second operand, or 0.
         y: u64,
-        /// bf16 copy of the result, or 0.
-        copy: u64,
-        /// f64 `[1]`: the squared norm to divide by.
+        /// The result; x where it is in place.
+        out: u64,
+        /// f64 `[1]`: the squared norm to divide by, or 0.
         square: u64,
         n: i64,
         alpha: f32,
         /// Factor of y, or the least norm.
         beta: f32,
+    }
+
+    /// Symmetric matrices of `side` rows to complete.
+    struct MirrorArgs {
+        x: u64,
+        side: i64,
+        from: i64,
     }
 
     /// Adaptive scaling of an orthogonalized f32 matrix.
@@ -75,41 +86,6 @@ kernel_args! {
 
 fn kernel(name: &'static str) -> Kernel {
     Kernel::new("muon", name)
-}
-
-impl CudaKernels {
-    fn matrix(
-        &self,
-        s: &Stream,
-        op: &'static str,
-        [x, y, square]: [Option<&Tensor>; 3],
-        copy: Option<&Tensor>,
-        factors: [f32; 2],
-    ) -> Result<()> {
-        let Some(x) = x else { return Ok(()) };
-        let mut args: Vec<Arg> = vec![write(x)];
-        args.extend(y.into_iter().chain(square).map(read));
-        args.extend(copy.map(write));
-        s.launch(op, &args, |l| {
-            let mut at = 0;
-            let mut next = |there: bool| -> Result<u64> {
-                at += usize::from(there);
-                if there { l.address(at) } else { Ok(0) }
-            };
-            let n = x.numel();
-            let args = MatrixArgs {
-                x: l.address(0)?,
-                y: next(y.is_some())?,
-                square: next(square.is_some())?,
-                copy: next(copy.is_some())?,
-                n: n as i64,
-                alpha: factors[0],
-                beta: factors[1],
-            };
-            let name = if y.is_some() { kernel("combine") } else { kernel("normalize") };
-            self.launch_kernel(l, name, line(blocks(op, n, BLOCK)?, THREADS), &args)
-        })
-    }
 }
 
 impl MuonKernels for CudaKernels {
@@ -225,31 +201,40 @@ impl MuonKernels for CudaKernels {
         Ok(())
     }
 
-    fn normalize(
-        &self,
-        s: &Stream,
-        x: &Tensor,
-        square: &Tensor,
-        eps: f32,
-        copy: Option<&Tensor>,
-    ) -> Result<()> {
-        check_normalize("normalize", x, square, copy)?;
-        self.matrix(s, "normalize", [Some(x), None, Some(square)], copy, [1.0, eps])
+    fn normalize(&self, s: &Stream, x: &Tensor, square: &Tensor, eps: f32, out: &Tensor) -> Result<()> {
+        const OP: &str = "normalize";
+        check_normalize(OP, x, square, out)?;
+        let name = if out.dtype() == DType::F32 { "normalize_f32" } else { "normalize_bf16" };
+        s.launch(OP, &[read(x), read(square), write(out)], |l| {
+            let (n, [x, square, out]) = (x.numel(), [l.address(0)?, l.address(1)?, l.address(2)?]);
+            let args = MatrixArgs { x, y: 0, out, square, n: n as i64, alpha: 1.0, beta: eps };
+            self.launch_kernel(l, kernel(name), line(blocks(OP, n, BLOCK)?, THREADS), &args)
+        })
     }
 
-    fn combine(
-        &self,
-        s: &Stream,
-        factors: [f32; 2],
-        x: &Tensor,
-        y: &Tensor,
-        copy: Option<&Tensor>,
-    ) -> Result<()> {
+    fn combine(&self, s: &Stream, factors: [f32; 2], x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "combine";
-        check_copied(OP, x, copy)?;
-        same_contiguous(OP, &[x, y])?;
-        dtypes(OP, DType::F32, &[y])?;
-        self.matrix(s, OP, [Some(x), Some(y), None], copy, factors)
+        check_combine(OP, x, y)?;
+        let name = if x.dtype() == DType::F32 { "combine_f32" } else { "combine_bf16" };
+        s.launch(OP, &[write(x), read(y)], |l| {
+            let (n, [x, y], [alpha, beta]) = (x.numel(), [l.address(0)?, l.address(1)?], factors);
+            let args = MatrixArgs { x, y, out: x, square: 0, n: n as i64, alpha, beta };
+            self.launch_kernel(l, kernel(name), line(blocks(OP, n, BLOCK)?, THREADS), &args)
+        })
+    }
+
+    fn mirror(&self, s: &Stream, x: &Tensor, from: usize) -> Result<()> {
+        const OP: &str = "mirror";
+        let [count, side] = check_mirror(OP, x, from)?;
+        let name = if x.dtype() == DType::F32 { "mirror_f32" } else { "mirror_bf16" };
+        let tiles = count * from.div_ceil(TILE) * (side - from).div_ceil(TILE);
+        if tiles == 0 {
+            return Ok(());
+        }
+        s.launch(OP, &[write(x)], |l| {
+            let args = MirrorArgs { x: l.address(0)?, side: side as i64, from: from as i64 };
+            self.launch_kernel(l, kernel(name), line(blocks(OP, tiles, 1)?, THREADS), &args)
+        })
     }
 
     fn adamuon(&self, s: &Stream, a: AdaptiveScale, scalars: &Tensor, o: &Tensor, v: &Tensor) -> Result<()> {

@@ -2,8 +2,8 @@
 
 use super::devices::*;
 use ferrotron_kernels::{
-    AdaptiveScale, ApplyUpdate, CoefficientSet, GramSide, Lion, MomentumUpdate, MuonMomentum, NewtonSchulz,
-    ParamUpdate, WeightDecay, newton_schulz, normuon_lines, scalars,
+    AdaptiveScale, ApplyUpdate, BatchedGemm, CoefficientSet, GramSide, Lion, MomentumUpdate, MuonMomentum,
+    NewtonSchulz, ParamUpdate, WeightDecay, newton_schulz, newton_schulz_batched, normuon_lines, scalars,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -281,6 +281,107 @@ fn newton_schulz_takes_singular_values_to_one() {
                             assert!(y.abs() < 2e-3, "{what}: {y} beside the diagonal");
                         }
                     }
+                }
+            }
+        }
+    }
+}
+
+/// A batch has the bits of its matrices one by one where products do not depend on the batch: on a CPU, and in f32.
+#[test]
+fn a_batch_is_its_matrices_one_by_one() {
+    for h in devices() {
+        for (bf16, [rows, cols]) in
+            [false, true].into_iter().flat_map(|b| [[24, 40], [40, 24], [9, 9]].map(|shape| (b, shape)))
+        {
+            let coefficients = &CoefficientSet::Quintic.schedule(5);
+            let ns = NewtonSchulz { coefficients, bf16, gram: GramSide::shorter([rows, cols]), sum: None };
+            let new = |i: u64| h.tensor(DType::F32, &[rows, cols], &numbers(DType::F32, i, rows * cols));
+            let (alone, together): (Vec<Tensor>, Vec<Tensor>) = (1..6).map(|i| (new(i), new(i))).unzip();
+            alone.iter().for_each(|x| newton_schulz(&*h.k, &h.s, &ns, x).unwrap());
+            newton_schulz_batched(&*h.k, &h.s, &ns, &together.iter().collect::<Vec<_>>()).unwrap();
+            for (a, b) in alone.iter().zip(&together) {
+                let (a, b, what) = (h.host(a), h.host(b), format!("{} {rows}x{cols} {bf16}", h.name));
+                if bf16 && h.name == "CUDA" {
+                    a.iter().zip(&b).for_each(|(a, b)| assert!((a - b).abs() < 0.05, "{what}: {a} {b}"));
+                } else {
+                    assert_eq!(a, b, "{what}");
+                }
+            }
+        }
+    }
+}
+
+/// From 2048 rows on the Gram matrix is computed by its lower blocks: the same polynomial as by the other, small one.
+#[test]
+fn symmetric_gram_matrices() {
+    for h in devices() {
+        for bf16 in [false, true] {
+            let x = numbers(DType::F32, 3, 2050 * 6);
+            let of = |gram, wide: bool| {
+                let shape = if wide { [6, 2050] } else { [2050, 6] };
+                let (t, coefficients) = (h.tensor(DType::F32, &shape, &x), &[[3.4, -3.3, 0.0]]);
+                let ns = NewtonSchulz { coefficients, bf16, gram, sum: None };
+                newton_schulz(&*h.k, &h.s, &ns, &t).unwrap();
+                h.host(&t)
+            };
+            for wide in [false, true] {
+                let (rows, columns) = (of(GramSide::Rows, wide), of(GramSide::Columns, wide));
+                let room = if bf16 { 2e-3 } else { 1e-6 };
+                for (a, b) in rows.iter().zip(&columns) {
+                    assert!((a - b).abs() < room, "{} bf16 {bf16} wide {wide}: {a} and {b}", h.name);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn mirrored_matrices_are_symmetric() {
+    for h in devices() {
+        for (dtype, [count, m, from]) in [DType::F32, DType::BF16]
+            .into_iter()
+            .flat_map(|d| [[1, 1, 0], [3, 70, 33], [2, 128, 64], [2, 37, 37]].map(|s| (d, s)))
+        {
+            let x = numbers(dtype, 9, count * m * m);
+            let t = h.tensor(dtype, &[count, m, m], &x);
+            h.k.mirror(&h.s, &t, from).unwrap();
+            let want: Vec<f64> = (0..x.len())
+                .map(|e| {
+                    let (matrix, r, c) = (e / (m * m), e / m % m, e % m);
+                    if r < from && c >= from { x[matrix * m * m + c * m + r] } else { x[e] }
+                })
+                .collect();
+            assert_eq!(h.host(&t), want, "{} {dtype} {m} {from}", h.name);
+        }
+    }
+}
+
+/// Products of stacks, of whole ones and of blocks of larger ones, against single products.
+#[test]
+fn batched_gemms() {
+    for h in devices() {
+        for (dtype, out) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::BF16, DType::BF16)]
+        {
+            for (trans_a, trans_b) in [(false, false), (false, true), (true, false)] {
+                let stack = |seed, dtype, [rows, cols]: [usize; 2]| {
+                    let t = h.tensor(dtype, &[3, 80, 96], &numbers(dtype, seed, 3 * 80 * 96));
+                    t.narrow(1, 8, rows).unwrap().narrow(2, 16, cols).unwrap()
+                };
+                let (m, n, k) = (24, 40, 32);
+                let a = stack(1, dtype, if trans_a { [k, m] } else { [m, k] });
+                let b = stack(2, dtype, if trans_b { [n, k] } else { [k, n] });
+                let (ours, single) = (stack(3, out, [m, n]), stack(3, out, [m, n]));
+                h.k.gemm_batched(&h.s, &BatchedGemm { a: &a, trans_a, b: &b, trans_b, c: &ours }).unwrap();
+                let each = BatchedGemm { a: &a, trans_a, b: &b, trans_b, c: &single };
+                (0..3).for_each(|i| each.with(i, |g| h.k.gemm(&h.s, g)).unwrap());
+                for i in 0..3 {
+                    let rows = |t: &Tensor| -> Vec<f64> {
+                        let t = t.select(0, i).unwrap();
+                        (0..m).flat_map(|r| h.host(&t.select(0, r).unwrap())).collect()
+                    };
+                    let what = format!("{} {dtype} to {out} {trans_a} {trans_b}", h.name);
+                    close(&what, out, &rows(&ours), &rows(&single), 1e-5);
                 }
             }
         }

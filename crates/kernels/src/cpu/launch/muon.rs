@@ -1,9 +1,9 @@
 use super::{CpuKernels, same_contiguous};
 use crate::checks::dtypes;
-use crate::cpu::muon::{MomentumSlices, adamuon, apply, combine, momentum, normalize, normuon};
+use crate::cpu::muon::{MomentumSlices, adamuon, apply, combine, mirror, momentum, normalize, normuon};
 use crate::cpu::optimizer::UpdateSlices;
 use crate::cpu::optimizer_chunks::{Grad, Param, State};
-use crate::muon::{check_apply, check_copied, check_momentum, check_normalize, check_normuon};
+use crate::muon::{check_apply, check_combine, check_mirror, check_momentum, check_normalize, check_normuon};
 use crate::optimizer::check_scalars;
 use crate::{AdaptiveScale, ApplyUpdate, MomentumUpdate, MuonKernels, MuonMomentum, WeightDecay, scalars};
 use ferrotron_tensor::{Arg, DType, Result, Stream, Tensor, bf16, read, write};
@@ -107,41 +107,39 @@ impl MuonKernels for CpuKernels {
         Ok(())
     }
 
-    fn normalize(
-        &self,
-        s: &Stream,
-        x: &Tensor,
-        square: &Tensor,
-        eps: f32,
-        copy: Option<&Tensor>,
-    ) -> Result<()> {
+    fn normalize(&self, s: &Stream, x: &Tensor, square: &Tensor, eps: f32, out: &Tensor) -> Result<()> {
         const OP: &str = "normalize";
-        check_normalize(OP, x, square, copy)?;
-        let args: Vec<Arg> = [read(square), write(x)].into_iter().chain(copy.map(write)).collect();
-        s.launch(OP, &args, |l| {
+        check_normalize(OP, x, square, out)?;
+        s.launch(OP, &[read(square), read(x), write(out)], |l| {
             let norm = (l.slice::<f64>(0)?[0].sqrt() as f32).max(eps);
-            let copy = copy.map(|_| l.slice_mut::<bf16>(2)).transpose()?;
-            normalize(self.context(l), l.slice_mut(1)?, norm, copy);
+            match out.dtype() {
+                DType::F32 => normalize(self.context(l), l.slice(1)?, norm, l.slice_mut::<f32>(2)?),
+                _ => normalize(self.context(l), l.slice(1)?, norm, l.slice_mut::<bf16>(2)?),
+            }
             Ok(())
         })
     }
 
-    fn combine(
-        &self,
-        s: &Stream,
-        factors: [f32; 2],
-        x: &Tensor,
-        y: &Tensor,
-        copy: Option<&Tensor>,
-    ) -> Result<()> {
+    fn combine(&self, s: &Stream, factors: [f32; 2], x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "combine";
-        check_copied(OP, x, copy)?;
-        same_contiguous(OP, &[x, y])?;
-        dtypes(OP, DType::F32, &[y])?;
-        let args: Vec<Arg> = [write(x), read(y)].into_iter().chain(copy.map(write)).collect();
-        s.launch(OP, &args, |l| {
-            let copy = copy.map(|_| l.slice_mut::<bf16>(2)).transpose()?;
-            combine(self.context(l), factors, l.slice_mut(0)?, l.slice(1)?, copy);
+        check_combine(OP, x, y)?;
+        s.launch(OP, &[write(x), read(y)], |l| {
+            match x.dtype() {
+                DType::F32 => combine(self.context(l), factors, l.slice_mut::<f32>(0)?, l.slice(1)?),
+                _ => combine(self.context(l), factors, l.slice_mut::<bf16>(0)?, l.slice(1)?),
+            }
+            Ok(())
+        })
+    }
+
+    fn mirror(&self, s: &Stream, x: &Tensor, from: usize) -> Result<()> {
+        const OP: &str = "mirror";
+        let [_, side] = check_mirror(OP, x, from)?;
+        s.launch(OP, &[write(x)], |l| {
+            match x.dtype() {
+                DType::F32 => mirror(self.context(l), l.slice_mut::<f32>(0)?, side, from),
+                _ => mirror(self.context(l), l.slice_mut::<bf16>(0)?, side, from),
+            }
             Ok(())
         })
     }

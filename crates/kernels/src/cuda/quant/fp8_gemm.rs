@@ -33,6 +33,7 @@ impl Fp8Gemm<'_> {
                 scaling: [a.scaling, b.scaling],
                 fast: self.fast && a.scaling == ScalingMode::PerTensor,
             }),
+            stacks: None,
         }
     }
 }

@@ -152,12 +152,20 @@ fn muon() {
         ] {
             refused(&h, what, h.k.apply_update(&h.s, WeightDecay::L2, &scalars_t, &[one]));
         }
-        refused(&h, "an f32 square", h.k.normalize(&h.s, &g, &short, 1e-15, None));
-        refused(&h, "an f32 copy", h.k.normalize(&h.s, &g, &square, 1e-15, Some(&b)));
-        refused(&h, "a short operand", h.k.combine(&h.s, [1.0, 2.0], &g, &short, None));
+        refused(&h, "an f32 square", h.k.normalize(&h.s, &g, &short, 1e-15, &b));
+        refused(&h, "a short result", h.k.normalize(&h.s, &g, &square, 1e-15, &short));
+        refused(&h, "a short operand", h.k.combine(&h.s, [1.0, 2.0], &g, &short));
+        refused(&h, "a vector", h.k.mirror(&h.s, &g, 0));
+        refused(&h, "matrices that are not square", h.k.mirror(&h.s, &f(&[2, 3, 4]), 1));
+        refused(&h, "a boundary beyond the last row", h.k.mirror(&h.s, &f(&[2, 3, 3]), 4));
+        let (stack, two) = (f(&[2, 3, 3]), f(&[3, 3, 3]));
+        let unequal = BatchedGemm { a: &stack, trans_a: false, b: &two, trans_b: false, c: &stack };
+        refused(&h, "stacks of different numbers of matrices", h.k.gemm_batched(&h.s, &unequal));
         refused(&h, "a short moment", h.k.adamuon(&h.s, a, &scalars_t, &g, &short));
         refused(&h, "moments of the shorter side", h.k.normuon(&h.s, a, &scalars_t, &f(&[2, 3]), &f(&[2])));
         let ns = NewtonSchulz { coefficients: &[], bf16: false, gram: GramSide::Rows, sum: None };
         refused(&h, "a vector", newton_schulz(&*h.k, &h.s, &ns, &g));
+        let xs = [&f(&[2, 3]), &f(&[3, 2])];
+        refused(&h, "matrices of two shapes", newton_schulz_batched(&*h.k, &h.s, &ns, &xs));
     }
 }
