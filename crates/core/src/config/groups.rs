@@ -69,6 +69,8 @@ impl Recipe {
                 "steps must be 1 to 100; 5 are usual"
             } else if m.eps <= 0.0 || m.extra_scale <= 0.0 {
                 "eps and extra_scale must be above 0"
+            } else if m.adaptive == MuonAdaptive::Normuon && !m.split_qkv {
+                "normuon has second moments of q, k and v each; set split_qkv = true"
             } else if m.rest == OptimizerKind::Muon {
                 "rest updates what is no matrix; use \"adamw\" or \"lion\""
             } else {

@@ -1,21 +1,22 @@
 //! Muon on this rank's parameters: momentum, orthogonalization of every logical matrix by itself, and the step.
 //!
-//! A parameter may stack several matrices (q, k, v; gate, up; experts): each is orthogonalized and scaled alone. A matrix
-//! that tensor-parallel ranks share is treated as [`MuonTpMode`] says.
+//! A parameter may stack several matrices (q, k, v; gate, up; experts): each is orthogonalized and scaled alone, all of one
+//! shape in one batch. A matrix that tensor-parallel ranks share is treated as [`MuonTpMode`] says.
+
+mod matrix;
 
 use super::{GroupRule, Optimizer, UpdateRule};
 use crate::config::{
     MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
 };
 use crate::{Error, Result};
-use ferrotron_comm::{Communicator, ReduceOp};
-use ferrotron_engine::data_parallel::group_rank;
-use ferrotron_engine::{GradBuffer, GroupRank, ParamId, ParamSpec, Params, Part, Rank, Shard};
+use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Rank};
 use ferrotron_kernels::{
-    AdaptiveScale, ApplyUpdate, CoefficientSet, GramSide, MomentumUpdate, MuonMomentum, NewtonSchulz,
-    ScaleMode, SumOverRanks, WeightDecay, newton_schulz, normuon_lines,
+    AdaptiveScale, ApplyUpdate, CoefficientSet, MomentumUpdate, MuonMomentum, ScaleMode, WeightDecay,
+    normuon_lines,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
+use matrix::{Matrix, orthogonalize};
 
 /// Constants of Muon.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -40,6 +41,8 @@ pub struct MuonRule {
     pub second: AdaptiveScale,
     /// Matrices that tensor-parallel ranks share.
     pub tp_mode: MuonTpMode,
+    /// q, k and v are matrices of their own.
+    pub split_qkv: bool,
 }
 
 impl MuonRule {
@@ -72,6 +75,7 @@ impl MuonRule {
             adaptive: m.adaptive,
             second: AdaptiveScale { beta2: m.beta2 as f32, eps: m.eps as f32 },
             tp_mode: m.tp_mode,
+            split_qkv: m.split_qkv,
         }
     }
 }
@@ -134,97 +138,8 @@ fn matrix_shape(name: &str, shape: &[usize]) -> Result<[usize; 2]> {
     }
 }
 
-/// A logical matrix of a parameter on this rank.
-struct Matrix<'a> {
-    part: &'a Part,
-    shard: &'a Shard,
-    /// f32 update of this rank's shard, `[rows, cols]`.
-    local: Tensor,
-    /// Tensor-parallel ranks of the parameter.
-    group: &'a Communicator,
-    /// Second moments of NorMuon.
-    lines: Option<&'a Tensor>,
-}
-
-impl Matrix<'_> {
-    fn place(&self) -> GroupRank {
-        group_rank(self.group)
-    }
-
-    /// Whether every rank has all of it.
-    fn is_whole(&self) -> bool {
-        self.part.holders(self.place()).len() == self.group.size()
-    }
-
-    /// Orthogonalizes a whole matrix, or a shard as if it were one.
-    fn alone(&self, rank: &Rank, rule: &MuonRule, scalars: &Tensor, x: &Tensor) -> Result<()> {
-        let shape = matrix_shape(&self.part.name, x.shape())?;
-        let coefficients = &rule.coefficients.schedule(rule.steps);
-        let gram = GramSide::shorter(shape);
-        let ns = NewtonSchulz { coefficients, bf16: rule.bf16, gram, sum: None };
-        newton_schulz(&*rank.kernels, &rank.compute, &ns, x)?;
-        if let Some(lines) = self.lines {
-            rank.kernels.normuon(&rank.compute, rule.second, scalars, x, lines)?;
-        }
-        Ok(())
-    }
-
-    /// Gathers the whole matrix, orthogonalizes it on every rank alike, and keeps this rank's shard.
-    fn duplicated(&self, rank: &Rank, rule: &MuonRule, scalars: &Tensor) -> Result<()> {
-        let (s, k, n) = (&rank.compute, &rank.kernels, self.group.size());
-        let new = |shape: &[usize]| Tensor::empty(s, shape, DType::F32, Category::Workspace);
-        let shards: Vec<Shard> = (0..n).map(|r| self.part.cut(GroupRank { rank: r, size: n })).collect();
-        let shapes: Vec<Vec<usize>> = shards.iter().map(|c| c.shape(&self.part.shape)).collect();
-        let counts: Vec<usize> = shapes.iter().map(|x| x.iter().product()).collect();
-        let all = new(&[counts.iter().sum()])?;
-        let mine = self.local.view(&[self.local.numel()])?;
-        self.group.all_gather_v(s, &mine, &all, &counts, "updates of Muon")?;
-        let whole = new(&self.part.shape)?;
-        let mut at = 0;
-        for ((shard, shape), count) in shards.iter().zip(&shapes).zip(&counts).filter(|(_, n)| **n > 0) {
-            let from = all.narrow(0, at, *count)?.view(shape)?;
-            k.copy(s, &from, &whole.narrow(shard.axis, shard.range.start, shard.range.len())?)?;
-            at += count;
-        }
-        self.alone(rank, rule, scalars, &whole)?;
-        let own = &self.shard.range;
-        if own.is_empty() {
-            return Ok(());
-        }
-        Ok(k.copy(s, &whole.narrow(self.shard.axis, own.start, own.len())?, &self.local)?)
-    }
-
-    /// Iterates on the shards, with norms and Gram matrices summed over the ranks.
-    fn distributed(&self, rank: &Rank, rule: &MuonRule) -> Result<()> {
-        let sum = |t: &Tensor| -> ferrotron_tensor::Result<()> {
-            Ok(self.group.all_reduce(&rank.compute, t, ReduceOp::Sum, "Gram matrix of Muon")?)
-        };
-        let sum: &SumOverRanks = &sum;
-        // The side that no rank has a part of.
-        let gram = if self.shard.axis == 0 { GramSide::Columns } else { GramSide::Rows };
-        let coefficients = &rule.coefficients.schedule(rule.steps);
-        let ns = NewtonSchulz { coefficients, bf16: rule.bf16, gram, sum: Some(sum) };
-        Ok(newton_schulz(&*rank.kernels, &rank.compute, &ns, &self.local)?)
-    }
-
-    /// The finished direction in place of the momentum; returns nothing but the factor that scales it.
-    fn orthogonalize(&self, rank: &Rank, rule: &MuonRule, scalars: &Tensor) -> Result<f64> {
-        let whole = rule.scale.factor(matrix_shape(&self.part.name, &self.part.shape)?);
-        match rule.tp_mode {
-            _ if self.is_whole() => self.alone(rank, rule, scalars, &self.local)?,
-            MuonTpMode::Blockwise => {
-                self.alone(rank, rule, scalars, &self.local)?;
-                return Ok(rule.scale.factor(matrix_shape(&self.part.name, self.local.shape())?));
-            }
-            // Ranks that hold the same heads would be summed twice.
-            MuonTpMode::Distributed if !self.part.shared(self.group.size()) => {
-                self.distributed(rank, rule)?
-            }
-            _ => self.duplicated(rank, rule, scalars)?,
-        }
-        Ok(whole)
-    }
-}
+/// Bytes of updates that are held at once, at most, unless those of one parameter are more.
+const UPDATE_BYTES: usize = 512 << 20;
 
 impl Optimizer {
     /// Muon's step on the parameters `list`, of which this rank holds all or nothing. Tensor-parallel ranks hold the same
@@ -234,57 +149,95 @@ impl Optimizer {
         rank: &Rank,
         params: &Params,
         grads: &GradBuffer,
+        rules: (&GroupRule, &MuonRule),
+        list: &[usize],
+    ) -> Result<()> {
+        let bytes = |i: usize| {
+            let spec = &params.specs()[i];
+            let whole: usize = spec.parts.iter().map(|p| p.shape.iter().product::<usize>()).sum();
+            let gathered = if rank.tp_group(spec.experts).size() > 1 { whole } else { 0 };
+            (spec.numel() + gathered) * DType::F32.size()
+        };
+        let (mut start, mut held) = (0, 0);
+        for end in 0..list.len() {
+            if end > start && held + bytes(list[end]) > UPDATE_BYTES {
+                self.muon_updates(rank, params, grads, rules, &list[start..end])?;
+                (start, held) = (end, 0);
+            }
+            held += bytes(list[end]);
+        }
+        self.muon_updates(rank, params, grads, rules, &list[start..])
+    }
+
+    /// The step on a few parameters together.
+    fn muon_updates(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        grads: &GradBuffer,
         (group, rule): (&GroupRule, &MuonRule),
         list: &[usize],
     ) -> Result<()> {
         let (k, s, scalars) = (&rank.kernels, &rank.compute, self.scalars());
-        let first = group.states();
+        let names = group.states();
         let state = |name: &str| self.moments.iter().find(|m| m.name() == name);
-        let (Some(momentum), second) = (state(first[0].0), first.get(1).and_then(|m| state(m.0))) else {
+        let (Some(momentum), second) = (state(names[0].0), names.get(1).and_then(|m| state(m.0))) else {
             return Err(Error::Invalid("Muon has no momentum".into()));
         };
+        let new = |n: usize| Tensor::empty(s, &[n], DType::F32, Category::Workspace);
+        let mut pairs = Vec::with_capacity(list.len());
         for &i in list {
             let spec = &params.specs()[i];
             let (piece, grad) = grads.piece(rank, ParamId(i))?;
             if piece.param_range != (0..spec.numel()) {
                 let name = spec.parts.first().map_or("", |p| &p.name);
-                return Err(Error::Invalid(format!(
-                    "Muon needs {name} whole, not {:?} of it",
-                    piece.param_range
-                )));
+                let held = &piece.param_range;
+                return Err(Error::Invalid(format!("Muon needs {name} whole, not {held:?} of it")));
             }
-            let update = Tensor::empty(s, &[spec.numel()], DType::F32, Category::Workspace)?;
-            let master = &self.masters.pieces()[i];
-            let wd_mult = group.weight_decay_of(spec);
-            let l2 = (rule.decay == WeightDecay::L2).then_some(master);
-            let one =
-                MomentumUpdate { grad: &grad, momentum: &momentum.pieces()[i], l2, wd_mult, update: &update };
-            k.muon_momentum(s, rule.momentum, scalars, &[one])?;
-            for (part_index, (part, shard, range)) in spec.held().enumerate() {
-                let local = update.narrow(0, range.start, range.len())?;
-                let matrix = Matrix {
-                    part,
-                    shard,
-                    local: local.view(&shard.shape(&part.shape))?,
-                    group: rank.tp_group(spec.experts),
-                    lines: self.lines.of(i, part_index),
-                };
-                let factor = matrix.orthogonalize(rank, rule, scalars)? * rule.extra_scale;
-                if range.is_empty() {
-                    continue;
-                }
-                if let Some(second) = second {
-                    let v = second.pieces()[i].narrow(0, range.start, range.len())?;
-                    k.adamuon(s, rule.second, scalars, &local, &v)?;
-                }
-                k.scale(s, &local, factor as f32)?;
-            }
-            let weight = self.weight(params, i)?;
-            let narrow = params.dtype() != DType::F32 && !spec.fp8_resident();
-            let weight = narrow.then_some(&weight);
-            let one = ApplyUpdate { master, weight, update: &update, lr_mult: group.lr, wd_mult };
-            k.apply_update(s, rule.decay, scalars, &[one])?;
+            pairs.push((grad, new(spec.numel())?));
         }
-        Ok(())
+        let wd_mult = |i: usize| group.weight_decay_of(&params.specs()[i]);
+        let momenta = list.iter().zip(&pairs).map(|(&i, (grad, update))| {
+            let l2 = (rule.decay == WeightDecay::L2).then_some(&self.masters.pieces()[i]);
+            MomentumUpdate { grad, momentum: &momentum.pieces()[i], l2, wd_mult: wd_mult(i), update }
+        });
+        k.muon_momentum(s, rule.momentum, scalars, &momenta.collect::<Vec<_>>())?;
+        let mut matrices = Vec::new();
+        for (&i, (_, update)) in list.iter().zip(&pairs) {
+            let spec = &params.specs()[i];
+            for which in rule.matrices(spec) {
+                let lines = self.lines.of(i, which.start);
+                let (mut matrix, range) =
+                    Matrix::new(rule, spec, which, update, rank.tp_group(spec.experts))?;
+                matrix.begin(rank, rule)?;
+                let second = match second {
+                    Some(v) => Some(v.pieces()[i].narrow(0, range.start, range.len())?),
+                    None => None,
+                };
+                matrices.push((matrix, update.narrow(0, range.start, range.len())?, lines, second));
+            }
+        }
+        let operands: Vec<&Tensor> = matrices.iter().filter_map(|(m, ..)| m.operand()).collect();
+        orthogonalize(rank, rule, &operands)?;
+        for (matrix, local, lines, second) in &matrices {
+            if let (Some(lines), Some(x)) = (lines, matrix.operand()) {
+                k.normuon(s, rule.second, scalars, x, lines)?;
+            }
+            let factor = matrix.finish(rank, rule)?;
+            if local.numel() == 0 {
+                continue;
+            }
+            if let Some(v) = second {
+                k.adamuon(s, rule.second, scalars, local, v)?;
+            }
+            k.scale(s, local, factor as f32)?;
+        }
+        let weights = list.iter().map(|i| self.weight(params, *i)).collect::<Result<Vec<_>>>()?;
+        let steps = list.iter().zip(&pairs).zip(&weights).map(|((&i, (_, update)), weight)| {
+            let narrow = params.dtype() != DType::F32 && !params.specs()[i].fp8_resident();
+            let (master, weight) = (&self.masters.pieces()[i], narrow.then_some(weight));
+            ApplyUpdate { master, weight, update, lr_mult: group.lr, wd_mult: wd_mult(i) }
+        });
+        Ok(k.apply_update(s, rule.decay, scalars, &steps.collect::<Vec<_>>())?)
     }
 }

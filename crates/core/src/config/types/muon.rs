@@ -110,6 +110,8 @@ pub struct MuonSettings {
     pub products: MuonProducts,
     /// Tensor parallelism.
     pub tp_mode: MuonTpMode,
+    /// Orthogonalize q, k and v of an attention layer separately; else the fused QKV matrix as one.
+    pub split_qkv: bool,
     /// Optimizer of everything but the matrices of the layers.
     pub rest: OptimizerKind,
 }
@@ -129,6 +131,7 @@ impl Default for MuonSettings {
             eps: 1e-8,
             products: MuonProducts::Bf16,
             tp_mode: MuonTpMode::Duplicated,
+            split_qkv: true,
             rest: OptimizerKind::AdamW,
         }
     }
@@ -138,7 +141,7 @@ impl KeyType for MuonSettings {
     fn expects() -> String {
         "a table of any of momentum (0.95), nesterov (true), steps (5), coefficients (\"quintic\"), scale (\"spectral\"), \
          extra_scale (0.2), weight_decay (\"decoupled\"), adaptive (\"none\"), beta2 (0.95), eps (1e-8), products (\"bf16\"), \
-         tp_mode (\"duplicated\"), rest (\"adamw\")"
+         tp_mode (\"duplicated\"), split_qkv (true), rest (\"adamw\")"
             .into()
     }
 }
