@@ -5,11 +5,12 @@ mod fp8;
 mod gemm;
 mod grouped_gemm;
 mod memory_bound;
+mod muon;
 mod optimizer;
 
 use super::kernels::KernelWork;
 use crate::Result;
-use crate::config::{OptimizerKind, Resolved};
+use crate::config::{MuonSettings, OptimizerKind, Resolved};
 use crate::model::{LinearInfo, ModelConfig};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::NormalFill;
@@ -45,6 +46,7 @@ struct Sizes {
     tokens: usize,
     dtype: DType,
     optimizer: OptimizerKind,
+    muon: Option<MuonSettings>,
     model: ModelConfig,
 }
 
@@ -63,6 +65,7 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<KernelCase> {
         tokens: batch * seq,
         dtype: r.config.precision.dtype.dtype(),
         optimizer: r.config.optimizer.kind,
+        muon: r.config.optimizer.muon,
         model: r.model.clone(),
     };
     [
@@ -72,6 +75,7 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<KernelCase> {
         attention::cases(&z),
         memory_bound::cases(&z),
         optimizer::cases(&z),
+        muon::cases(&z),
     ]
     .into_iter()
     .flatten()
