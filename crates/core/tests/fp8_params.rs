@@ -155,11 +155,12 @@ fn an_fp8_resident_lm_head_is_bit_equal() {
 #[test]
 fn every_layout_is_bit_equal() {
     for scaling in SCALINGS {
-        for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
+        for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2", "parallel.zero=3"] {
             equal("dp=2", 20, &[scaling, zero]);
         }
         for layout in ["dp=3", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2"] {
             equal(layout, 6, &[scaling, "parallel.zero=1"]);
+            equal(layout, 6, &[scaling, "parallel.zero=3", "train.recompute=full"]);
         }
         for layout in ["tp=2", "pp=2"] {
             equal(layout, 20, &[scaling]);

@@ -56,7 +56,7 @@ struct Case {
 
 impl Case {
     fn layout(&self) -> RankLayout {
-        RankLayout { tp: self.tp, cp: self.cp, pp: self.pp, dp: Some(self.dp), ..RankLayout::default() }
+        self.recipe().config.parallel.layout()
     }
 
     fn recipe(&self) -> Resolved {
@@ -357,6 +357,25 @@ fn memory_is_sharded() {
                     assert!((0.9..1.1).contains(&share), "{what}: {share} of an even share");
                 }
             }
+        }
+    }
+}
+
+/// HSDP: every instance of the shards has the same bits, and the steps of one rank up to the order of additions.
+#[test]
+fn hsdp_matches_ddp() {
+    for set in [
+        &["parallel.fsdp_group=2", "model.tied=true"][..],
+        &["parallel.fsdp_group=2", "model.tied=false", "optimizer.kind=muon"],
+        &["parallel.fsdp_group=1"],
+        &["parallel.fsdp_group=4"],
+    ] {
+        for (tp, cp, pp, dp) in [(1, 1, 1, 4), (2, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 4)] {
+            let case = |zero, set| Case { tp, cp, pp, dp, zero, overlap: true, set };
+            let (hybrid, what) = (made(&case(3, set)), format!("tp{tp} cp{cp} pp{pp} dp{dp} {set:?}"));
+            near(&what, &hybrid, &made(&case(2, &set[1..])), 1e-5);
+            let away: &'static [&'static str] = Vec::leak([set, &["parallel.comm_unit=1GB"]].concat());
+            equal(&what, &made(&Case { overlap: false, ..case(3, away) }), &hybrid);
         }
     }
 }

@@ -48,6 +48,11 @@ pub struct Rank {
     pub etp: Communicator,
     /// Expert-data-parallel group: the same experts, other tokens. Expert gradients are reduced over it.
     pub expert_dp_group: Communicator,
+    /// What shards of weights, gradients and optimizer state are spread over: the dp × cp group, or with HSDP a part of it;
+    /// of expert parameters the expert-data-parallel group, or a part of that.
+    pub shard_groups: [Communicator; 2],
+    /// HSDP: ranks that hold the same shard, of dense and of expert parameters; groups of one elsewhere.
+    pub shard_replica_groups: [Communicator; 2],
     /// Overlap communication with computation on [`Rank::comm_stream`]. Results are bit-equal either way.
     pub overlap: bool,
     /// Seed of initialization and dropout.
@@ -103,6 +108,8 @@ impl Rank {
             etp_ep_group: solo(),
             etp: solo(),
             expert_dp_group: solo(),
+            shard_groups: [solo(), solo()],
+            shard_replica_groups: [solo(), solo()],
         })
     }
 
@@ -111,9 +118,14 @@ impl Rank {
         if experts { &self.etp } else { &self.tp }
     }
 
-    /// The data-parallel group of expert or of all other parameters.
+    /// The data-parallel ranks that shard expert or all other parameters between them.
     pub fn dp_group(&self, experts: bool) -> &Communicator {
-        if experts { &self.expert_dp_group } else { &self.dp_cp_group }
+        &self.shard_groups[usize::from(experts)]
+    }
+
+    /// The data-parallel ranks that hold the same shard of expert or of all other parameters (HSDP).
+    pub fn shard_replica_group(&self, experts: bool) -> &Communicator {
+        &self.shard_replica_groups[usize::from(experts)]
     }
 
     /// This rank's position in the expert-parallel group.

@@ -346,6 +346,9 @@ keys! {
         etp: Option<usize> = None, "expert_tensor_parallel_size";
         /// ZeRO stage: 0 none, 1 shards optimizer state over data-parallel ranks, 2 gradients too, 3 weights too (FSDP).
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
+        /// With parallel.zero = 3: ranks that shard weights, gradients and optimizer state between them (HSDP); unset means
+        /// all data-parallel ranks. Groups of this size hold the same shards.
+        fsdp_group: Option<usize> = None, "num_distributed_optimizer_instances", "outer_dp_sharding_strategy", "hsdp", "data_parallel_shard_size";
         /// Bytes of data-parallel communication in flight: "800MB". With parallel.zero = 3, of layers gathered ahead, and of
         /// gradients being reduced; derived as two layers. Otherwise two buckets; derived so that they saturate the network.
         comm_unit: Option<ByteCount> = None, "suggested_communication_unit_size", "ddp_bucket_size", "bucket_size";

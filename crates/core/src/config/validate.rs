@@ -121,6 +121,17 @@ impl Recipe {
         if p.zero > 3 {
             return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");
         }
+        if let Some(size) = p.fsdp_group {
+            let replicas = p.dp.saturating_mul(p.cp);
+            if p.zero != 3 {
+                return self.refuse("parallel.fsdp_group", "is for sharded weights; set parallel.zero to 3");
+            }
+            if size == 0 || !replicas.is_multiple_of(size) {
+                let what =
+                    format!("must divide the {replicas} data-parallel ranks (parallel.dp x parallel.cp)");
+                return self.refuse("parallel.fsdp_group", &what);
+            }
+        }
         if p.comm_unit.is_some_and(|bytes| bytes.0 == 0) {
             return self.refuse("parallel.comm_unit", "must be at least 1 byte; leave it out to derive it");
         }

@@ -106,8 +106,7 @@ impl MemoryEstimate {
     /// Bytes by category on one rank of a stage.
     pub fn stage(&self, shape: &StepShape) -> Result<MemoryBytes> {
         let description = ModelDescription::new(shape)?;
-        let ranks = &shape.ranks;
-        let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
+        let replicas = shape.shard_ranks().map(|place| place.size);
         let zero = if replicas.iter().any(|n| *n > 1) { shape.zero } else { 0 };
         let layout = shape.param_layout(&description.params);
         let plan = BucketPlan::new(&description.params, replicas, layout.bucket);

@@ -27,6 +27,7 @@ impl StepShape {
             options: options(r),
             zero: p.zero,
             comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
+            instances: p.layout().instances,
             ranks,
         })
     }
@@ -46,6 +47,7 @@ impl StepShape {
             options: options(r),
             zero: 0,
             comm_unit: None,
+            instances: 1,
         }
     }
 

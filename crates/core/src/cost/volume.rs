@@ -103,8 +103,7 @@ pub fn step_volume(shape: &StepShape) -> Result<ByGroup> {
 
 /// The collectives of a step that belong to no layer.
 pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collective> {
-    let ranks = &shape.ranks;
-    let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
+    let replicas = shape.shard_ranks().map(|place| place.size);
     let plan = BucketPlan::new(params, replicas, shape.param_layout(params).bucket);
     let mut step = StepVolume { shape, params, out: Vec::new() };
     step.amax();
@@ -187,7 +186,7 @@ impl StepVolume<'_> {
         let (tp, group) =
             if bucket.experts { (Group::Etp, Group::ExpertDp) } else { (Group::Tp, Group::DpCp) };
         let here = if bucket.experts { ranks.etp } else { ranks.tp };
-        let replicas = if bucket.experts { ranks.expert_dp } else { ranks.dp_cp };
+        let replicas = self.shape.shard_ranks()[usize::from(bucket.experts)];
         let zero = self.zero(most_replicas);
         let rounds = if zero > 1 { self.shape.micro_batches } else { 1 };
         for _ in 0..rounds {
@@ -211,6 +210,10 @@ impl StepVolume<'_> {
             }
         }
         self.muon(bucket, tp, here, if zero > 0 { Some(replicas) } else { None });
+        if self.shape.instances > 1 {
+            let n = self.shape.instances as u64;
+            self.send(group, OpKind::AllReduce, 2 * (n - 1) * 4 * shard as u64 / n);
+        }
         if bucket.tied_across_stages {
             let held = if zero > 0 { shard } else { bucket.len };
             self.all_reduce(Group::Embedding, 4 * held);

@@ -38,7 +38,7 @@ pub(super) struct DerivedGroup {
 }
 
 /// All derived groups, under Megatron's names.
-const DERIVED: [DerivedGroup; 6] = {
+const DERIVED: [DerivedGroup; 7] = {
     use GridKind::{Dense, Expert};
     use Members::*;
     const fn group(
@@ -53,6 +53,7 @@ const DERIVED: [DerivedGroup; 6] = {
         group("embd", Dense, &[Pp], FirstAndLast),
         group("pos-embd", Dense, &[Pp], First),
         group("intra-dp-cp", Dense, &[Dp, Cp], WithinInstance),
+        group("inter-dp-cp", Dense, &[Dp, Cp], AcrossInstances),
         group("intra-edp", Expert, &[Dp], WithinInstance),
         group("inter-edp", Expert, &[Dp], AcrossInstances),
         group("instance", Expert, &[Tp, Ep, Pp], WholeInstance),

@@ -92,7 +92,9 @@ impl crate::config::ParallelSection {
             Ok(least) => tp.saturating_mul(cp).saturating_mul(pp).saturating_mul(self.dp) / least,
             Err(_) => self.dp,
         };
-        RankLayout { dp: Some(dp), ..layout }
+        let replicas = self.dp.saturating_mul(cp);
+        let instances = self.fsdp_group.map_or(1, |n| replicas / n.clamp(1, replicas.max(1)));
+        RankLayout { dp: Some(dp), instances, ..layout }
     }
 }
 

@@ -54,8 +54,28 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         }
         mine(group)
     };
+    let expert_dp_group = or(Group::ExpertDp)?;
+    // HSDP splits the data-parallel groups into instances, each with all shards.
+    let part = |name: &'static str, axes: &str| -> Result<Communicator> {
+        let mut found = Communicator::solo();
+        for ranks in grid.groups(axes)? {
+            if let Some(own) = world.group(name, &ranks)? {
+                found = own;
+            }
+        }
+        Ok(found)
+    };
+    let (shard_groups, shard_replica_groups) = match grid.layout().instances {
+        1 => ([dp_cp_group.clone(), expert_dp_group.clone()], [Communicator::solo(), Communicator::solo()]),
+        _ => (
+            [part("fsdp", "intra-dp-cp")?, part("expert_fsdp", "intra-edp")?],
+            [part("fsdp_replicas", "inter-dp-cp")?, part("expert_fsdp_replicas", "inter-edp")?],
+        ),
+    };
     Ok(Rank {
         world: world.clone(),
+        shard_groups,
+        shard_replica_groups,
         pp: mine(Group::Pp)?,
         pp_backward_group: mine(Group::PpBackward)?,
         embedding_group: mine(Group::Embedding)?,
@@ -63,7 +83,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         tp_dp_cp_group: or(Group::TpDpCp)?,
         etp_ep_group: or(Group::EtpEp)?,
         etp: or(Group::Etp)?,
-        expert_dp_group: or(Group::ExpertDp)?,
+        expert_dp_group,
         dp,
         dp_cp_group,
         cp,

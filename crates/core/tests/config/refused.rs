@@ -17,7 +17,14 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
         ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
         ("parallel.stages = \"Et|L\"", "parallel.stages"),
-        ("parallel.zero = 3", "r.toml:3: parallel.zero: must be 0, 1 or 2"),
+        ("parallel.zero = 4", "r.toml:3: parallel.zero: must be 0, 1, 2 or 3"),
+        ("parallel.comm_unit = 0", "parallel.comm_unit: must be at least 1 byte; leave it out to derive it"),
+        ("parallel.comm_unit = \"8 apples\"", "a number of bytes such as 800000000, \"800MB\" or \"512MiB\""),
+        ("parallel.fsdp_group = 2", "parallel.fsdp_group: is for sharded weights; set parallel.zero to 3"),
+        (
+            "parallel.zero = 3\nparallel.fsdp_group = 3\nparallel.dp = 4",
+            "parallel.fsdp_group: must divide the 4 data-parallel ranks",
+        ),
         ("parallel.tp = 3", "parallel.tp: tp=3 does not divide"),
         (
             "train.micro_batch = 5",

@@ -69,7 +69,15 @@ fn every_layout_is_bit_equal() {
         for layout in ["ep=2", "pp=2,ep=2"] {
             equal(layout, 6, &[scaling]);
         }
-        for (layout, zero) in [("dp=2", 0), ("dp=2", 1), ("dp=2", 2), ("dp=3", 1), ("dp=2,ep=2", 1)] {
+        for (layout, zero) in [
+            ("dp=2", 0),
+            ("dp=2", 1),
+            ("dp=2", 2),
+            ("dp=3", 1),
+            ("dp=2,ep=2", 1),
+            ("dp=3", 3),
+            ("dp=2,ep=2", 3),
+        ] {
             equal(layout, 6, &[scaling, "train.micro_batch=1", &format!("parallel.zero={zero}")]);
         }
         equal("dp=3", 4, &[scaling, "train.micro_batch=1", "parallel.zero=1", "parallel.overlap=false"]);
@@ -77,7 +85,9 @@ fn every_layout_is_bit_equal() {
     }
     // With etp = 2 a rank holds half of an expert's width.
     for scaling in SCALINGS {
-        for (layout, zero) in [("ep=2,etp=2", 1), ("tp=2,ep=2,etp=1", 0), ("dp=2,etp=2", 1)] {
+        for (layout, zero) in
+            [("ep=2,etp=2", 1), ("tp=2,ep=2,etp=1", 0), ("dp=2,etp=2", 1), ("dp=2,etp=2", 3)]
+        {
             let zero = format!("parallel.zero={zero}");
             equal(layout, 4, &[scaling, "moe.ffn=256", "train.micro_batch=1", &zero]);
         }

@@ -1,4 +1,4 @@
-//! The generated matrix: every legal layout, schedule and ZeRO level, four models, two dtypes.
+//! The generated matrix: every legal layout, schedule and ZeRO level, four models, two dtypes, recomputation.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -24,6 +24,8 @@ struct Case {
     zero: usize,
     zero_bubble: bool,
     overlap: bool,
+    /// What backward recomputes.
+    recompute: &'static str,
 }
 
 impl Case {
@@ -38,6 +40,7 @@ impl Case {
             format!("parallel.zero={}", self.zero),
             format!("parallel.schedule={order}"),
             format!("parallel.overlap={}", self.overlap),
+            format!("train.recompute={}", self.recompute),
         ];
         recipe(&self.layout, &set.each_ref().map(String::as_str))
     }
@@ -52,7 +55,7 @@ impl Case {
             (!self.overlap, "without overlap"),
         ];
         let words: Vec<&str> = words.into_iter().filter(|w| w.0).map(|w| w.1).collect();
-        format!("{} zero={} {}", self.layout, self.zero, words.join(" "))
+        format!("{} zero={} recompute={} {}", self.layout, self.zero, self.recompute, words.join(" "))
     }
 
     /// Loss and gradients of the first step, then an evaluation of three micro-batches: over two or four data-parallel
@@ -113,11 +116,14 @@ fn whole() -> Vec<Case> {
     let each = |out: &mut Vec<Case>, variant: Variant, [tp, cp, pp, dp]: [usize; 4]| {
         for vp in if pp > 1 { &[1, 2][..] } else { &[1] } {
             for zero_bubble in if pp > 1 { &yes_no[..] } else { &[false] } {
-                for zero in if cp * dp > 1 { &[0, 1, 2][..] } else { &[0] } {
+                for zero in if cp * dp > 1 { &[0, 1, 2, 3][..] } else { &[0] } {
                     let layout = RankLayout { tp, cp, pp, vp: *vp, dp: Some(dp), ..RankLayout::default() };
                     // Half of the cases run without overlap, spread over all other options.
                     let overlap = (out.len() / 2 + out.len()).is_multiple_of(2);
-                    out.push(Case { variant, layout, zero: *zero, zero_bubble: *zero_bubble, overlap });
+                    let recompute =
+                        ["none", "full", "[\"attention\",\"mlp\"]", "[\"norm\"]"][out.len() / 3 % 4];
+                    let zero_bubble = *zero_bubble;
+                    out.push(Case { variant, layout, zero: *zero, zero_bubble, overlap, recompute });
                 }
             }
         }
@@ -153,13 +159,16 @@ fn loss_and_gradients_of_the_matrix_match_one_rank() {
         "whole" => all,
         n => sample(all, n.parse().unwrap_or(160), seed),
     };
+    if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
+        cases.retain(|c| c.name().contains(&part));
+    }
     // Cheap cases first, so that errors show early.
     cases.sort_by_key(|c| c.layout.world().unwrap());
     let begin = Instant::now();
     let (mut references, mut wrong) = (HashMap::new(), Vec::new());
     for (i, case) in cases.iter().enumerate() {
         let reference = references.entry(case.variant).or_insert_with(|| {
-            let one = Case { layout: one(), zero: 0, zero_bubble: false, ..case.clone() };
+            let one = Case { layout: one(), zero: 0, zero_bubble: false, recompute: "none", ..case.clone() };
             one.outcome().unwrap()
         });
         if let Some(what) = case.check(reference) {

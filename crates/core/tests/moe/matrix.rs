@@ -129,7 +129,8 @@ fn whole() -> Vec<Case> {
                     RankLayout { tp, cp, pp, ep, etp: Some(etp), dp: Some(dp), ..RankLayout::default() };
                 if layout.world().is_ok_and(|n| n <= 16) && Grid::of(layout.clone()).is_ok() {
                     let n = out.len();
-                    let (zero, all_gather, overlap) = (n % 3, (n / 3).is_multiple_of(3), n.is_multiple_of(2));
+                    let (zero, all_gather, overlap) =
+                        (n % 4, (n / 4).is_multiple_of(3), (n / 4 + n).is_multiple_of(2));
                     let paired = ep * etp > 1 && !all_gather && (n / 2).is_multiple_of(2);
                     out.push(Case { variant, layout, zero, all_gather, overlap, paired });
                 }

@@ -66,7 +66,10 @@ fn equal(text: &str, set: &[&str]) {
         );
         assert_eq!(plain.reports, paired.reports, "{what}");
         assert_eq!(plain.loads, paired.loads, "{what}");
-        assert_eq!(plain.sent, paired.sent, "{what}");
+        // Sharded weights are not gathered again where they still are, which depends on the order of passes.
+        if !set.contains(&"parallel.zero=3") {
+            assert_eq!(plain.sent, paired.sent, "{what}");
+        }
         assert_eq!(plain.tensors.len(), paired.tensors.len(), "{what}");
         for (a, b) in plain.tensors.iter().zip(&paired.tensors) {
             assert_eq!((&a.name, bits(a)), (&b.name, bits(b)), "{what}");
@@ -111,6 +114,8 @@ fn every_moe_option_is_bit_equal_to_1f1b() {
         &["train.recompute=[\"mlp\"]", "moe.balance=global_aux"],
         &["train.recompute=[\"attention\",\"norm\",\"activation\"]"],
         &["parallel.zero=2", "parallel.comm_unit=16000"],
+        &["parallel.zero=3", "train.recompute=full"],
+        &["parallel.zero=3", "parallel.comm_unit=1"],
         &["parallel.zero=0", "parallel.overlap=false"],
         &["precision.dtype=bf16"],
         &["precision.dtype=bf16", "precision.recipe=fp8-delayed"],
@@ -122,6 +127,11 @@ fn every_moe_option_is_bit_equal_to_1f1b() {
         ],
     ] {
         for text in ["ep=2", "pp=2,ep=2"] {
+            equal(text, set);
+        }
+    }
+    for set in [&["parallel.zero=3"][..], &["parallel.zero=3", "mtp.layers=1", "parallel.comm_unit=1MB"]] {
+        for text in ["ep=2,dp=4", "pp=2,ep=2,dp=4"] {
             equal(text, set);
         }
     }

@@ -81,6 +81,8 @@ fn zero_and_other_schedules_match_one_rank() {
         let wanted = step(&one(), &[tied]);
         for (text, set) in [
             ("pp=2,dp=2", &["parallel.zero=2", "parallel.comm_unit=24000"][..]),
+            ("pp=2,dp=2", &["parallel.zero=3", "parallel.schedule=zero-bubble"]),
+            ("dp=4", &["parallel.zero=3"]),
             ("pp=2,dp=2", &["parallel.zero=1", "parallel.schedule=zero-bubble"]),
             ("pp=2", &["parallel.stages=Ettt|mmL", "parallel.schedule=zero-bubble"]),
             ("pp=2", &["mtp.detach=false", "parallel.overlap=false"]),

@@ -125,7 +125,8 @@ fn layouts_agree_on_the_scale() {
         all[0].clone()
     };
     let one = go("dp=1", "parallel.zero=0");
-    for (layout, zero) in [("tp=2", 0), ("dp=2", 1), ("pp=2", 0), ("cp=2", 0), ("tp=2,dp=2", 2)] {
+    for (layout, zero) in [("tp=2", 0), ("dp=2", 1), ("pp=2", 0), ("cp=2", 0), ("tp=2,dp=2", 2), ("dp=2", 3)]
+    {
         let all = go(layout, &format!("parallel.zero={zero}"));
         for (i, (a, b)) in all.iter().zip(&one).enumerate() {
             assert_eq!(a.loss_scale, b.loss_scale, "{layout} step {i}");

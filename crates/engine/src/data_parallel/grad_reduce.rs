@@ -153,6 +153,19 @@ impl GradBuffer {
         while !self.in_flight.is_empty() {
             self.wait_for_oldest(rank)?;
         }
+        // HSDP: the sum over the ranks that hold the same shard, of other data.
+        for bucket in 0..self.buckets.len() {
+            let replicas = rank.shard_replica_group(self.plan.buckets()[bucket].experts);
+            if replicas.size() > 1 {
+                let shard = self.local(rank, bucket)?;
+                replicas.all_reduce(
+                    &rank.compute,
+                    &shard,
+                    ReduceOp::Sum,
+                    "gradients of replicated shards",
+                )?;
+            }
+        }
         // A tied parameter is alone in its bucket, so that first and last stage have the same shard.
         for bucket in 0..self.buckets.len() {
             if self.plan.buckets()[bucket].tied_across_stages {
@@ -200,7 +213,8 @@ impl GradBuffer {
         let mut out = Vec::new();
         let whole = self.scheme.optimizer.is_full_size();
         for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror && !s.group.frozen) {
-            if whole && rank.dp_group(spec.experts).rank() > 0 {
+            let copy = rank.shard_replica_group(spec.experts).rank() > 0;
+            if copy || (whole && rank.dp_group(spec.experts).rank() > 0) {
                 continue;
             }
             let here = group_rank(rank.tp_group(spec.experts));

@@ -132,7 +132,7 @@ impl Params {
                 format!("FP8 GEMMs in a model that computes in {dtype}; set precision.dtype = \"bf16\"");
             return Err(Error::Unsupported { op: "parameters", what });
         }
-        let replicas = [rank.dp_cp_group.size(), rank.expert_dp_group.size()];
+        let replicas = [false, true].map(|experts| rank.dp_group(experts).size());
         let plan = Arc::new(BucketPlan::new(&specs, replicas, layout.bucket));
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();

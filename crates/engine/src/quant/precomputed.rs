@@ -67,7 +67,7 @@ impl WeightAmax {
 /// Whether this rank has all of its experts' masters and shares none of them: then quantizing measures them on the
 /// way.
 pub(super) fn holds_whole_experts(rank: &Rank, placement: Placement) -> bool {
-    let whole = placement == Placement::Replicate || rank.expert_dp_group.size() == 1;
+    let whole = placement == Placement::Replicate || rank.dp_group(true).size() == 1;
     whole && rank.etp.size() == 1
 }
 

@@ -262,6 +262,8 @@ pub struct StepShape {
     pub zero: usize,
     /// Bytes of data-parallel communication in flight, if given.
     pub comm_unit: Option<usize>,
+    /// HSDP: groups of data-parallel ranks that each hold all shards.
+    pub instances: usize,
 }
 
 /// Rows of a micro-batch on this rank.
@@ -276,6 +278,14 @@ pub(crate) struct Rows {
 }
 
 impl StepShape {
+    /// This rank among those that shard dense and expert parameters between them.
+    pub fn shard_ranks(&self) -> [GroupRank; 2] {
+        [self.ranks.dp_cp, self.ranks.expert_dp].map(|all| {
+            let size = (all.size / self.instances.max(1)).max(1);
+            GroupRank { rank: all.rank % size, size }
+        })
+    }
+
     /// How weights are laid out, given the parameters of this rank.
     pub fn param_layout(&self, params: &[ParamSpec]) -> ParamLayout {
         let replicas = self.ranks.dp_cp.size.max(self.ranks.expert_dp.size);
