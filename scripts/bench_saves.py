@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""What saving costs a run: the same run with a checkpoint every 5 steps and without, in turn; medians of pairs.
+"""What saving costs a run: the five steps after a checkpoint, against the next five of the same run, which has one every ten.
+Windows of one run share the state of the machine, which differs more between runs than saves cost.
 
 On the CPU: a model of 50 million parameters on 4 processes. On a GPU: llama-1b with 0.5 M tokens a step.
 Needs a release build (cargo build --release), mpirun on the CPU, and an otherwise idle machine. Checkpoints go to a folder
 in OUT (default: the system's folder for temporary files); use a memory-backed one if the disk writes less than 0.5 GB/s.
-Usage: scripts/bench_saves.py cpu|gpu [PAIRS=3] [OUT [KEY=VALUE...]]      FERROTRON_BIN names another binary; keys are for gpu"""
-import os, pathlib, shutil, statistics, subprocess, sys, tempfile, time
+Usage: scripts/bench_saves.py cpu|gpu [PAIRS=7] [OUT [KEY=VALUE...]]      FERROTRON_BIN names another binary; keys are for gpu"""
+import json, os, pathlib, shutil, statistics, subprocess, sys, tempfile
 
-kind, pairs = sys.argv[1] if len(sys.argv) > 1 else "cpu", int(sys.argv[2]) if len(sys.argv) > 2 else 3
+kind, pairs = sys.argv[1] if len(sys.argv) > 1 else "cpu", int(sys.argv[2]) if len(sys.argv) > 2 else 7
 root = pathlib.Path(__file__).resolve().parent.parent
 binary = os.environ.get("FERROTRON_BIN", str(root / "target/release/ferrotron"))
 home = pathlib.Path(tempfile.mkdtemp(dir=sys.argv[3] if len(sys.argv) > 3 else None))
 
-STEPS = 11  # saves after 5 and 10
+WINDOW = 5
+STEPS = 2 * WINDOW * (pairs + 1)
 CPU = """
 [model]
 layers = 8
@@ -50,31 +52,24 @@ else:
     command += [word for key in keys + sys.argv[4:] for word in ("--set", key)]
 
 
-def measure(every):
-    """Seconds from the end of the first step to the end of the last, as the log's growth shows it."""
-    out = home / f"run-{every}"
-    shutil.rmtree(out, ignore_errors=True)
-    child = subprocess.Popen(
-        command + ["--out", str(out), "--set", f"checkpoint.every={every}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+def measure():
+    """Seconds of five steps after each save, and of the five before the next: (with, without)."""
+    out = home / "run"
+    ended = subprocess.run(
+        command + ["--out", str(out), "--set", f"checkpoint.every={2 * WINDOW}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
-    log, times = out / "events.jsonl", {}
-    while child.poll() is None and len(times) < STEPS:
-        text = log.read_text() if log.exists() else ""
-        for n in range(len(times), text.count('"kind":"step"')):
-            times[n] = time.monotonic()
-        time.sleep(0.01)
-    error = child.communicate()[1]
-    if child.returncode:
-        sys.exit(error.decode())
-    shutil.rmtree(out)
-    return times[STEPS - 1] - times[0]
+    if ended.returncode:
+        sys.exit(ended.stderr.decode())
+    events = [json.loads(line) for line in open(out / "events.jsonl")]
+    at = {e["step"]: e["time"] for e in events if e["kind"] == "step"}
+    saves = range(2 * WINDOW, STEPS - 2 * WINDOW + 1, 2 * WINDOW)
+    return [(at[s + WINDOW] - at[s], at[s + 2 * WINDOW] - at[s + WINDOW]) for s in saves]
 
 
-measure(0)  # warms caches
-rows = []
-for pair in range(pairs):
-    rows.append((measure(0), measure(5)))
-    without, with_saves = rows[-1]
-    print(f"pair {pair + 1}: {without:.2f} s without, {with_saves:.2f} s with: {with_saves / without - 1:+.1%}", flush=True)
-print(f"{kind}, a checkpoint every 5 steps: {statistics.median(b / a for a, b in rows) - 1:+.1%} (median of {pairs} pairs)")
+rows = measure()
+for n, (after, without) in enumerate(rows):
+    print(f"pair {n + 1}: {without:.2f} s without, {after:.2f} s with: {after / without - 1:+.1%}", flush=True)
+all_after, all_without = (sum(row[k] for row in rows) for k in (0, 1))
+median = statistics.median(a / b for a, b in rows) - 1
+print(f"{kind}, a checkpoint every {WINDOW} steps: {all_after / all_without - 1:+.1%} in all, {median:+.1%} median of {pairs} pairs")
 shutil.rmtree(home)

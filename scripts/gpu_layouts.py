@@ -58,6 +58,18 @@ LAYOUTS = [
     ("moe-ep2-pp2", MOE, 4, "ep=2,pp=2"),
     ("moe-tp2-etp2-ep2", MOE, 4, "tp=2,etp=2,ep=2"),
     ("moe-cp2-ep4-dp2", MOE, 8, "cp=2,ep=4"),
+    ("zero3-dp2", DENSE, 2, "zero=3"),
+    ("zero3-cp2", DENSE, 2, "zero=3,cp=2"),
+    ("zero3-dp4", DENSE, 4, 'zero=3,comm_unit="1MB"'),
+    ("zero3-tp2-dp2", DENSE, 4, "zero=3,tp=2"),
+    ("zero3-pp2-vp2-dp2", DENSE, 4, "zero=3,pp=2,vp=2"),
+    ("zero3-recompute", DENSE, 4, 'zero=3,train.recompute="full"'),
+    ("zero3-fsdp-group2", DENSE, 4, "zero=3,fsdp_group=2"),
+    ("zero3-dp8", DENSE, 8, "zero=3"),
+    ("zero3-tp2-pp2-dp2", DENSE, 8, "zero=3,tp=2,pp=2"),
+    ("moe-zero3-dp2", MOE, 2, "zero=3"),
+    ("moe-zero3-ep2-dp4", MOE, 4, "zero=3,ep=2"),
+    ("graph-zero3-dp2", DENSE, 2, 'zero=3,train.cuda_graph="on"'),
     ("graph-tp2", DENSE, 2, 'tp=2,train.cuda_graph="on"'),
     ("graph-dp2", DENSE, 2, 'train.cuda_graph="on"'),
     ("graph-tp2-cp2", DENSE, 4, 'tp=2,cp=2,train.cuda_graph="on"'),
@@ -130,7 +142,7 @@ def main():
     part, parts = map(int, said.part.split("/"))
     binary = str(said.binary.resolve())
     said.logs.mkdir(parents=True, exist_ok=True)
-    cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "dp2-zero2", "graph-tp2", "graph-moe-ep2")]
+    cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "dp2-zero2", "graph-tp2", "graph-moe-ep2", "zero3-dp2", "zero3-tp2-dp2", "moe-zero3-dp2")]
     if said.only:
         cases = [c for c in cases if said.only in c[0][0]]
     cases = cases[part - 1 :: parts]
