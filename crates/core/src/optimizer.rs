@@ -20,7 +20,7 @@ pub use groups::{GroupRule, ParamGroups, UpdateRule};
 pub use loss_scale::{LossScale, SavedLossScale};
 use muon::LineMoments;
 pub use muon::MuonRule;
-pub(crate) use muon::{is_normuon, line_name};
+pub(crate) use muon::{TpMode, is_normuon, line_name};
 pub use state::OptimizerState;
 use state::StateKind;
 use std::ops::Range;

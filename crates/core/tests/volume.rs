@@ -422,3 +422,33 @@ fn small_collectives_in_a_row_are_launched_together() {
     let (calls, launches) = calls_and_launches("tp=2,dp=2", &fp8);
     assert!(calls > launches, "{calls} calls in {launches} launches");
 }
+
+/// Muon gathers updates, or sums Gram matrices, over tensor-parallel ranks, and updated matrices go from their owners to all.
+#[test]
+fn muon() {
+    const KIND: &str = "optimizer.kind=muon";
+    let keys = |text: &str| format!("optimizer.muon={{ {text} }}");
+    let modes = ["duplicated", "distributed", "blockwise"].map(|m| format!("tp_mode = \"{m}\""));
+    for mode in &modes {
+        for split in ["split_qkv = true", "split_qkv = false"] {
+            let muon = keys(&format!("{mode}, {split}"));
+            for layout in ["tp=2", "tp=4", "tp=2,dp=2"] {
+                check_volume(layout, &[KIND, &muon, "parallel.zero=1"]);
+            }
+        }
+        let muon = keys(mode);
+        for layout in ["ep=2,etp=2", "tp=2,etp=1,ep=2", "dp=2,etp=2"] {
+            check_volume(layout, &[&BALANCED[..], &[KIND, &muon, "parallel.zero=1"]].concat());
+        }
+    }
+    for layout in ["dp=2", "dp=3,tp=2", "dp=4"] {
+        for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
+            check_volume(
+                layout,
+                &[KIND, zero, "parallel.bucket=3000", "train.global_batch=12", "train.micro_batch=1"],
+            );
+        }
+    }
+    let sent = modes.each_ref().map(|m| check_volume("tp=2", &[KIND, &keys(m)])["tp"]);
+    assert!(sent[0] > sent[2] && sent[1] > sent[2], "{sent:?}");
+}

@@ -14,14 +14,13 @@
 
 use super::MoeLayers;
 use crate::Result;
-use crate::config::MuonTpMode;
 use crate::model::description::{Collective, Group, ModelDescription, Pass, StepShape};
-use crate::optimizer::UpdateRule;
+use crate::optimizer::{TpMode, UpdateRule};
 use ferrotron_comm::{Communicator, OpKind, Volume};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement, Span};
 use ferrotron_engine::moe::{AuxLossKind, Dispatcher, RoutingMethod};
 use ferrotron_engine::quant::{Method, Role};
-use ferrotron_engine::{GroupRank, ParamSpec, Rank};
+use ferrotron_engine::{GroupRank, ParamSpec, Part, Rank};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -231,19 +230,23 @@ impl StepVolume<'_> {
             if here.size == 1 || !mine.contains(&span.range.start) {
                 continue;
             }
-            for part in spec.parts.iter().filter(|p| p.holders(here).len() < here.size) {
-                let shards = (0..here.size).map(|rank| part.cut(GroupRank { rank, ..here }));
-                let sizes: Vec<usize> = shards.map(|s| s.shape(&part.shape).iter().product()).collect();
-                match rule.tp_mode {
-                    MuonTpMode::Blockwise => {}
-                    MuonTpMode::Distributed if !part.shared(here.size) => {
-                        let side = part.shape[1 - part.cut(here).axis];
+            for which in rule.matrices(spec) {
+                let parts = &spec.parts[which];
+                let held = |rank: usize| -> usize {
+                    let shard = |p: &Part| p.cut(GroupRank { rank, ..here }).shape(&p.shape);
+                    parts.iter().map(|p| shard(p).iter().product::<usize>()).sum()
+                };
+                match rule.tp_mode_of(parts, here) {
+                    TpMode::Whole | TpMode::Blockwise => {}
+                    TpMode::Distributed => {
+                        let side = parts[0].shape[1 - parts[0].cut(here).axis];
                         self.all_reduce(group, 8);
                         (0..rule.steps).for_each(|_| self.all_reduce(group, 4 * side * side));
                     }
-                    _ => {
-                        let next = sizes[(here.rank + 1) % here.size];
-                        self.send(group, OpKind::AllGather, 4 * (sizes.iter().sum::<usize>() - next) as u64);
+                    TpMode::Duplicated => {
+                        let others = (0..here.size).filter(|r| *r != (here.rank + 1) % here.size);
+                        let sent: usize = others.map(held).sum();
+                        self.send(group, OpKind::AllGather, 4 * sent as u64);
                     }
                 }
             }

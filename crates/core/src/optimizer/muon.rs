@@ -16,6 +16,7 @@ use ferrotron_kernels::{
     normuon_lines,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
+pub(crate) use matrix::TpMode;
 use matrix::{Matrix, orthogonalize};
 
 /// Constants of Muon.
