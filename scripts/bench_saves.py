@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What saving costs a run: the five steps after a checkpoint, against the next five of the same run, which has one every ten.
-Windows of one run share the state of the machine, which differs more between runs than saves cost.
+"""What saving costs a run with a checkpoint every 5 steps: the time of ten steps with one save, against ten median steps of the
+same run. Runs differ by more than saves cost.
 
 On the CPU: a model of 50 million parameters on 4 processes. On a GPU: llama-1b with 0.5 M tokens a step.
 Needs a release build (cargo build --release), mpirun on the CPU, and an otherwise idle machine. Checkpoints go to a folder
 in OUT (default: the system's folder for temporary files); use a memory-backed one if the disk writes less than 0.5 GB/s.
-Usage: scripts/bench_saves.py cpu|gpu [PAIRS=7] [OUT [KEY=VALUE...]]      FERROTRON_BIN names another binary; keys are for gpu"""
+Usage: scripts/bench_saves.py cpu|gpu [SAVES=7] [OUT [KEY=VALUE...]]      FERROTRON_BIN names another binary; keys are for gpu"""
 import json, os, pathlib, shutil, statistics, subprocess, sys, tempfile
 
 kind, pairs = sys.argv[1] if len(sys.argv) > 1 else "cpu", int(sys.argv[2]) if len(sys.argv) > 2 else 7
@@ -13,8 +13,8 @@ root = pathlib.Path(__file__).resolve().parent.parent
 binary = os.environ.get("FERROTRON_BIN", str(root / "target/release/ferrotron"))
 home = pathlib.Path(tempfile.mkdtemp(dir=sys.argv[3] if len(sys.argv) > 3 else None))
 
-WINDOW = 5
-STEPS = 2 * WINDOW * (pairs + 1)
+EVERY = 5
+STEPS = 2 * EVERY * (pairs + 1)
 CPU = """
 [model]
 layers = 8
@@ -53,23 +53,28 @@ else:
 
 
 def measure():
-    """Seconds of five steps after each save, and of the five before the next: (with, without)."""
+    """Seconds from each save to the next, and those of as many steps without one: ten times their median."""
     out = home / "run"
     ended = subprocess.run(
-        command + ["--out", str(out), "--set", f"checkpoint.every={2 * WINDOW}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command + ["--out", str(out), "--set", f"checkpoint.every={2 * EVERY}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     if ended.returncode:
         sys.exit(ended.stderr.decode())
     events = [json.loads(line) for line in open(out / "events.jsonl")]
-    at = {e["step"]: e["time"] for e in events if e["kind"] == "step"}
-    saves = range(2 * WINDOW, STEPS - 2 * WINDOW + 1, 2 * WINDOW)
-    return [(at[s + WINDOW] - at[s], at[s + 2 * WINDOW] - at[s + WINDOW]) for s in saves]
+    steps = {e["step"]: e for e in events if e["kind"] == "step"}
+    rows = []
+    # Only before a save is a step's event written when the step ends: the host runs ahead of the GPU otherwise.
+    for save in range(2 * EVERY, STEPS - 2 * EVERY + 1, 2 * EVERY):
+        alone = statistics.median(steps[save + n]["seconds"] for n in range(1, 2 * EVERY + 1))
+        rows.append((steps[save + 2 * EVERY]["time"] - steps[save]["time"], 2 * EVERY * alone))
+    return rows
 
 
 rows = measure()
-for n, (after, without) in enumerate(rows):
-    print(f"pair {n + 1}: {without:.2f} s without, {after:.2f} s with: {after / without - 1:+.1%}", flush=True)
-all_after, all_without = (sum(row[k] for row in rows) for k in (0, 1))
-median = statistics.median(a / b for a, b in rows) - 1
-print(f"{kind}, a checkpoint every {WINDOW} steps: {all_after / all_without - 1:+.1%} in all, {median:+.1%} median of {pairs} pairs")
+# One save in ten steps: twice as much with one in five.
+costs = [2 * (took / alone - 1) for took, alone in rows]
+for n, ((took, alone), cost) in enumerate(zip(rows, costs)):
+    first = ", the first, which allocates its memory" if n == 0 else ""
+    print(f"save {n + 1}{first}: {took:.2f} s for {2 * EVERY} steps, {alone:.2f} s without: {cost:+.1%} with one every {EVERY}", flush=True)
+print(f"{kind}, a checkpoint every {EVERY} steps: {statistics.median(costs):+.1%} (median of {pairs} saves)")
 shutil.rmtree(home)

@@ -445,7 +445,7 @@ fn muon() {
         for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
             check_volume(
                 layout,
-                &[KIND, zero, "parallel.bucket=3000", "train.global_batch=12", "train.micro_batch=1"],
+                &[KIND, zero, "parallel.comm_unit=24000", "train.global_batch=12", "train.micro_batch=1"],
             );
         }
     }

@@ -45,7 +45,7 @@ dtype = \"f32\"
 [generate]
 tokens = 0
 [parallel]
-bucket = 3000
+comm_unit = 24000
 [checkpoint]
 keep = 0
 every = 0

@@ -1,6 +1,6 @@
 use crate::data_parallel::{Placement, ShardingStrategy};
 use crate::{Declarations, GradBuffer, Init, ParamId, ParamSpec, Params, Part, Rank, Split, WeightGrad};
-use ferrotron_comm::World;
+use ferrotron_comm::{Communicator, World};
 use ferrotron_tensor::{Category, DType, Instrumentation};
 use std::time::Duration;
 
@@ -51,6 +51,7 @@ fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
                     work(&Rank {
                         overlap,
                         dp_cp_group: copies.clone(),
+                        shard_groups: [copies.clone(), Communicator::solo()],
                         embedding_group: ends.clone(),
                         ..rank.clone()
                     });

@@ -1,6 +1,6 @@
 use super::*;
 use crate::{Declarations, GroupRank, Init, ParamId, ParamSpec, Part, Rank, Split, UpdateGroup};
-use ferrotron_comm::World;
+use ferrotron_comm::{Communicator, World};
 use ferrotron_tensor::{Category, DType, Instrumentation, bf16};
 use std::sync::Arc;
 use std::time::Duration;
@@ -207,7 +207,8 @@ fn each_rank(size: usize, work: impl Fn(&Rank) + Sync) {
                 .unwrap();
                 let ranks: Vec<usize> = (0..size).collect();
                 let copies = world.group("copies", &ranks).unwrap().unwrap();
-                work(&Rank { dp_cp_group: copies, ..rank });
+                let shard_groups = [copies.clone(), Communicator::solo()];
+                work(&Rank { dp_cp_group: copies, shard_groups, ..rank });
             });
         }
     });
