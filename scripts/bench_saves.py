@@ -76,5 +76,6 @@ costs = [2 * (took / alone - 1) for took, alone in rows]
 for n, ((took, alone), cost) in enumerate(zip(rows, costs)):
     first = ", the first, which allocates its memory" if n == 0 else ""
     print(f"save {n + 1}{first}: {took:.2f} s for {2 * EVERY} steps, {alone:.2f} s without: {cost:+.1%} with one every {EVERY}", flush=True)
-print(f"{kind}, a checkpoint every {EVERY} steps: {statistics.median(costs):+.1%} (median of {pairs} saves)")
+later = costs[1:] or costs
+print(f"{kind}, a checkpoint every {EVERY} steps: {statistics.median(later):+.1%} (median of {len(later)} saves after the first)")
 shutil.rmtree(home)
