@@ -111,8 +111,7 @@ impl ShardedUnits {
         if fits { self.layer } else { self.largest }
     }
 
-    /// Bytes that slots take once passes have run: as many for layers as the budget allows, and the largest. At least
-    /// one layer is gathered ahead.
+    /// Bytes that slots take once passes have run: as many for layers as the budget allows, and the largest.
     pub(crate) fn slot_bytes(&self) -> usize {
         let (layer, largest) = (self.bytes(self.layer), self.bytes(self.largest));
         let layers = self.units.iter().filter(|u| !u.buckets.is_empty()).count();

@@ -28,23 +28,28 @@ impl KeyType for OneOrMany {
     }
 }
 
+/// Above 2^53 a float no longer holds every whole number.
+const MAX_WHOLE: f64 = 9_007_199_254_740_992.0;
+
+/// A number as written: plain, or text with a unit.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum NumberForm {
+    Whole(u64),
+    Real(f64),
+    Text(String),
+}
+
 /// A large count: `20_000_000_000`, `2e10` or `"20B"` (K, M, B, T are powers of a thousand).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 pub struct Count(pub u64);
 
 impl<'de> Deserialize<'de> for Count {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Form {
-            Whole(u64),
-            Real(f64),
-            Text(String),
-        }
-        let (x, unit) = match Form::deserialize(d)? {
-            Form::Whole(n) => return Ok(Count(n)),
-            Form::Real(x) => (x, 1.0),
-            Form::Text(text) => {
+        let (x, unit) = match NumberForm::deserialize(d)? {
+            NumberForm::Whole(n) => return Ok(Count(n)),
+            NumberForm::Real(x) => (x, 1.0),
+            NumberForm::Text(text) => {
                 let text = text.trim().replace('_', "");
                 let (digits, unit) = match text.char_indices().next_back() {
                     Some((i, 'K' | 'k')) => (&text[..i], 1e3),
@@ -57,8 +62,7 @@ impl<'de> Deserialize<'de> for Count {
             }
         };
         let value = x * unit;
-        // Above 2^53 a float no longer holds every whole number.
-        if value.fract() != 0.0 || !(0.0..=9_007_199_254_740_992.0).contains(&value) {
+        if value.fract() != 0.0 || !(0.0..=MAX_WHOLE).contains(&value) {
             return Err(D::Error::custom("not a whole number"));
         }
         Ok(Count(value as u64))
@@ -77,17 +81,10 @@ pub struct ByteCount(pub u64);
 
 impl<'de> Deserialize<'de> for ByteCount {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged)]
-        enum Form {
-            Whole(u64),
-            Real(f64),
-            Text(String),
-        }
-        let (x, unit) = match Form::deserialize(d)? {
-            Form::Whole(n) => return Ok(ByteCount(n)),
-            Form::Real(x) => (x, 1.0),
-            Form::Text(text) => {
+        let (x, unit) = match NumberForm::deserialize(d)? {
+            NumberForm::Whole(n) => return Ok(ByteCount(n)),
+            NumberForm::Real(x) => (x, 1.0),
+            NumberForm::Text(text) => {
                 let text = text.trim().replace('_', "").to_ascii_uppercase();
                 let text = text.strip_suffix('B').unwrap_or(&text);
                 let (text, base) = match text.strip_suffix('I') {
@@ -101,7 +98,7 @@ impl<'de> Deserialize<'de> for ByteCount {
             }
         };
         let value = (x * unit).round();
-        if !(0.0..=9_007_199_254_740_992.0).contains(&value) {
+        if !(0.0..=MAX_WHOLE).contains(&value) {
             return Err(D::Error::custom("not a number of bytes"));
         }
         Ok(ByteCount(value as u64))
