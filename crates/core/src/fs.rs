@@ -1,8 +1,10 @@
 //! File-system operations for folders that may be hostile or may be left in any state by a crash: writes follow no link,
 //! replacements are atomic and synced, and inputs are regular files.
 
+mod stream_writer;
 mod target_lock;
 
+pub use stream_writer::{PageCache, StreamWriter};
 pub use target_lock::TargetLock;
 
 use crate::{Error, Result};

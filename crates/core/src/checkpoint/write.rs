@@ -134,7 +134,7 @@ fn write_shard(
     };
     let decls: Vec<TensorDecl> = indices.iter().map(|&i| decl(i)).collect();
     let by_name: HashMap<&str, usize> = indices.iter().map(|&i| (parts[i].tensor.name.as_str(), i)).collect();
-    let mut out = TensorFileWriter::create(path, &decls, &BTreeMap::new())?;
+    let mut out = TensorFileWriter::create_direct(path, &decls)?;
     let order: Vec<String> = out.tensors().iter().map(|t| t.name.clone()).collect();
     let order: Vec<(&String, usize)> = order.iter().map(|name| (name, by_name[name.as_str()])).collect();
     for (name, i) in &order {

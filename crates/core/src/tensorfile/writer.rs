@@ -2,9 +2,8 @@
 
 use super::{FileDType, MAX_HEADER_BYTES, TensorInfo, header};
 use crate::error::{Error, Result};
+use crate::fs::{PageCache, StreamWriter};
 use std::collections::{BTreeMap, HashSet};
-use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 /// A tensor to be written.
@@ -34,12 +33,15 @@ pub struct Written {
     pub crc32c: u32,
 }
 
+/// Bytes written and summed at a time.
+const PIECE: usize = 256 << 10;
+
 /// Streams a safetensors file: the header from the declarations, then each tensor's bytes in file order, whole or in
 /// pieces, through one small buffer. The file is complete only after [`TensorFileWriter::finish`]; to replace a file
 /// atomically, write to another name and rename.
 pub struct TensorFileWriter {
     path: PathBuf,
-    out: BufWriter<File>,
+    out: StreamWriter,
     tensors: Vec<TensorInfo>,
     /// Index of the tensor being written, and its bytes written so far.
     current: usize,
@@ -57,9 +59,13 @@ impl TensorFileWriter {
         tensors: &[TensorDecl],
         metadata: &BTreeMap<String, String>,
     ) -> Result<TensorFileWriter> {
-        let mut order: Vec<&TensorDecl> = tensors.iter().collect();
-        order.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
-        TensorFileWriter::start(path, &order, metadata)
+        TensorFileWriter::start(path, &in_official_order(tensors), metadata, PageCache::Use)
+    }
+
+    /// [`TensorFileWriter::create`] without metadata, for a large file that is written while the processor has other work:
+    /// past the page cache.
+    pub fn create_direct(path: &Path, tensors: &[TensorDecl]) -> Result<TensorFileWriter> {
+        TensorFileWriter::start(path, &in_official_order(tensors), &BTreeMap::new(), PageCache::Bypass)
     }
 
     /// Starts a file with the tensors in the given order.
@@ -68,13 +74,14 @@ impl TensorFileWriter {
         tensors: &[TensorDecl],
         metadata: &BTreeMap<String, String>,
     ) -> Result<TensorFileWriter> {
-        TensorFileWriter::start(path, &tensors.iter().collect::<Vec<_>>(), metadata)
+        TensorFileWriter::start(path, &tensors.iter().collect::<Vec<_>>(), metadata, PageCache::Use)
     }
 
     fn start(
         path: &Path,
         order: &[&TensorDecl],
         metadata: &BTreeMap<String, String>,
+        cache: PageCache,
     ) -> Result<TensorFileWriter> {
         let refuse = |what: String| Error::Invalid(format!("{}: {what}", path.display()));
         let mut seen = HashSet::new();
@@ -112,10 +119,10 @@ impl TensorFileWriter {
                 TensorInfo { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), begin, end: at }
             })
             .collect();
-        let file = File::create(path).map_err(|e| Error::io_doing(path, "create", e))?;
+        let out = StreamWriter::create(path, cache).map_err(|e| Error::io_doing(path, "create", e))?;
         let mut writer = TensorFileWriter {
             path: path.to_path_buf(),
-            out: BufWriter::with_capacity(1 << 20, file),
+            out,
             sums: vec![0; sized.len()],
             tensors,
             current: 0,
@@ -154,8 +161,11 @@ impl TensorFileWriter {
         if bytes.len() as u64 > left {
             return refuse(format!("tensor {name:?} was given {} bytes, but {left} are left", bytes.len()));
         }
-        self.put(bytes)?;
-        self.sums[self.current] = crc32c::crc32c_append(self.sums[self.current], bytes);
+        // In pieces that stay in a core's cache between the two.
+        for piece in bytes.chunks(PIECE) {
+            self.put(piece)?;
+            self.sums[self.current] = crc32c::crc32c_append(self.sums[self.current], piece);
+        }
         self.filled += bytes.len() as u64;
         self.skip_full();
         Ok(())
@@ -167,7 +177,7 @@ impl TensorFileWriter {
     }
 
     /// [`TensorFileWriter::finish`], and the CRC-32C of each tensor in file order.
-    pub fn finish_with_checksums(mut self) -> Result<(Written, Vec<u32>)> {
+    pub fn finish_with_checksums(self) -> Result<(Written, Vec<u32>)> {
         if let Some(info) = self.tensors.get(self.current) {
             return Err(Error::Invalid(format!(
                 "{}: tensor {:?} was given {} of its {} bytes",
@@ -177,8 +187,7 @@ impl TensorFileWriter {
                 info.bytes()
             )));
         }
-        self.out.flush().map_err(|e| Error::io_doing(&self.path, "write", e))?;
-        self.out.get_ref().sync_all().map_err(|e| Error::io_doing(&self.path, "write to disk", e))?;
+        self.out.finish().map_err(|e| Error::io_doing(&self.path, "write to disk", e))?;
         Ok((self.written, self.sums))
     }
 
@@ -198,4 +207,11 @@ impl TensorFileWriter {
             self.filled = 0;
         }
     }
+}
+
+/// By element type, the largest alignment first, then by name.
+fn in_official_order(tensors: &[TensorDecl]) -> Vec<&TensorDecl> {
+    let mut order: Vec<&TensorDecl> = tensors.iter().collect();
+    order.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+    order
 }
