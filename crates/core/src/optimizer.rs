@@ -220,7 +220,7 @@ impl Optimizer {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
-        self.all_gather_params(rank, params, step_state, false)?;
+        self.all_gather_params(rank, params, step_state, (0..params.plan().buckets().len(), false))?;
         Ok(params.wait_params(rank)?)
     }
 
@@ -229,16 +229,16 @@ impl Optimizer {
         Ok(params.shard(ParamId(i), &self.pieces[i])?)
     }
 
-    /// Gathers the model's weights on all ranks; see [`Params::sync_params`].
+    /// Gathers the model's weights of some buckets on all ranks; see [`Params::sync_params`].
     fn all_gather_params(
         &self,
         rank: &Rank,
         params: &Params,
         step_state: &StepState,
-        precomputed: bool,
+        what: (Range<usize>, bool),
     ) -> Result<()> {
         let (placement, shards, values) = (self.placement, &self.pieces[..], self.masters.pieces());
-        Ok(params.sync_params(rank, step_state, &MasterShards { placement, shards, values }, precomputed)?)
+        Ok(params.sync_params(rank, step_state, &MasterShards { placement, shards, values }, what)?)
     }
 
     /// Master weights and moments, as checkpoints hold them.
@@ -360,17 +360,21 @@ impl Optimizer {
         if looks {
             params.begin_update(rank, step_state, self.scalars())?;
         }
-        for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
-            let mine = |i: &usize| {
-                params.specs()[*i].group.index == index && !self.pieces[*i].param_range.is_empty()
-            };
-            let list: Vec<usize> = (0..self.pieces.len()).filter(mine).collect();
-            match &group.rule {
-                UpdateRule::Muon(rule) => self.muon_step(rank, params, grads, (group, rule), &list)?,
-                _ => self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?,
+        for buckets in params.update_order(rank, step_state, self.placement) {
+            for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
+                let mine = |i: &usize| {
+                    params.specs()[*i].group.index == index
+                        && !self.pieces[*i].param_range.is_empty()
+                        && buckets.contains(&params.plan().slot(ParamId(*i)).0)
+                };
+                let list: Vec<usize> = (0..self.pieces.len()).filter(mine).collect();
+                match &group.rule {
+                    UpdateRule::Muon(rule) => self.muon_step(rank, params, grads, (group, rule), &list)?,
+                    _ => self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?,
+                }
             }
+            self.all_gather_params(rank, params, step_state, (buckets, looks))?;
         }
-        self.all_gather_params(rank, params, step_state, looks)?;
         // A copy: the next step overwrites the buffer.
         let outcome = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
         s.copy(&self.scalars().narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &outcome)?;

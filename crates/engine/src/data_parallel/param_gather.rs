@@ -34,25 +34,47 @@ impl PendingGathers {
 }
 
 impl Params {
-    /// Publishes updated weights: quantizes FP8-resident ones from `masters` and all-gathers every bucket in forward order.
-    /// Passes wait for a bucket at its first use. Sharded weights are gathered by the passes. `precomputed`: the optimizer's step has filled
-    /// [`Params::precomputed`]. Collective over the data-parallel ranks.
+    /// Ranges of buckets in the order in which an optimizer updates and gathers them. Two halves, where gathers overlap
+    /// computation: the first half of the model is gathered while the second is updated, and the second while the next
+    /// forward pass computes the first. Scales of FP8 weights are computed after all are updated: there is one range.
+    pub fn update_order(&self, rank: &Rank, state: &StepState, placement: Placement) -> Vec<Range<usize>> {
+        let all = 0..self.plan().buckets().len();
+        let one = placement == Placement::Replicate
+            || self.units.is_some()
+            || !rank.overlaps_dp_comm()
+            || state.quant().is_some();
+        if one {
+            return vec![all];
+        }
+        let elements: Vec<usize> = self.plan().buckets().iter().map(|b| b.len).collect();
+        let half = elements.iter().sum::<usize>() / 2;
+        // The last bucket has the first layers.
+        let mut middle = all.end;
+        while middle > 1 && elements[middle..].iter().sum::<usize>() < half {
+            middle -= 1;
+        }
+        vec![middle..all.end, 0..middle]
+    }
+
+    /// Publishes updated weights of some buckets: quantizes FP8-resident ones from `masters` and all-gathers in forward
+    /// order. Passes wait for a bucket at its first use. Sharded weights are gathered by the passes. `precomputed`: the
+    /// optimizer's step has filled [`Params::precomputed`]. Collective over the data-parallel ranks.
     pub fn sync_params(
         &self,
         rank: &Rank,
         state: &StepState,
         masters: &MasterShards,
-        precomputed: bool,
+        (buckets, precomputed): (Range<usize>, bool),
     ) -> Result<()> {
         if let Some(quant) = state.quant() {
             quant.weights_changed();
             self.quantize_params(rank, quant, masters, precomputed)?;
         }
-        if masters.placement == Placement::Replicate || self.units.is_some() {
+        if masters.placement == Placement::Replicate || self.units.is_some() || buckets.is_empty() {
             return Ok(());
         }
         let s = rank.dp_comm_stream()?;
-        for bucket in (0..self.plan().buckets().len()).rev() {
+        for bucket in buckets.rev() {
             self.all_gather_bucket(rank, bucket, masters.placement, s)?;
             if rank.overlaps_dp_comm() {
                 self.pending.lock()[bucket] = Some(s.record()?);
