@@ -7,6 +7,7 @@
 use crate::arena::Arena;
 use crate::cuda::{self, CudaContext};
 use crate::device::DeviceInner;
+use crate::host_memory::HostBlock;
 use crate::{Category, Error, Result};
 use std::alloc::Layout;
 use std::collections::HashMap;
@@ -123,6 +124,8 @@ fn size_class(bytes: usize) -> usize {
 pub(crate) struct Buffer {
     pub(crate) device: Arc<DeviceInner>,
     pub(crate) block: Option<Block>,
+    /// Instead of `block`: host memory.
+    host: Option<HostBlock>,
     pub(crate) bytes: usize,
     pub(crate) id: u64,
     category: Category,
@@ -140,28 +143,41 @@ impl Buffer {
         category: Category,
     ) -> Result<Buffer> {
         let block = device.pool.take(device, stream, bytes).ok_or_else(|| {
-            let report = Box::new(device.account.report());
+            let report = Box::new(device.memory());
             Error::OutOfMemory { bytes, category: category.name(), report }
         })?;
         device.account.take(category, bytes);
-        let id = device.next_id();
-        Ok(Buffer {
-            device: device.clone(),
-            block: Some(block),
-            bytes,
-            id,
-            category,
-            stream,
-            borrow: AtomicI32::new(0),
-        })
+        Ok(Buffer::over(device, stream, (bytes, category), (Some(block), None)))
+    }
+
+    /// Host memory; see [`crate::Tensor::host`].
+    pub(crate) fn on_host(device: &Arc<DeviceInner>, stream: u32, bytes: usize) -> Result<Buffer> {
+        let host = device.host_pool.take(device, stream, bytes)?;
+        Ok(Buffer::over(device, stream, (bytes, Category::Workspace), (None, Some(host))))
+    }
+
+    fn over(
+        device: &Arc<DeviceInner>,
+        stream: u32,
+        (bytes, category): (usize, Category),
+        (block, host): (Option<Block>, Option<HostBlock>),
+    ) -> Buffer {
+        let (device, id) = (device.clone(), device.next_id());
+        Buffer { device, block, host, bytes, id, category, stream, borrow: AtomicI32::new(0) }
+    }
+
+    pub(crate) fn is_on_host(&self) -> bool {
+        self.host.is_some()
     }
 
     pub(crate) fn address(&self) -> usize {
-        self.block.as_ref().map_or(0, |b| b.address)
+        let host = self.host.as_ref().map_or(0, HostBlock::address);
+        self.block.as_ref().map_or(host, |b| b.address)
     }
 
     pub(crate) fn block_id(&self) -> u64 {
-        self.block.as_ref().map_or(0, |b| b.id)
+        let host = self.host.as_ref().map_or(0, |b| b.id);
+        self.block.as_ref().map_or(host, |b| b.id)
     }
 
     pub(crate) fn try_borrow(&self, write: bool) -> bool {
@@ -180,9 +196,12 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        self.device.account.give(self.category, self.bytes);
         if let Some(block) = self.block.take() {
+            self.device.account.give(self.category, self.bytes);
             self.device.pool.free(self.stream, block);
+        }
+        if let Some(block) = self.host.take() {
+            self.device.host_pool.free(self.stream, block, self.bytes);
         }
     }
 }

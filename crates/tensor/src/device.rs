@@ -2,6 +2,7 @@
 
 use crate::buffer::MemoryPool;
 use crate::cuda::{CudaContext, CudaStream, GpuInfo, Priority};
+use crate::host_memory::HostPool;
 use crate::memory::MemoryAccount;
 use crate::race_checker::RaceChecker;
 use crate::timestamp::Timestamp;
@@ -49,6 +50,7 @@ pub(crate) struct DeviceInner {
     pub(crate) context: Option<Arc<CudaContext>>,
     pub(crate) threads: Threads,
     pub(crate) pool: MemoryPool,
+    pub(crate) host_pool: HostPool,
     pub(crate) account: MemoryAccount,
     checker: Option<Mutex<RaceChecker>>,
     /// What is recorded about launches, if anything.
@@ -79,6 +81,10 @@ impl Timings {
 impl DeviceInner {
     pub(crate) fn next_id(&self) -> u64 {
         self.ids.fetch_add(1, Relaxed)
+    }
+
+    pub(crate) fn memory(&self) -> MemoryReport {
+        MemoryReport { host: self.host_pool.report(), ..self.account.report() }
     }
 
     /// Runs a kernel and records its time if the device is instrumented for it.
@@ -149,6 +155,7 @@ impl Device {
             context,
             threads,
             pool: MemoryPool::default(),
+            host_pool: HostPool::default(),
             account: MemoryAccount::default(),
             checker,
             recorders,
@@ -200,7 +207,12 @@ impl Device {
 
     /// Live and peak bytes by category.
     pub fn memory(&self) -> MemoryReport {
-        self.inner.account.report()
+        self.inner.memory()
+    }
+
+    /// Limits the host memory of tensors ([`crate::Tensor::host`]); `None`: as much as the system gives.
+    pub fn set_host_budget(&self, bytes: Option<usize>) {
+        self.inner.host_pool.set_budget(bytes);
     }
 
     /// Number of calls and time by kernel since the last call; empty without [`Instrumentation::kernel_times`]. Waits
@@ -253,6 +265,7 @@ impl Device {
     /// Releases cached free memory to the system.
     pub fn trim(&self) {
         self.inner.pool.trim();
+        self.inner.host_pool.trim();
     }
 }
 

@@ -33,6 +33,14 @@ pub enum Error {
         /// Memory in use by category.
         report: Box<MemoryReport>,
     },
+    /// Host memory for tensors cannot be allocated.
+    #[error("out of host memory: cannot allocate {bytes} bytes: {why}")]
+    HostMemory {
+        /// Bytes requested.
+        bytes: usize,
+        /// The limit, and the way out.
+        why: String,
+    },
     /// The race checker found two conflicting accesses that no event orders.
     #[error("unordered access: {0}")]
     Race(String),

@@ -1,5 +1,6 @@
 //! Memory accounting by category.
 
+use crate::HostMemoryReport;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// What a buffer is used for.
@@ -70,6 +71,7 @@ impl MemoryAccount {
             peak: std::array::from_fn(|i| self.peak[i].load(Relaxed)),
             total_now: self.total_now.load(Relaxed),
             total_peak: self.total_peak.load(Relaxed),
+            host: HostMemoryReport::default(),
         }
     }
 }
@@ -85,6 +87,8 @@ pub struct MemoryReport {
     pub total_now: usize,
     /// Peak bytes in total.
     pub total_peak: usize,
+    /// Host memory, which is not in the total.
+    pub host: HostMemoryReport,
 }
 
 impl std::fmt::Display for MemoryReport {
@@ -99,13 +103,14 @@ impl std::fmt::Display for MemoryReport {
                 format_bytes(self.peak[i])
             )?;
         }
-        write!(
-            f,
-            "{:<14} {:>12} {:>12}",
-            "total",
-            format_bytes(self.total_now),
-            format_bytes(self.total_peak)
-        )
+        let row = |name: &str, now, peak| {
+            format!("{name:<14} {:>12} {:>12}", format_bytes(now), format_bytes(peak))
+        };
+        f.write_str(&row("total", self.total_now, self.total_peak))?;
+        if self.host.peak > 0 {
+            write!(f, "\n{}", row("host", self.host.now, self.host.peak))?;
+        }
+        Ok(())
     }
 }
 

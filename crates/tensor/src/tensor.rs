@@ -20,16 +20,38 @@ impl Tensor {
     /// Allocates a tensor on `stream` with unspecified contents. Freed memory is reused on the same stream, so the
     /// last use of the tensor must be on `stream`, or on a stream that `stream` has waited for.
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
-        let shape = Dims::new(shape)?;
-        let Some(bytes) = shape
-            .iter()
-            .try_fold(dtype.size(), |n, d| n.checked_mul(*d))
-            .filter(|b| *b <= isize::MAX as usize)
-        else {
-            return shape_error("allocate", format!("{shape:?} {dtype} exceeds the address space"));
-        };
+        let (shape, bytes) = sized(shape, dtype)?;
         let buffer = Buffer::new(&stream.device().inner, stream.id(), bytes, category)?;
         Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
+    }
+
+    /// [`Tensor::empty`] in host memory, pinned for a GPU, whose streams copy to and from it with [`Stream::copy`] beside
+    /// computation. The rule of reuse is the same. It has an account and a budget of its own.
+    pub fn host(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        let (shape, bytes) = sized(shape, dtype)?;
+        let buffer = Buffer::on_host(&stream.device().inner, stream.id(), bytes)?;
+        Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
+    }
+
+    /// True for a tensor made by [`Tensor::host`].
+    pub fn is_on_host(&self) -> bool {
+        self.buffer.is_on_host()
+    }
+
+    /// All memory of the allocation, as bytes.
+    pub fn allocation(&self) -> Result<Tensor> {
+        let shape = Dims::new(&[self.buffer.bytes])?;
+        let buffer = self.buffer.clone();
+        Ok(Tensor { buffer, offset: 0, shape, strides: shape.row_major(), dtype: DType::U8 })
+    }
+
+    /// The same view of another allocation of the same size, which holds the same bytes.
+    pub fn view_in(&self, allocation: &Tensor) -> Result<Tensor> {
+        if allocation.buffer.bytes != self.buffer.bytes {
+            let [mine, other] = [self, allocation].map(|t| t.buffer.bytes);
+            return shape_error("view_in", format!("an allocation of {mine} bytes and one of {other}"));
+        }
+        Ok(Tensor { buffer: allocation.buffer.clone(), ..self.clone() })
     }
 
     /// Sizes of the axes.
@@ -239,6 +261,16 @@ impl Tensor {
         let width = 1 + axes().filter(|(_, s)| **s < step).map(|(n, s)| (n - 1) * s).sum::<usize>();
         let start = self.offset % step;
         (start + width <= step).then_some(start..start + width)
+    }
+}
+
+/// The shape, and its size in bytes.
+fn sized(shape: &[usize], dtype: DType) -> Result<(Dims, usize)> {
+    let shape = Dims::new(shape)?;
+    let bytes = shape.iter().try_fold(dtype.size(), |n, d| n.checked_mul(*d));
+    match bytes.filter(|b| *b <= isize::MAX as usize) {
+        Some(bytes) => Ok((shape, bytes)),
+        None => shape_error("allocate", format!("{shape:?} {dtype} exceeds the address space")),
     }
 }
 

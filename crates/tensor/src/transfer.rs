@@ -48,13 +48,19 @@ impl Stream {
         })
     }
 
-    /// Copies a contiguous tensor to another of the same dtype and size on this device. The two must not overlap.
+    /// Copies a contiguous tensor to another of the same dtype and size on this device or in its host memory. The two must
+    /// not overlap.
     pub fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
         if from.dtype() != to.dtype() || from.numel() != to.numel() {
             return shape_error("copy", format!("{from:?} into {to:?}"));
         }
         let (from, to) = (from.as_bytes()?, to.as_bytes()?);
-        self.launch("copy", &[read(&from), write(&to)], |l| match l.cuda {
+        let name = match (from.is_on_host(), to.is_on_host()) {
+            (false, true) => "copy to host",
+            (true, false) => "copy from host",
+            _ => "copy",
+        };
+        self.launch(name, &[read(&from), write(&to)], |l| match l.cuda {
             None => {
                 l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
                 Ok(())

@@ -107,6 +107,11 @@ impl PinnedMemory {
         self.bytes
     }
 
+    /// Its address, the same on host and device.
+    pub(crate) fn address(&self) -> usize {
+        self.host
+    }
+
     /// The memory; the caller has waited for the copies into it.
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: allocated in `new` with that length; writes need `&mut self`.
@@ -225,7 +230,7 @@ impl CudaContext {
         self.faults()
     }
 
-    /// Enqueues a copy within the device.
+    /// Enqueues a copy within the device, or to or from pinned host memory.
     ///
     /// # Safety
     /// `from` and `to` are valid for reads and writes of that length by work on `cuda`, and do not overlap.
@@ -234,7 +239,7 @@ impl CudaContext {
             return Ok(());
         }
         // SAFETY: guaranteed by the caller.
-        check("copy on the device", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, cuda.raw()) })
+        check("copy", unsafe { sys::cuMemcpyAsync(to, from, bytes, cuda.raw()) })
     }
 
     /// Enqueues a memset to zero.

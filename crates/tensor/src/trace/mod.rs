@@ -26,6 +26,9 @@ pub const COMMUNICATION: &str = "communication";
 /// Name of streams that own staging memory of transfers between ranks; nothing on them counts as computation.
 pub const STAGING: &str = "staging";
 
+/// Names of streams that move tensors to host memory and back; nothing on them counts as computation.
+pub const OFFLOAD: [&str; 2] = ["offload", "reload"];
+
 /// The kind of a trace entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum ActivityKind {

@@ -1,6 +1,6 @@
 //! Overlap of communication with computation.
 
-use super::{Activity, ActivityKind, COMMUNICATION, STAGING, Trace};
+use super::{Activity, ActivityKind, COMMUNICATION, OFFLOAD, STAGING, Trace};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Time spent in one kind of work, summed over ranks, and how much of it another kind of work overlaps.
@@ -39,7 +39,7 @@ pub struct Overlap {
 impl Activity {
     /// True for a kernel that is not part of communication.
     pub fn is_compute(&self) -> bool {
-        let aside = self.stream_name == COMMUNICATION || self.stream_name == STAGING;
+        let aside = [COMMUNICATION, STAGING].iter().chain(&OFFLOAD).any(|name| self.stream_name == *name);
         self.kind == ActivityKind::Kernel && !self.in_collective && !aside
     }
 

@@ -1,0 +1,217 @@
+//! Host memory as tensors of a device: pinned for a GPU, so that copies to and from it run beside computation; on the CPU
+//! device plain memory with an account of its own, so that offloading can be tested there.
+//!
+//! The pool is stream-ordered like that of device memory: a freed block is reused by the stream that allocated it, which must
+//! have waited for other streams that used it.
+
+use crate::buffer::Block;
+use crate::cuda::PinnedMemory;
+use crate::device::DeviceInner;
+use crate::{Error, Result, format_bytes};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+/// Smallest block: a page.
+const MIN_BYTES: usize = 4096;
+
+/// A block of host memory.
+pub(crate) struct HostBlock {
+    memory: Memory,
+    bytes: usize,
+    /// Identifies the memory across reuse, for the race checker.
+    pub(crate) id: u64,
+}
+
+enum Memory {
+    Plain(Block),
+    Pinned(PinnedMemory),
+}
+
+impl HostBlock {
+    pub(crate) fn address(&self) -> usize {
+        match &self.memory {
+            Memory::Plain(block) => block.address,
+            Memory::Pinned(pinned) => pinned.address(),
+        }
+    }
+}
+
+/// Free blocks by stream and size, and the account of host memory.
+#[derive(Default)]
+pub(crate) struct HostPool {
+    free: Mutex<HashMap<(u32, usize), Vec<HostBlock>>>,
+    /// Most bytes to allocate; 0: as many as the system gives.
+    budget: AtomicUsize,
+    reserved: AtomicUsize,
+    now: AtomicUsize,
+    peak: AtomicUsize,
+}
+
+/// Bytes of host memory that a device's tensors use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HostMemoryReport {
+    /// Bytes of live tensors.
+    pub now: usize,
+    /// Their peak.
+    pub peak: usize,
+    /// Bytes allocated from the system, free blocks included.
+    pub reserved: usize,
+}
+
+impl HostPool {
+    pub(crate) fn set_budget(&self, bytes: Option<usize>) {
+        self.budget.store(bytes.unwrap_or(0), Relaxed);
+    }
+
+    pub(crate) fn report(&self) -> HostMemoryReport {
+        let [now, peak, reserved] = [&self.now, &self.peak, &self.reserved].map(|n| n.load(Relaxed));
+        HostMemoryReport { now, peak, reserved }
+    }
+
+    /// A free block of the stream, or a new one within the budget.
+    pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Result<HostBlock> {
+        let class = size_class(bytes);
+        let reused = self.lock().get_mut(&(stream, class)).and_then(Vec::pop);
+        let block = reused.map_or_else(|| self.allocate(device, class), Ok)?;
+        self.peak.fetch_max(self.now.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+        Ok(block)
+    }
+
+    pub(crate) fn free(&self, stream: u32, block: HostBlock, bytes: usize) {
+        self.now.fetch_sub(bytes, Relaxed);
+        self.lock().entry((stream, block.bytes)).or_default().push(block);
+    }
+
+    fn allocate(&self, device: &DeviceInner, bytes: usize) -> Result<HostBlock> {
+        let budget = self.budget.load(Relaxed);
+        let over = |reserved: usize| budget > 0 && reserved + bytes > budget;
+        if over(self.reserved.load(Relaxed)) {
+            self.trim();
+        }
+        let reserved = self.reserved.load(Relaxed);
+        if over(reserved) {
+            let [in_use, budget] = [reserved, budget].map(format_bytes);
+            let why =
+                format!("the budget is {budget}, of which {in_use} are in use; raise offload.host_budget");
+            return Err(Error::HostMemory { bytes, why });
+        }
+        let id = device.next_id();
+        let memory = match &device.context {
+            None => Block::new(None, bytes, id).map(Memory::Plain),
+            Some(context) => PinnedMemory::new(context, bytes).ok().map(Memory::Pinned),
+        };
+        let Some(memory) = memory else {
+            let why = format!(
+                "the system gives no more than the {} in use; offload less, or raise the limit of locked memory (ulimit -l)",
+                format_bytes(reserved)
+            );
+            return Err(Error::HostMemory { bytes, why });
+        };
+        self.reserved.fetch_add(bytes, Relaxed);
+        Ok(HostBlock { memory, bytes, id })
+    }
+
+    /// Returns free blocks to the system. Freeing pinned memory waits for the device.
+    pub(crate) fn trim(&self) {
+        let blocks = std::mem::take(&mut *self.lock());
+        let bytes: usize = blocks.values().flatten().map(|b| b.bytes).sum();
+        drop(blocks);
+        self.reserved.fetch_sub(bytes, Relaxed);
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(u32, usize), Vec<HostBlock>>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Rounds up to a multiple of a quarter of the power of two below, so that sizes which vary a little share blocks and under
+/// a quarter is unused.
+fn size_class(bytes: usize) -> usize {
+    let bytes = bytes.max(MIN_BYTES);
+    let step = ((bytes + 1).next_power_of_two() / 8).max(MIN_BYTES);
+    bytes.next_multiple_of(step)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Category, DType, Device, Instrumentation, Tensor, Threads};
+
+    fn device() -> Device {
+        let watch = Instrumentation { race_check: true, ..Default::default() };
+        Device::cpu_instrumented(Threads::new(1).unwrap(), watch)
+    }
+
+    #[test]
+    fn size_classes_hold_the_request_and_waste_under_a_quarter() {
+        for bytes in (1..9000).chain([1 << 20, (1 << 20) + 1, 3_000_001, 1 << 30]) {
+            let class = size_class(bytes);
+            assert!(
+                class >= bytes && class <= MIN_BYTES.max(bytes + bytes / 4 + MIN_BYTES),
+                "{bytes} -> {class}"
+            );
+            assert_eq!(size_class(class), class, "{bytes}");
+        }
+    }
+
+    #[test]
+    fn host_memory_has_its_own_account_and_is_reused() {
+        let device = device();
+        let s = device.stream("offload").unwrap();
+        let x = s.upload(&[1f32, 2.0, 3.0], &[3], Category::Activations).unwrap();
+        let used = device.memory().total_now;
+        let host = Tensor::host(&s, &[3], DType::F32).unwrap();
+        s.copy(&x, &host).unwrap();
+        let report = device.memory();
+        assert_eq!((report.total_now, report.host.now, report.host.reserved), (used, 12, MIN_BYTES));
+        let back = Tensor::empty(&s, &[3], DType::F32, Category::Activations).unwrap();
+        s.copy(&host, &back).unwrap();
+        assert_eq!(s.download::<f32>(&back).unwrap(), [1.0, 2.0, 3.0]);
+        drop(host);
+        let again = Tensor::host(&s, &[4], DType::F32).unwrap();
+        let report = device.memory().host;
+        assert_eq!((report.now, report.peak, report.reserved), (16, 16, MIN_BYTES));
+        drop(again);
+    }
+
+    #[test]
+    fn the_budget_is_kept_and_named() {
+        let device = device();
+        device.set_host_budget(Some(3 * MIN_BYTES));
+        let s = device.stream("offload").unwrap();
+        let a = Tensor::host(&s, &[2 * MIN_BYTES], DType::U8).unwrap();
+        let e = Tensor::host(&s, &[2 * MIN_BYTES], DType::U8).unwrap_err().to_string();
+        assert!(
+            e.contains("the budget is 12.0 KiB, of which 8.0 KiB are in use")
+                && e.contains("offload.host_budget"),
+            "{e}"
+        );
+        drop(a);
+        // Free blocks of another size are returned first.
+        Tensor::host(&s, &[3 * MIN_BYTES], DType::U8).unwrap();
+    }
+
+    #[test]
+    fn a_block_reused_while_another_stream_copies_is_a_race() {
+        let device = device();
+        let (offload, reload) = (device.stream("offload").unwrap(), device.stream("reload").unwrap());
+        let x = offload.zeros(&[16], DType::F32, Category::Activations).unwrap();
+        let run = |ordered: bool| {
+            let host = Tensor::host(&offload, &[16], DType::F32)?;
+            offload.copy(&x, &host)?;
+            reload.wait(&offload.record()?)?;
+            let y = Tensor::empty(&reload, &[16], DType::F32, Category::Activations)?;
+            reload.copy(&host, &y)?;
+            if ordered {
+                offload.wait(&reload.record()?)?;
+            }
+            drop(host);
+            let next = Tensor::host(&offload, &[16], DType::F32)?;
+            offload.copy(&x, &next)
+        };
+        run(true).unwrap();
+        let e = run(false).unwrap_err().to_string();
+        assert!(e.contains("reused too early") && e.contains("on stream 'reload'"), "{e}");
+    }
+}
