@@ -15,6 +15,7 @@ mod lm_head;
 mod mlp;
 pub mod moe;
 mod norm;
+pub mod offload;
 mod param;
 pub mod quant;
 mod rank;
@@ -40,7 +41,7 @@ pub use param::{
     UpdateGroup, Weight, draw_initial, initial_values,
 };
 pub use rank::Rank;
-pub use saved::{OffloadClass, Saved, SavedTensor};
+pub use saved::{Module, OffloadClass, Saved, SavedTensor};
 pub use shard::{GroupRank, Shard, Split};
 pub use step_context::{Checkpointed, Dropout, Recompute, StepContext};
 pub use step_state::StepState;

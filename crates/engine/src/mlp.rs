@@ -1,7 +1,7 @@
 //! The MLP block: up-projection, activation function (gated or not), down-projection.
 
 use crate::{
-    Declarations, Linear, LinearSaved, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
+    Declarations, Linear, LinearSaved, Module, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{Result, Tensor};
@@ -42,9 +42,13 @@ pub struct MlpSaved {
 
 impl Saved for MlpSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.down.tensors(f);
-        f(&mut self.h);
-        self.up.tensors(f);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.down.tensors(&mut |t| f(Module::Fc2, t));
+        f(Module::MlpAct, &mut self.h);
+        self.up.tensors(&mut |t| f(Module::Fc1, t));
     }
 }
 

@@ -16,6 +16,39 @@ pub enum OffloadClass {
     Small,
 }
 
+/// The module of a layer whose backward reads a saved tensor, named as offload settings name it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Module {
+    /// Input of the layer, where all of it is recomputed.
+    LayerInput,
+    /// Input of the norm before attention.
+    AttnNorm,
+    /// Input of the QKV projection, or of the projections of MLA.
+    QkvLinear,
+    /// Query, key, value, output and softmax statistics of core attention.
+    CoreAttn,
+    /// Input of the output projection.
+    AttnProj,
+    /// Input of the norm before the MLP or MoE block.
+    MlpNorm,
+    /// Input of the first linear of an MLP.
+    Fc1,
+    /// Output of the first linear: input of the activation function.
+    MlpAct,
+    /// Input of the second linear: output of the activation function.
+    Fc2,
+    /// Input of the router.
+    Router,
+    /// Input of the experts' first linear: permuted tokens.
+    ExpertFc1,
+    /// Output of the experts' first linear.
+    MoeAct,
+    /// Input of the experts' second linear.
+    ExpertFc2,
+    /// Anything else, such as norms after a block.
+    Other,
+}
+
 /// A tensor saved for backward.
 #[derive(Clone, Debug)]
 pub struct SavedTensor {
@@ -54,6 +87,11 @@ pub trait Saved {
     /// allocation, see [`Tensor::allocation_id`].
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor));
 
+    /// [`Saved::tensors`] with the module that each belongs to.
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.tensors(&mut |t| f(Module::Other, t));
+    }
+
     /// The routing that a recomputation of this module has to repeat, where it is or contains an MoE layer.
     fn routing(&self) -> Option<&SavedRouting> {
         None
@@ -69,6 +107,10 @@ impl Saved for SavedTensor {
 impl<S: Saved> Saved for Option<S> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.iter_mut().for_each(|s| s.tensors(f));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.iter_mut().for_each(|s| s.modules(f));
     }
 
     fn routing(&self) -> Option<&SavedRouting> {

@@ -1,7 +1,8 @@
 //! The context of one forward or backward pass.
 
 use crate::moe::{MoeBatch, SavedRouting};
-use crate::{ParamId, Params, Rank, Saved, SavedTensor, StepState, UnitGuard, UnitId, Weight};
+use crate::offload::ActivationOffload;
+use crate::{Module, ParamId, Params, Rank, Saved, SavedTensor, StepState, UnitGuard, UnitId, Weight};
 use ferrotron_kernels::RngKey;
 use ferrotron_tensor::{DType, Result, Tensor};
 
@@ -26,6 +27,8 @@ pub struct StepContext<'a> {
     pub recomputing: bool,
     /// With `recomputing`: the routing of the pass that is repeated, where it is that of an MoE layer.
     pub saved_routing: Option<&'a SavedRouting>,
+    /// Offloading of saved activations.
+    pub offload: Option<&'a ActivationOffload>,
     /// How often the same layer ran before in this pass (shared MTP layers): its random numbers are those of a layer that
     /// many positions further on.
     pub repeat: u32,
@@ -71,6 +74,7 @@ impl<'a> StepContext<'a> {
             moe: None,
             recomputing: false,
             saved_routing: None,
+            offload: None,
             repeat: 0,
         }
     }
@@ -141,11 +145,15 @@ impl<S: Saved> Checkpointed<S> {
 
 impl<S: Saved> Saved for Checkpointed<S> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
         match self {
-            Checkpointed::Full(s) => s.tensors(f),
+            Checkpointed::Full(s) => s.modules(f),
             Checkpointed::Input { x, routing } => {
-                f(x);
-                routing.tensors(f);
+                f(Module::LayerInput, x);
+                routing.tensors(&mut |t| f(Module::Router, t));
             }
         }
     }

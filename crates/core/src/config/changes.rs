@@ -47,6 +47,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("checkpoint.", ChangeEffect::None),
     ("parallel.", ChangeEffect::None),
     ("generate.", ChangeEffect::None),
+    ("offload.", ChangeEffect::None),
 ];
 
 /// The name under which a change of the contents of `data.path` is reported and allowed.

@@ -3,9 +3,9 @@
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype,
-    MuonSettings, OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind,
-    Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, WeightDecayStyle,
-    WsdStyle,
+    MuonSettings, OffloadedActivations, OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule,
+    PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype,
+    WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -359,6 +359,17 @@ keys! {
         stages: Option<String> = None, "pipeline_model_parallel_layout";
         /// Overlap communication with computation; results are bit-identical.
         overlap: bool = true, "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_p2p_comm";
+    }
+
+    /// Offloading to host memory; results are bit-identical.
+    offload: OffloadSection {
+        /// Activations kept in host memory between forward and backward: "off", a number of layers (the first ones of each
+        /// model chunk), or a list of modules whose saved tensors move in all layers but the last of a chunk.
+        activations: OffloadedActivations = OffloadedActivations::Off, "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "fine_grained_activation_offloading", "offload_modules", "activation_offload";
+        /// Smallest tensor to offload.
+        min_bytes: ByteCount = ByteCount(1 << 20), "min_offloaded_tensor_size";
+        /// Most host memory to use on each rank; unset means as much as the system gives.
+        host_budget: Option<ByteCount> = None, "cpu_offloading_budget", "pinned_memory_limit";
     }
 
     /// Dropout.

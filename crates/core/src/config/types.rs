@@ -3,6 +3,7 @@
 mod architecture;
 mod groups;
 mod muon;
+mod offload;
 mod precision;
 mod training;
 mod written;
@@ -12,6 +13,7 @@ pub use groups::{ParamGroup, ParamGroupList};
 pub use muon::{
     MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
 };
+pub use offload::{OffloadModule, OffloadedActivations};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
     CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,

@@ -28,6 +28,8 @@ impl Config {
             Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
+        } else if self.offload.activations.choice().is_some() {
+            Some("with offload.activations, host memory is allocated during the step")
         } else if self.mtp.layers > 0 {
             Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
         } else if self.moe.experts.is_some() {

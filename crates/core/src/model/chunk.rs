@@ -5,14 +5,14 @@ use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::Input;
 use super::description::Block;
-use super::layer::{Layer, LayerSaved, checkpointed_blocks, norm_of};
+use super::layer::{Layer, checkpointed_blocks, norm_of};
 use super::layer_split::Stage;
 use super::mtp::{MtpBackward, MtpBlock, MtpBlockSaved};
+use super::saved_layers::SavedLayers;
 use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
-    Checkpointed, Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig,
-    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, UnitId,
-    WeightGrad, run_to_completion,
+    Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig, LmHeadSaved, NormLayer,
+    NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, UnitId, WeightGrad, run_to_completion,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -83,7 +83,7 @@ pub enum ForwardMode<'a> {
 pub struct ChunkSaved {
     mtp: Option<MtpBlockSaved>,
     output: Option<(LmHeadSaved, NormSaved)>,
-    layers: Vec<Checkpointed<LayerSaved>>,
+    layers: SavedLayers,
     embedding: Option<EmbeddingSaved>,
 }
 
@@ -255,7 +255,7 @@ impl Chunk {
         input: &Input,
         x: Option<Tensor>,
         train: bool,
-    ) -> Result<(HiddenStates, Vec<Checkpointed<LayerSaved>>, Option<EmbeddingSaved>)> {
+    ) -> Result<(HiddenStates, SavedLayers, Option<EmbeddingSaved>)> {
         let (x, embedding) = match (&self.embedding, x) {
             (Some(e), None) => {
                 let _unit = ChunkUnits::enter(p, &self.units.forward, 0)?;
@@ -265,13 +265,18 @@ impl Chunk {
             (None, Some(x)) => (x, None),
             _ => return shape_error("stage", "the first one starts from ids, the others from hidden states"),
         };
-        let (mut x, mut layers) = (HiddenStates::of(x), Vec::with_capacity(self.layers.len()));
+        let offload = p.offload.filter(|_| train);
+        let (mut x, mut layers) = (HiddenStates::of(x), SavedLayers::new(offload, self.layers.len()));
         for (i, layer) in self.layers.iter().enumerate() {
+            layers.before_forward(i)?;
             let _unit = ChunkUnits::enter(p, &self.units.forward, self.units.layer(i))?;
             let (y, saved) = layer.forward(p, x, &input.layout, &input.positions).await?;
-            layers.extend(train.then_some(saved));
+            if train {
+                layers.push(offload, saved)?;
+            }
             x = y;
         }
+        layers.before_forward(self.layers.len())?;
         Ok((x, layers, embedding))
     }
 
@@ -298,6 +303,8 @@ impl Chunk {
         dy: Option<Tensor>,
         put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        let mut layers = saved.layers;
+        layers.before_backward(self.layers.len())?;
         let mut dx = match (&self.output, saved.output, dy) {
             (Some((norm, head)), Some((head_saved, norm_saved)), None) => {
                 let _unit = self.enter_output(p)?;
@@ -314,7 +321,11 @@ impl Chunk {
             (None, None, Some(dy)) => dy,
             _ => return shape_error("stage", "the last one starts from the loss, the others from gradients"),
         };
-        for (i, (layer, saved)) in self.layers.iter().zip(saved.layers).enumerate().rev() {
+        for (i, layer) in self.layers.iter().enumerate().rev() {
+            layers.before_backward(i)?;
+            let Some(saved) = layers.pop()? else {
+                return shape_error("stage", "a layer has saved nothing for its backward pass");
+            };
             let at = self.units.forward.len() - 1 - self.units.layer(i);
             let _unit = ChunkUnits::enter(p, &self.units.backward, at)?;
             let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx).await?;

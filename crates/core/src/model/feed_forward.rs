@@ -2,7 +2,7 @@
 
 use super::description::Block;
 use ferrotron_engine::moe::{Moe, MoeSaved, SavedRouting};
-use ferrotron_engine::{Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
+use ferrotron_engine::{Mlp, MlpSaved, Module, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_tensor::{Result, Tensor};
 
 /// The feed-forward block of a layer.
@@ -23,9 +23,13 @@ pub enum FeedForwardSaved {
 
 impl Saved for FeedForwardSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
         match self {
-            FeedForwardSaved::Dense(s) => s.tensors(f),
-            FeedForwardSaved::Moe(s) => s.tensors(f),
+            FeedForwardSaved::Dense(s) => s.modules(f),
+            FeedForwardSaved::Moe(s) => s.modules(f),
         }
     }
 

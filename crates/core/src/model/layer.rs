@@ -11,8 +11,8 @@ use ferrotron_engine::attention::{
 };
 use ferrotron_engine::moe::{Moe, SavedRouting};
 use ferrotron_engine::{
-    Checkpointed, Declarations, HiddenStates, Mlp, MlpConfig, NormLayer, NormSaved, Saved, SavedTensor,
-    StepContext, WeightGrad, run_to_completion,
+    Checkpointed, Declarations, HiddenStates, Mlp, MlpConfig, Module, NormLayer, NormSaved, Saved,
+    SavedTensor, StepContext, WeightGrad, run_to_completion,
 };
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm};
 use ferrotron_tensor::{Result, Tensor};
@@ -46,13 +46,17 @@ pub struct LayerSaved {
 
 impl Saved for LayerSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.mlp_post.tensors(f);
-        self.mlp.tensors(f);
-        self.routing.tensors(f);
-        self.mlp_norm.tensors(f);
-        self.attn_post.tensors(f);
-        self.attn.tensors(f);
-        self.attn_norm.tensors(f);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.mlp_post.modules(f);
+        self.mlp.modules(f);
+        self.routing.tensors(&mut |t| f(Module::Router, t));
+        self.mlp_norm.tensors(&mut |t| f(Module::MlpNorm, t));
+        self.attn_post.modules(f);
+        self.attn.modules(f);
+        self.attn_norm.tensors(&mut |t| f(Module::AttnNorm, t));
     }
 
     fn routing(&self) -> Option<&SavedRouting> {

@@ -16,6 +16,7 @@ mod mtp;
 pub mod mtp_config;
 mod pipeline_layout;
 pub mod preset;
+mod saved_layers;
 pub mod upcycle;
 pub mod validate;
 

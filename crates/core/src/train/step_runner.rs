@@ -11,6 +11,7 @@ use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::moe::MoeCounters;
+use ferrotron_engine::offload::ActivationOffload;
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
 use ferrotron_tensor::{Category, Stream, Tensor};
 
@@ -102,6 +103,7 @@ pub(super) struct StepRunner {
     /// The stream on which results of a step are read while the next one computes.
     pub(super) readback: Stream,
     recompute: Recompute,
+    offload: Option<ActivationOffload>,
     schedule_kind: ScheduleKind,
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
     schedule: Option<Schedule>,
@@ -111,6 +113,9 @@ pub(super) struct StepRunner {
 impl StepRunner {
     pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepRunner> {
         let c = &r.config;
+        rank.device().set_host_budget(c.offload.host_budget.map(|bytes| bytes.0 as usize));
+        let min_bytes = c.offload.min_bytes.0 as usize;
+        let offload = |choice| ActivationOffload::new(rank, choice, min_bytes);
         Ok(StepRunner {
             progress: Progress::default(),
             schedules: state::schedules(r)?,
@@ -122,6 +127,7 @@ impl StepRunner {
             dropout: c.dropout.hidden as f32,
             readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
             recompute: c.train.recompute.modules(),
+            offload: c.offload.activations.choice().map(offload).transpose()?,
             schedule_kind: c.parallel.schedule.schedule_kind(),
             schedule: None,
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
@@ -150,7 +156,11 @@ impl StepRunner {
         if let Some(moe) = step_state.moe() {
             moe.begin_step(&rank.compute)?;
         }
-        let ctx = StepContext { recompute: self.recompute, ..StepContext::new(rank, params, step_state) };
+        let ctx = StepContext {
+            recompute: self.recompute,
+            offload: self.offload.as_ref(),
+            ..StepContext::new(rank, params, step_state)
+        };
         let mut load = |i: usize| {
             let mut batch = load(rank, decoder, i)?;
             let mtp = batch.input.mtp.iter_mut().map(|m| &mut m.targets);

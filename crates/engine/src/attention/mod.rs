@@ -14,7 +14,7 @@ pub use mla::{MlaConfig, MlaSaved, MultiLatentAttention};
 pub use self_attention::{SelfAttention, SelfAttentionSaved};
 
 use crate::{
-    Declarations, Linear, LinearSaved, NormLayer, NormSaved, Saved, SavedTensor, Split, StepContext,
+    Declarations, Linear, LinearSaved, Module, NormLayer, NormSaved, Saved, SavedTensor, Split, StepContext,
     WeightGrad, WithAmax,
 };
 use core_attention::{CoreAttention, CoreAttentionGrads, CoreAttentionSaved, zero_padding};
@@ -79,14 +79,17 @@ pub struct AttentionSaved {
 
 impl Saved for AttentionSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.out_proj.tensors(f);
-        f(&mut self.heads);
-        self.scores.tensors(f);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.out_proj.tensors(&mut |t| f(Module::AttnProj, t));
+        f(Module::CoreAttn, &mut self.heads);
+        self.scores.tensors(&mut |t| f(Module::CoreAttn, t));
         if let Some((q, k)) = &mut self.norms {
-            q.tensors(f);
-            k.tensors(f);
+            [q, k].into_iter().for_each(|norm| norm.tensors(&mut |t| f(Module::CoreAttn, t)));
         }
-        self.qkv.tensors(f);
+        self.qkv.tensors(&mut |t| f(Module::QkvLinear, t));
     }
 }
 

@@ -1,7 +1,7 @@
 //! The attention variants behind one type, so that a decoder layer holds either.
 
 use super::{Attention, AttentionSaved, KvCache, Layout, MlaSaved, MultiLatentAttention};
-use crate::{Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
+use crate::{Module, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_tensor::{Result, Tensor};
 
 /// The self-attention module of a layer.
@@ -22,9 +22,13 @@ pub enum SelfAttentionSaved {
 
 impl Saved for SelfAttentionSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
         match self {
-            SelfAttentionSaved::MultiHead(s) => s.tensors(f),
-            SelfAttentionSaved::Mla(s) => s.tensors(f),
+            SelfAttentionSaved::MultiHead(s) => s.modules(f),
+            SelfAttentionSaved::Mla(s) => s.modules(f),
         }
     }
 }

@@ -6,7 +6,7 @@ use crate::quant::{
     WgradOperand,
 };
 use crate::{
-    Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
+    Declarations, Init, Module, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
 use ferrotron_kernels::{
     Act, BLOCK, Fp8Tensor, GroupedBias, RowMap, ScalingMode, Segments, WeightedAct, WeightedActBackward,
@@ -74,11 +74,15 @@ pub struct ExpertsSaved {
 
 impl Saved for ExpertsSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.a.tensors(f);
-        self.amax.tensors(f);
-        f(&mut self.h);
-        self.x.tensors(f);
-        f(&mut self.probs);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.a.tensors(&mut |t| f(Module::ExpertFc2, t));
+        self.amax.tensors(&mut |t| f(Module::MoeAct, t));
+        f(Module::MoeAct, &mut self.h);
+        self.x.tensors(&mut |t| f(Module::ExpertFc1, t));
+        f(Module::ExpertFc1, &mut self.probs);
     }
 }
 

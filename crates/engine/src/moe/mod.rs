@@ -31,7 +31,8 @@ pub use router::SavedRouting;
 pub use state::{MoeCounters, MoeLayerId, MoeLayerSpec, MoeState};
 
 use crate::{
-    Declarations, Linear, LinearSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax, yield_now,
+    Declarations, Linear, LinearSaved, Module, Saved, SavedTensor, StepContext, WeightGrad, WithAmax,
+    yield_now,
 };
 use experts::{DispatchRows, Experts, ExpertsSaved};
 use ferrotron_tensor::{Result, Tensor};
@@ -64,15 +65,19 @@ pub struct MoeSaved {
 
 impl Saved for MoeSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.shared.tensors(f);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.shared.modules(f);
         if let Some((_, up)) = &mut self.latent {
-            up.tensors(f);
+            up.tensors(&mut |t| f(Module::ExpertFc2, t));
         }
-        self.experts.tensors(f);
+        self.experts.modules(f);
         if let Some((down, _)) = &mut self.latent {
-            down.tensors(f);
+            down.tensors(&mut |t| f(Module::ExpertFc1, t));
         }
-        self.router.tensors(f);
+        self.router.tensors(&mut |t| f(Module::Router, t));
     }
 
     fn routing(&self) -> Option<&SavedRouting> {

@@ -2,8 +2,8 @@
 
 use super::MoeShape;
 use crate::{
-    Declarations, Linear, LinearSaved, Mlp, MlpConfig, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad,
-    WithAmax,
+    Declarations, Linear, LinearSaved, Mlp, MlpConfig, MlpSaved, Module, Saved, SavedTensor, StepContext,
+    WeightGrad, WithAmax,
 };
 use ferrotron_kernels::{ExpertChoice, Route, RouteBackward, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
@@ -33,13 +33,17 @@ struct GateSaved {
 
 impl Saved for SharedExpertSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
         if let Some(g) = &mut self.gate {
-            f(&mut g.y);
-            f(&mut g.probs);
-            f(&mut g.logits);
-            g.linear.tensors(f);
+            f(Module::Fc2, &mut g.y);
+            f(Module::Router, &mut g.probs);
+            f(Module::Router, &mut g.logits);
+            g.linear.tensors(&mut |t| f(Module::Fc1, t));
         }
-        self.mlp.tensors(f);
+        self.mlp.modules(f);
     }
 }
 

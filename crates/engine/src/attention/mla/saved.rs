@@ -2,7 +2,7 @@
 
 use super::super::core_attention::CoreAttentionSaved;
 use super::norm_linear::NormLinearSaved;
-use crate::{LinearSaved, Saved, SavedTensor};
+use crate::{LinearSaved, Module, Saved, SavedTensor};
 use ferrotron_tensor::Tensor;
 
 /// Activations that backward needs.
@@ -39,10 +39,14 @@ pub(super) enum QuerySaved {
 
 impl Saved for MlaSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.out_proj.tensors(f);
-        f(&mut self.heads);
-        self.scores.tensors(f);
-        self.latent.tensors(f);
+        self.modules(&mut |_, t| f(t));
+    }
+
+    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
+        self.out_proj.tensors(&mut |t| f(Module::AttnProj, t));
+        f(Module::CoreAttn, &mut self.heads);
+        self.scores.tensors(&mut |t| f(Module::CoreAttn, t));
+        self.latent.tensors(&mut |t| f(Module::QkvLinear, t));
     }
 }
 

@@ -1,0 +1,125 @@
+//! Settings of offloading.
+
+use super::choice;
+use crate::config::KeyType;
+use ferrotron_engine::Module;
+use ferrotron_engine::offload::OffloadChoice;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+choice! {
+    /// A module whose saved activations are offloaded.
+    OffloadModule {
+        /// The layer's input, with train.recompute = "full".
+        LayerInput = "layer_input",
+        /// Input of the norm before attention.
+        AttnNorm = "attn_norm",
+        /// Input of the QKV projection.
+        QkvLinear = "qkv_linear",
+        /// Query, key, value and output of core attention.
+        CoreAttn = "core_attn",
+        /// Input of the output projection of attention.
+        AttnProj = "attn_proj",
+        /// Input of the norm before the MLP.
+        MlpNorm = "mlp_norm",
+        /// Input of the first linear of the MLP.
+        Fc1 = "fc1",
+        /// Input of the activation function of the MLP.
+        MlpAct = "mlp_act",
+        /// Input of the second linear of the MLP.
+        Fc2 = "fc2",
+        /// Input of the router.
+        Router = "router",
+        /// Input of the experts' first linear.
+        ExpertFc1 = "expert_fc1",
+        /// Input of the experts' activation function.
+        MoeAct = "moe_act",
+        /// Input of the experts' second linear.
+        ExpertFc2 = "expert_fc2",
+    }
+}
+
+impl OffloadModule {
+    fn module(self) -> Module {
+        match self {
+            OffloadModule::LayerInput => Module::LayerInput,
+            OffloadModule::AttnNorm => Module::AttnNorm,
+            OffloadModule::QkvLinear => Module::QkvLinear,
+            OffloadModule::CoreAttn => Module::CoreAttn,
+            OffloadModule::AttnProj => Module::AttnProj,
+            OffloadModule::MlpNorm => Module::MlpNorm,
+            OffloadModule::Fc1 => Module::Fc1,
+            OffloadModule::MlpAct => Module::MlpAct,
+            OffloadModule::Fc2 => Module::Fc2,
+            OffloadModule::Router => Module::Router,
+            OffloadModule::ExpertFc1 => Module::ExpertFc1,
+            OffloadModule::MoeAct => Module::MoeAct,
+            OffloadModule::ExpertFc2 => Module::ExpertFc2,
+        }
+    }
+}
+
+/// Which activations are offloaded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum OffloadedActivations {
+    /// None.
+    Off,
+    /// Those of the first layers of each chunk.
+    Layers(usize),
+    /// Those of some modules.
+    Modules(Vec<OffloadModule>),
+}
+
+impl OffloadedActivations {
+    /// What the engine offloads.
+    pub fn choice(&self) -> Option<OffloadChoice> {
+        match self {
+            OffloadedActivations::Off | OffloadedActivations::Layers(0) => None,
+            OffloadedActivations::Layers(count) => Some(OffloadChoice::Layers(*count)),
+            OffloadedActivations::Modules(list) => {
+                Some(OffloadChoice::Modules(list.iter().map(|m| m.module()).collect()))
+            }
+        }
+    }
+}
+
+impl Serialize for OffloadedActivations {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            OffloadedActivations::Off => s.serialize_str("off"),
+            OffloadedActivations::Layers(count) => count.serialize(s),
+            OffloadedActivations::Modules(list) => list.serialize(s),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for OffloadedActivations {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Count(usize),
+            One(String),
+            Many(Vec<String>),
+        }
+        let list = match Form::deserialize(d)? {
+            Form::Count(count) => return Ok(OffloadedActivations::Layers(count)),
+            Form::One(text) if text == "off" => return Ok(OffloadedActivations::Off),
+            Form::One(text) => vec![text],
+            Form::Many(list) => list,
+        };
+        let modules =
+            list.iter().map(|m| m.parse().map_err(D::Error::custom)).collect::<Result<Vec<_>, _>>()?;
+        Ok(if modules.is_empty() {
+            OffloadedActivations::Off
+        } else {
+            OffloadedActivations::Modules(modules)
+        })
+    }
+}
+
+impl KeyType for OffloadedActivations {
+    fn expects() -> String {
+        let names: Vec<&str> = OffloadModule::ALL.iter().map(|m| m.name()).collect();
+        format!("\"off\", a number of layers or a list of \"{}\"", names.join("\", \""))
+    }
+}
