@@ -4,14 +4,13 @@ mod blocks;
 mod groups;
 mod loss_scale;
 mod muon;
+mod offload;
 mod state;
 
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
 use ferrotron_comm::ReduceOp;
-use ferrotron_engine::data_parallel::{
-    Bucket, MasterShards, ParamShard, Placement, ShardingStrategy, group_rank,
-};
+use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, group_rank};
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
 use ferrotron_kernels::{ParamUpdate, counter, scalars};
@@ -21,6 +20,7 @@ pub use loss_scale::{LossScale, SavedLossScale};
 use muon::LineMoments;
 pub use muon::MuonRule;
 pub(crate) use muon::{TpMode, is_normuon, line_name};
+pub use offload::StateStorage;
 pub use state::OptimizerState;
 use state::StateKind;
 use std::ops::Range;
@@ -89,12 +89,11 @@ impl Optimizer {
     pub fn new(
         rank: &Rank,
         params: &Params,
-        scheme: ShardingStrategy,
         groups: Arc<ParamGroups>,
-        master: MasterDtype,
+        storage: StateStorage,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
-        let placement = scheme.optimizer;
+        let (placement, master) = (storage.sharding.optimizer, storage.master);
         let piece = |(i, spec): (usize, &ParamSpec)| {
             params.plan().piece(ParamId(i), placement, group_rank(rank.dp_group(spec.experts)))
         };
@@ -107,8 +106,11 @@ impl Optimizer {
             let what = "optimizer.master_dtype: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
             return Err(Error::Invalid(what.into()));
         }
+        let held = |b: &Bucket| b.held(placement, group_rank(rank.dp_group(b.experts))).len();
+        let bytes = |b: &Bucket| held(b) * storage.bytes_per_element(params, &groups, b);
+        let on_host = offload::on_host(params.plan().buckets().iter().map(bytes), storage.on_host);
         let new = |name, kind, dtype: &dyn Fn(&Bucket) -> Option<DType>| {
-            OptimizerState::new((name, kind), rank, params, placement, dtype, &pieces)
+            OptimizerState::new((name, kind), rank, params, placement, (dtype, &on_host), &pieces)
         };
         let masters = match (params.dtype(), master) {
             (DType::F32, _) => OptimizerState::in_weights("model", rank, params, placement, &pieces)?,

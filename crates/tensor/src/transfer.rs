@@ -105,6 +105,9 @@ impl Stream {
     /// Sets all bytes of a contiguous tensor to zero.
     pub fn zero(&self, t: &Tensor) -> Result<()> {
         let bytes = t.as_bytes()?;
+        if t.is_on_host() && self.cuda().is_some() {
+            return self.zero_host(&bytes);
+        }
         self.launch("zero", &[write(&bytes)], |l| match l.cuda {
             None => {
                 l.slice_mut::<u8>(0)?.fill(0);
@@ -113,6 +116,21 @@ impl Stream {
             // SAFETY: the argument is declared as written and has that many bytes.
             Some(cuda) => unsafe { cuda.context().zero(cuda, l.address(0)?, bytes.numel()) },
         })
+    }
+}
+
+/// Bytes of zeros copied to host memory at a time.
+const ZEROS: usize = 64 << 20;
+
+impl Stream {
+    /// A memset writes device memory; host memory is filled by copies.
+    fn zero_host(&self, bytes: &Tensor) -> Result<()> {
+        let zeros = self.zeros(&[bytes.numel().min(ZEROS)], DType::U8, Category::Workspace)?;
+        for start in (0..bytes.numel()).step_by(ZEROS) {
+            let part = bytes.narrow(0, start, ZEROS.min(bytes.numel() - start))?;
+            self.copy(&zeros.narrow(0, 0, part.numel())?, &part)?;
+        }
+        Ok(())
     }
 }
 

@@ -366,7 +366,10 @@ keys! {
         /// Activations kept in host memory between forward and backward: "off", a number of layers (the first ones of each
         /// model chunk), or a list of modules whose saved tensors move in all layers but the last of a chunk.
         activations: OffloadedActivations = OffloadedActivations::Off, "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "fine_grained_activation_offloading", "offload_modules", "activation_offload";
-        /// Smallest tensor to offload.
+        /// Fraction of the optimizer state (master weights and moments) kept in host memory, from 0 to 1: whole buckets of
+        /// parameters. A step reads and writes it there over the link.
+        optimizer: f64 = 0.0, "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_optimizer", "cpu_offload";
+        /// Smallest activation to offload.
         min_bytes: ByteCount = ByteCount(1 << 20), "min_offloaded_tensor_size";
         /// Most host memory to use on each rank; unset means as much as the system gives.
         host_budget: Option<ByteCount> = None, "cpu_offloading_budget", "pinned_memory_limit";

@@ -65,6 +65,7 @@ impl Recipe {
     pub fn check_values(&self) -> Result<()> {
         let c = &self.config;
         self.check_parallel()?;
+        self.check_offload()?;
         for (key, value) in [
             ("data.seq_len", c.data.seq_len),
             ("train.global_batch", Some(c.train.global_batch)),
@@ -104,6 +105,10 @@ impl Recipe {
             return self.refuse("generate.top_p", "must be above 0 and at most 1; 1 draws from all tokens");
         }
         Ok(())
+    }
+
+    fn check_offload(&self) -> Result<()> {
+        self.within("offload.optimizer", self.config.offload.optimizer, 0.0, 1.0)
     }
 
     fn check_parallel(&self) -> Result<()> {

@@ -32,22 +32,31 @@ pub(super) enum StateKind {
 }
 
 impl OptimizerState {
-    /// Allocates zeros in the buckets that `dtype` gives one for.
+    /// Allocates zeros in the buckets that `dtype` gives one for, in host memory where `on_host` says so. Block scales are
+    /// small and stay on the device.
     pub(super) fn new(
         (name, kind): (&'static str, StateKind),
         rank: &Rank,
         params: &Params,
         placement: Placement,
-        dtype: &dyn Fn(&Bucket) -> Option<DType>,
+        (dtype, on_host): (&dyn Fn(&Bucket) -> Option<DType>, &[bool]),
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
         let dtypes: Vec<Option<DType>> = params.plan().buckets().iter().map(dtype).collect();
         let zeros = |len, dtype| rank.compute.zeros(&[len], dtype, Category::Optimizer);
         let (mut buckets, mut scales) = (Vec::new(), Vec::new());
-        for (b, dtype) in params.plan().buckets().iter().zip(&dtypes) {
+        for (i, (b, dtype)) in params.plan().buckets().iter().zip(&dtypes).enumerate() {
             let held = b.held(placement, group_rank(rank.dp_group(b.experts))).len();
             let len = if dtype.is_some() { held } else { 0 };
-            buckets.push(zeros(len, dtype.unwrap_or(DType::F32))?);
+            let kept_as = dtype.unwrap_or(DType::F32);
+            buckets.push(match on_host.get(i) {
+                Some(true) if len > 0 => {
+                    let memory = Tensor::host(&rank.compute, &[len], kept_as)?;
+                    rank.compute.zero(&memory)?;
+                    memory
+                }
+                _ => zeros(len, kept_as)?,
+            });
             let packed = matches!(dtype, Some(DType::F16 | DType::U8));
             scales.push(packed.then(|| zeros(len.div_ceil(BLOCK), DType::U8)).transpose()?);
         }
@@ -196,7 +205,13 @@ impl OptimizerState {
         placement: Placement,
         bucket: usize,
     ) -> Result<Tensor> {
-        let (part, _) = self.saved_bucket(rank, params, placement, bucket)?;
+        let (mut part, _) = self.saved_bucket(rank, params, placement, bucket)?;
+        if part.is_on_host() {
+            // Collectives take device memory.
+            let copy = Tensor::empty(&rank.compute, part.shape(), part.dtype(), Category::Workspace)?;
+            rank.compute.copy(&part, &copy)?;
+            part = copy;
+        }
         let mine = FlatBuffer::of(params.plan(), bucket, placement, &part);
         if placement == Placement::Replicate {
             return Ok(part);

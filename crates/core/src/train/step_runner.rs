@@ -113,7 +113,6 @@ pub(super) struct StepRunner {
 impl StepRunner {
     pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepRunner> {
         let c = &r.config;
-        rank.device().set_host_budget(c.offload.host_budget.map(|bytes| bytes.0 as usize));
         let min_bytes = c.offload.min_bytes.0 as usize;
         let offload = |choice| ActivationOffload::new(rank, choice, min_bytes);
         Ok(StepRunner {

@@ -20,7 +20,7 @@ use crate::config::Resolved;
 use crate::cost::{MemoryEstimate, advise};
 use crate::data::Batches;
 use crate::events::Precision;
-use crate::optimizer::{LossScale, Optimizer};
+use crate::optimizer::{LossScale, Optimizer, StateStorage};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Event, Stream};
@@ -56,6 +56,7 @@ impl Trainer {
 
     fn allocate(rank: Rank, r: &Resolved, memory_estimate: MemoryEstimate) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
+        rank.device().set_host_budget(r.config.offload.host_budget.map(|bytes| bytes.0 as usize));
         let hooks = StepHooks::new(&rank, r)?;
         let sharding = model_state::sharding(&rank, r);
         let model = ModelState::new(&rank, r, sharding)?;
@@ -63,8 +64,9 @@ impl Trainer {
         let clip = (o.clip > 0.0).then_some(o.clip as f32);
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
         let groups = r.param_groups();
-        let optimizer = Optimizer::new(&rank, &model.params, sharding, groups, o.master_dtype, clip)?
-            .with_loss_scale(loss_scale);
+        let storage = StateStorage { sharding, master: o.master_dtype, on_host: r.config.offload.optimizer };
+        let optimizer =
+            Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         let runner = StepRunner::new(&rank, r)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());

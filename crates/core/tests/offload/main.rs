@@ -7,6 +7,7 @@
 
 mod matrix;
 mod memory;
+mod optimizer;
 
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;

@@ -138,7 +138,7 @@ impl PinnedMemory {
     ) -> Result<()> {
         cuda.refuse_capture("copy device to host")?;
         // SAFETY: guaranteed by the caller.
-        let status = unsafe { sys::cuMemcpyDtoHAsync_v2((self.host + at) as _, from, bytes, cuda.raw()) };
+        let status = unsafe { sys::cuMemcpyAsync((self.host + at) as _, from, bytes, cuda.raw()) };
         check("copy device to host", status)
     }
 }
