@@ -22,7 +22,7 @@ pub use muon::MuonRule;
 pub(crate) use muon::{TpMode, is_normuon, line_name};
 pub use offload::StateStorage;
 pub use state::OptimizerState;
-use state::StateKind;
+use state::{StateKind, StoredAs};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -109,7 +109,7 @@ impl Optimizer {
         let held = |b: &Bucket| b.held(placement, group_rank(rank.dp_group(b.experts))).len();
         let bytes = |b: &Bucket| held(b) * storage.bytes_per_element(params, &groups, b);
         let on_host = offload::on_host(params.plan().buckets().iter().map(bytes), storage.on_host);
-        let new = |name, kind, dtype: &dyn Fn(&Bucket) -> Option<DType>| {
+        let new = |name, kind, dtype: StoredAs| {
             OptimizerState::new((name, kind), rank, params, placement, (dtype, &on_host), &pieces)
         };
         let masters = match (params.dtype(), master) {

@@ -31,6 +31,9 @@ pub(super) enum StateKind {
     Moment(MomentOrder),
 }
 
+/// Dtype of a state in a bucket; none where its parameters have no such state.
+pub(super) type StoredAs<'a> = &'a dyn Fn(&Bucket) -> Option<DType>;
+
 impl OptimizerState {
     /// Allocates zeros in the buckets that `dtype` gives one for, in host memory where `on_host` says so. Block scales are
     /// small and stay on the device.
@@ -39,7 +42,7 @@ impl OptimizerState {
         rank: &Rank,
         params: &Params,
         placement: Placement,
-        (dtype, on_host): (&dyn Fn(&Bucket) -> Option<DType>, &[bool]),
+        (dtype, on_host): (StoredAs, &[bool]),
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
         let dtypes: Vec<Option<DType>> = params.plan().buckets().iter().map(dtype).collect();
