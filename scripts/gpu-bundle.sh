@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-kernels:lib ferrotron-comm:threads ferrotron-comm:nccl ferrotron-comm:lib ferrotron-engine:context_parallel ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-tensor:lib ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-kernels:lib ferrotron-comm:threads ferrotron-comm:nccl ferrotron-comm:lib ferrotron-engine:context_parallel ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
@@ -14,7 +14,7 @@ mkdir -p "$out/tests" "$out/peers"
 cp target/release/ferrotron "$out/"
 for t in "${tests[@]}"; do
   kind=test which=(--test "${t##*:}") name=${t##*:}
-  # Unit tests of a crate: comm_lib, kernels_lib.
+  # Unit tests of a crate: comm_lib, kernels_lib, tensor_lib.
   if [ "$name" = lib ]; then kind=lib which=(--lib) name=${t%%:*} name=${name#ferrotron-}_lib; fi
   cargo test --release --locked -p "${t%%:*}" "${which[@]}" --no-run --message-format=json 2>/dev/null |
     grep "\"kind\":\[\"$kind\"\]" | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | xargs -I{} cp {} "$out/tests/$name"
@@ -22,6 +22,6 @@ done
 strip "$out"/ferrotron "$out"/tests/*
 cp -r tests/golden tests/golden-b "$out/"
 cp scripts/peers/*.py "$out/peers/"
-cp scripts/bench_gpu.py scripts/gpu_layouts.py scripts/gpu_faults.py scripts/bench_saves.py "$out/"
+cp scripts/bench_gpu.py scripts/gpu_layouts.py scripts/gpu_faults.py scripts/bench_saves.py scripts/memory_growth.py "$out/"
 cp scripts/gpu-check.sh "$out/check.sh"
 du -sh "$out"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks against PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm processes layouts moe golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start memory conformance precision comm processes layouts moe golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance precision comm processes layouts moe golden parity train kill sanitizer bench}
+parts=${*:-start memory conformance precision comm processes layouts moe golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden:$here/golden-b FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -104,6 +104,7 @@ if has start; then
   row kernels-warm load_cold
   row kernels-damaged damaged_cache
 fi
+has memory && row memory-pool "$here/tests/tensor_lib" --test-threads=1 pool_tests && row memory-growth python3 "$here/memory_growth.py" cuda
 has conformance && row kernels-unit env FERROTRON_TEST_DEVICE=cuda "$here/tests/kernels_lib" --test-threads=1 cuda::
 has conformance && row conformance tests conformance && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/conformance" --test-threads=8
 has comm && row ranks-on-one-gpu tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/comm_lib" nccl::tests

@@ -143,6 +143,7 @@ fn a_step_over_ranks_tells_hidden_from_exposed_communication() {
     assert_eq!((&v["ranks"], &v["engine"]), (&4.into(), &"threads".into()));
     let number = |v: &serde_json::Value, key: &str| v[key].as_f64().unwrap_or_else(|| panic!("{key}: {v}"));
     assert!(number(&v, "step_ms") > 0.0 && number(&v, "tok_s") > 0.0 && number(&v, "peak_bytes") > 0.0);
+    assert!(number(&v, "reserved_bytes") >= number(&v, "peak_bytes"));
     assert!(v["mfu"].is_null(), "the peak of the CPU is not known: {v}");
     let kinds = v["communication"].as_array().unwrap();
     let has = |group: &str| kinds.iter().any(|k| k["group"].as_str().unwrap().starts_with(group));

@@ -98,9 +98,12 @@ pub struct Step {
     /// Model TFLOP per second.
     #[serde(default)]
     pub tflops: f64,
-    /// Peak bytes of tensors so far.
+    /// Peak bytes of tensors so far, on the device of rank 0.
     #[serde(default)]
     pub memory: u64,
+    /// Peak bytes reserved from that device for tensors so far.
+    #[serde(default)]
+    pub reserved: u64,
     /// Bytes that rank 0 sent in the step, by group and collective: `{"tp": {"all-gather": 4096}}`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sent: BTreeMap<String, BTreeMap<String, u64>>,

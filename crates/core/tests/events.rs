@@ -66,7 +66,7 @@ fn events_round_trip() {
     let text = std::fs::read_to_string(&path).unwrap();
     let line: serde_json::Value = serde_json::from_str(text.lines().nth(1).unwrap()).unwrap();
     assert_eq!(line["kind"], "step");
-    for key in ["step", "loss", "tokens", "lr", "grad_norm", "tokens_per_s", "tflops", "memory"] {
+    for key in ["step", "loss", "tokens", "lr", "grad_norm", "tokens_per_s", "tflops", "memory", "reserved"] {
         assert!(line[key].is_number(), "{key}: {line}");
     }
 }

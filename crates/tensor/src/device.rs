@@ -1,9 +1,9 @@
 //! Devices: where memory lives and kernels run.
 
-use crate::buffer::MemoryPool;
 use crate::cuda::{CudaContext, CudaStream, GpuInfo, Priority};
 use crate::host_memory::HostPool;
 use crate::memory::MemoryAccount;
+use crate::pool::MemoryPool;
 use crate::race_checker::RaceChecker;
 use crate::timestamp::Timestamp;
 use crate::trace::{Trace, Tracer};
@@ -84,7 +84,13 @@ impl DeviceInner {
     }
 
     pub(crate) fn memory(&self) -> MemoryReport {
-        MemoryReport { host: self.host_pool.report(), ..self.account.report() }
+        let (reserved, host) = (self.pool.reserved(), self.host_pool.report());
+        MemoryReport {
+            reserved_now: reserved.now,
+            reserved_peak: reserved.peak,
+            host,
+            ..self.account.report()
+        }
     }
 
     /// Runs a kernel and records its time if the device is instrumented for it.
@@ -152,9 +158,9 @@ impl Device {
             Box::new(Recorders { profile, tracer: instrumentation.trace.then(Tracer::default) })
         });
         let inner = DeviceInner {
+            pool: MemoryPool::new(context.as_ref()),
             context,
             threads,
-            pool: MemoryPool::default(),
             host_pool: HostPool::default(),
             account: MemoryAccount::default(),
             checker,
@@ -205,9 +211,15 @@ impl Device {
         Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, cuda))
     }
 
-    /// Live and peak bytes by category.
+    /// Live and peak bytes by category, and bytes reserved from the system for them.
     pub fn memory(&self) -> MemoryReport {
         self.inner.memory()
+    }
+
+    /// Refuses to reserve more than `bytes` from the system for tensors from now on; an allocation beyond that is out of
+    /// memory.
+    pub fn limit_memory(&self, bytes: usize) {
+        self.inner.pool.limit(bytes);
     }
 
     /// Limits the host memory of tensors ([`crate::Tensor::host`]); `None`: as much as the system gives.
@@ -262,10 +274,10 @@ impl Device {
         self.inner.recorders.as_ref()?.tracer.as_ref()
     }
 
-    /// Releases cached free memory to the system.
-    pub fn trim(&self) {
-        self.inner.pool.trim();
-        self.inner.host_pool.trim();
+    /// Releases cached free memory to the system. Waits for the streams it was used on.
+    pub fn trim(&self) -> Result<()> {
+        self.inner.pool.release(&self.inner, usize::MAX)?;
+        self.inner.host_pool.trim(&self.inner)
     }
 }
 

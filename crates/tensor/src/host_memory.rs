@@ -4,9 +4,9 @@
 //! The pool is stream-ordered like that of device memory: a freed block is reused by the stream that allocated it, which must
 //! have waited for other streams that used it.
 
-use crate::buffer::Block;
 use crate::cuda::PinnedMemory;
 use crate::device::DeviceInner;
+use crate::host_pages::PlainMemory;
 use crate::{Error, Result, format_bytes};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -19,19 +19,17 @@ const MIN_BYTES: usize = 4096;
 pub(crate) struct HostBlock {
     memory: Memory,
     bytes: usize,
-    /// Identifies the memory across reuse, for the race checker.
-    pub(crate) id: u64,
 }
 
 enum Memory {
-    Plain(Block),
+    Plain(PlainMemory),
     Pinned(PinnedMemory),
 }
 
 impl HostBlock {
     pub(crate) fn address(&self) -> usize {
         match &self.memory {
-            Memory::Plain(block) => block.address,
+            Memory::Plain(plain) => plain.address(),
             Memory::Pinned(pinned) => pinned.address(),
         }
     }
@@ -87,7 +85,7 @@ impl HostPool {
         let budget = self.budget.load(Relaxed);
         let over = |reserved: usize| budget > 0 && reserved + bytes > budget;
         if over(self.reserved.load(Relaxed)) {
-            self.trim();
+            self.trim(device)?;
         }
         let reserved = self.reserved.load(Relaxed);
         if over(reserved) {
@@ -96,9 +94,8 @@ impl HostPool {
                 format!("the budget is {budget}, of which {in_use} are in use; raise offload.host_budget");
             return Err(Error::HostMemory { bytes, why });
         }
-        let id = device.next_id();
         let memory = match &device.context {
-            None => Block::new(None, bytes, id).map(Memory::Plain),
+            None => PlainMemory::new(bytes).map(Memory::Plain),
             Some(context) => PinnedMemory::new(context, bytes).ok().map(Memory::Pinned),
         };
         let Some(memory) = memory else {
@@ -109,15 +106,21 @@ impl HostPool {
             return Err(Error::HostMemory { bytes, why });
         };
         self.reserved.fetch_add(bytes, Relaxed);
-        Ok(HostBlock { memory, bytes, id })
+        Ok(HostBlock { memory, bytes })
     }
 
     /// Returns free blocks to the system. Freeing pinned memory waits for the device.
-    pub(crate) fn trim(&self) {
+    pub(crate) fn trim(&self, device: &DeviceInner) -> Result<()> {
         let blocks = std::mem::take(&mut *self.lock());
         let bytes: usize = blocks.values().flatten().map(|b| b.bytes).sum();
+        // The system may give the addresses to anyone.
+        device.check(|checker| {
+            blocks.values().flatten().for_each(|b| checker.forget(b.address()..b.address() + b.bytes));
+            Ok(())
+        })?;
         drop(blocks);
         self.reserved.fetch_sub(bytes, Relaxed);
+        Ok(())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(u32, usize), Vec<HostBlock>>> {

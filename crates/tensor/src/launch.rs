@@ -67,11 +67,11 @@ impl Stream {
                     stream_name: self.name(),
                     label: op,
                     write: a.access == AccessKind::Write,
-                    bytes: a.tensor.byte_range(),
                     buffer: a.tensor.buffer.id,
                     time,
                 };
-                c.access(a.tensor.buffer.block_id(), access)
+                let (base, bytes) = (a.tensor.buffer.address(), a.tensor.byte_range());
+                c.access(base + bytes.start..base + bytes.end, access)
             })
         })?;
         let _borrow = Borrow::take(op, args)?;

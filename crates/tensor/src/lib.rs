@@ -2,18 +2,25 @@
 //! CUDA graphs, traces, and a race checker for streams.
 
 mod arena;
+mod backing;
 mod buffer;
 mod cuda;
 mod device;
 mod dtype;
 mod error;
 pub mod fp8;
+mod free_ranges;
 mod graph;
 mod host_buffer;
 mod host_memory;
+mod host_pages;
 mod launch;
 mod memory;
+mod pool;
+#[cfg(test)]
+mod pool_tests;
 mod race_checker;
+mod segment;
 mod shape;
 mod stream;
 mod tensor;

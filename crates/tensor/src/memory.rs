@@ -71,7 +71,7 @@ impl MemoryAccount {
             peak: std::array::from_fn(|i| self.peak[i].load(Relaxed)),
             total_now: self.total_now.load(Relaxed),
             total_peak: self.total_peak.load(Relaxed),
-            host: HostMemoryReport::default(),
+            ..MemoryReport::default()
         }
     }
 }
@@ -87,6 +87,10 @@ pub struct MemoryReport {
     pub total_now: usize,
     /// Peak bytes in total.
     pub total_peak: usize,
+    /// Bytes that the pool holds from the device for tensors, live or free for reuse.
+    pub reserved_now: usize,
+    /// Peak of the reserved bytes.
+    pub reserved_peak: usize,
     /// Host memory, which is not in the total.
     pub host: HostMemoryReport,
 }
@@ -106,7 +110,8 @@ impl std::fmt::Display for MemoryReport {
         let row = |name: &str, now, peak| {
             format!("{name:<14} {:>12} {:>12}", format_bytes(now), format_bytes(peak))
         };
-        f.write_str(&row("total", self.total_now, self.total_peak))?;
+        writeln!(f, "{}", row("total", self.total_now, self.total_peak))?;
+        f.write_str(&row("reserved", self.reserved_now, self.reserved_peak))?;
         if self.host.peak > 0 {
             write!(f, "\n{}", row("host", self.host.now, self.host.peak))?;
         }

@@ -85,6 +85,10 @@ impl Stream {
         self.cuda.as_deref()
     }
 
+    pub(crate) fn cuda_handle(&self) -> Option<&Arc<CudaStream>> {
+        self.cuda.as_ref()
+    }
+
     pub(crate) fn in_collective(&self) -> bool {
         self.collectives.load(Relaxed) > 0
     }

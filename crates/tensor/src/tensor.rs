@@ -21,7 +21,7 @@ impl Tensor {
     /// last use of the tensor must be on `stream`, or on a stream that `stream` has waited for.
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
         let (shape, bytes) = sized(shape, dtype)?;
-        let buffer = Buffer::new(&stream.device().inner, stream.id(), bytes, category)?;
+        let buffer = Buffer::new(stream, bytes, category)?;
         Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
     }
 
@@ -29,7 +29,7 @@ impl Tensor {
     /// computation. The rule of reuse is the same. It has an account and a budget of its own.
     pub fn host(stream: &Stream, shape: &[usize], dtype: DType) -> Result<Tensor> {
         let (shape, bytes) = sized(shape, dtype)?;
-        let buffer = Buffer::on_host(&stream.device().inner, stream.id(), bytes)?;
+        let buffer = Buffer::on_host(stream, bytes)?;
         Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
     }
 

@@ -89,3 +89,76 @@ fn readers_and_disjoint_writers_need_no_order() {
     touch(&copy, "read too", read(&y)).unwrap();
     assert!(touch(&compute, "write", write(&y)).is_err(), "the copy stream may still be reading");
 }
+
+/// Two freed tensors coalesce; a part of the joined memory is reused. Stream `copy` read the second of them.
+fn reuse_a_part(elements: usize, with_wait: bool) -> Result<()> {
+    let Setup { compute, copy } = setup();
+    // Neighbours of a multiple of the pool's alignment.
+    let [a, b] = [(); 2].map(|()| Tensor::empty(&compute, &[1 << 20], DType::F32, Category::Activations));
+    let (a, b) = (a?, b?);
+    touch(&compute, "produce", write(&b))?;
+    copy.wait(&compute.record()?)?;
+    touch(&copy, "offload", read(&b.narrow(0, 1000, 10)?))?;
+    if with_wait {
+        compute.wait(&copy.record()?)?;
+    }
+    drop((a, b));
+    let c = Tensor::empty(&compute, &[elements], DType::F32, Category::Activations)?;
+    touch(&compute, "next layer", write(&c))
+}
+
+#[test]
+fn reuse_of_a_part_of_freed_memory_is_checked_by_address() {
+    // Up to the last element before those that were read, and one more.
+    reuse_a_part((1 << 20) + 1000, false).unwrap();
+    let error = reuse_a_part((1 << 20) + 1001, false).unwrap_err().to_string();
+    assert!(
+        error.contains("reused too early") && error.contains("'offload' on stream 'copy' reads"),
+        "{error}"
+    );
+    reuse_a_part((1 << 20) + 1001, true).unwrap();
+    reuse_a_part(2 << 20, true).unwrap();
+}
+
+#[test]
+fn a_write_of_a_part_leaves_the_rest_as_it_was() {
+    let Setup { compute, copy } = setup();
+    let x = Tensor::empty(&compute, &[100], DType::U8, Category::Workspace).unwrap();
+    let part = |start, len| x.narrow(0, start, len).unwrap();
+    touch(&copy, "left half", write(&part(0, 50))).unwrap();
+    touch(&compute, "right half", write(&part(50, 50))).unwrap();
+    let event = copy.record().unwrap();
+    touch(&copy, "again", write(&part(0, 20))).unwrap();
+    compute.wait(&event).unwrap();
+    touch(&compute, "read", read(&part(20, 80))).unwrap();
+    let error = touch(&compute, "read", read(&part(19, 2))).unwrap_err().to_string();
+    assert!(error.contains("the same memory that 'again' on stream 'copy' writes"), "{error}");
+    let error = touch(&copy, "write", write(&part(0, 60))).unwrap_err().to_string();
+    assert!(error.contains("'read' on stream 'compute' reads"), "{error}");
+}
+
+/// A tensor that the copy stream read is freed, and its memory goes back to the system and comes again.
+fn release(with_wait: bool) -> Result<()> {
+    let Setup { compute, copy } = setup();
+    let x = Tensor::empty(&compute, &[1 << 20], DType::F32, Category::Activations)?;
+    touch(&copy, "offload", read(&x))?;
+    if with_wait {
+        compute.wait(&copy.record()?)?;
+    }
+    drop(x);
+    compute.device().trim()?;
+    let y = Tensor::empty(&copy, &[1 << 20], DType::F32, Category::Activations)?;
+    touch(&copy, "write", write(&y))?;
+    drop(y);
+    // No history is left of it: another stream may have the memory.
+    compute.device().trim()?;
+    let z = Tensor::empty(&compute, &[1 << 20], DType::F32, Category::Activations)?;
+    touch(&compute, "next layer", write(&z))
+}
+
+#[test]
+fn memory_is_given_back_to_the_system_after_its_last_use() {
+    release(true).unwrap();
+    let error = release(false).unwrap_err().to_string();
+    assert!(error.contains("'release' on stream 'compute'") && error.contains("'offload'"), "{error}");
+}

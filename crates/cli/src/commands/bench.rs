@@ -176,6 +176,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "mfu": mfu,
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
+            "reserved_bytes": b.memory.reserved_peak,
             "start_s": b.start_s,
             "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
@@ -239,6 +240,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         rows.push(vec![format!("peak {}", c.name()), format_bytes(bytes)]);
     }
     rows.push(vec!["peak total".into(), format_bytes(b.memory.total_peak)]);
+    rows.push(vec!["reserved".into(), format_bytes(b.memory.reserved_peak)]);
     output::print(&format!(
         "{} in {} on {}\n{}",
         args.work,

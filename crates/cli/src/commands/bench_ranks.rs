@@ -21,6 +21,7 @@ struct Measured {
     step_s: f64,
     /// Peak memory of the fullest rank; ranks that share a device report it as one.
     peak_bytes: usize,
+    reserved_bytes: usize,
     /// Control frames per step of the rank that sends most.
     frames: f64,
     device: String,
@@ -76,7 +77,8 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     let b = time(resolved)?;
     let even = balanced(args, resolved)?.map(|r| time(&r)).transpose()?;
     let step_s = bench::max_over_ranks(&rank.world.all(), b.median())?;
-    let peak_bytes = bench::max_over_ranks(&rank.world.all(), b.memory.total_peak as f64)? as usize;
+    let most = |bytes: usize| bench::max_over_ranks(&rank.world.all(), bytes as f64).map(|b| b as usize);
+    let (peak_bytes, reserved_bytes) = (most(b.memory.total_peak)?, most(b.memory.reserved_peak)?);
     let gpus = bench::gpus_of_all_ranks(rank)?;
     let frames = bench::max_over_ranks(&rank.world.all(), b.frames)?;
     if rank.world.rank() > 0 {
@@ -86,7 +88,18 @@ fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> R
     let engine = rank.world.engine();
     let peak = args.peak.or_else(|| peak_by_datasheet(rank).map(|peak| peak * gpus as f64));
     let (bench, balanced, device) = (b, even, ranks::device_description(rank));
-    Ok(Some(Measured { bench, balanced, step_s, peak_bytes, frames, device, engine, on_gpu, peak }))
+    Ok(Some(Measured {
+        bench,
+        balanced,
+        step_s,
+        peak_bytes,
+        reserved_bytes,
+        frames,
+        device,
+        engine,
+        on_gpu,
+        peak,
+    }))
 }
 
 impl Measured {
@@ -133,7 +146,11 @@ impl Measured {
         }
         rows.push(vec![
             "peak memory".into(),
-            format!("{} on the fullest rank", format_bytes(self.peak_bytes)),
+            format!(
+                "{} on the fullest rank, {} reserved",
+                format_bytes(self.peak_bytes),
+                format_bytes(self.reserved_bytes)
+            ),
         ]);
         if self.engine != "threads" {
             rows.push(vec![
@@ -171,6 +188,7 @@ impl Measured {
             "host_ms": self.bench.host_least() * 1e3,
             "cuda_graph": self.bench.graph,
             "peak_bytes": self.peak_bytes,
+            "reserved_bytes": self.reserved_bytes,
             "loss": self.bench.loss,
             "commit": env!("FERROTRON_COMMIT"),
         })

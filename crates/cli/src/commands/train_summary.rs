@@ -72,7 +72,9 @@ pub fn text(run: &Run, outcome: &Outcome, started: Instant, sample: Option<&str>
         let each = groups.collect::<String>();
         row("communication", format!("{} sent per step by rank 0{each}", format_bytes(sent as usize)));
     }
-    row("peak memory", format_bytes(run.trainer.rank.device().memory().total_peak));
+    let memory = run.trainer.rank.device().memory();
+    let [peak, reserved] = [memory.total_peak, memory.reserved_peak].map(format_bytes);
+    row("peak memory", format!("{peak} ({reserved} reserved)"));
     row("run folder", run.dir().display().to_string());
     out += &format!("\n{}", output::table(&rows));
     out

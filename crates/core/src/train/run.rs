@@ -287,6 +287,7 @@ impl Run {
 
     pub(super) fn step_event(&self, r: &StepReport, seconds: f64, more: StepMetrics) -> events::Step {
         let rate = r.tokens as f64 / seconds.max(1e-9);
+        let memory = self.trainer.rank.device().memory();
         events::Step {
             step: r.step,
             loss: r.loss,
@@ -300,7 +301,8 @@ impl Run {
             seconds,
             tokens_per_s: rate,
             tflops: rate * self.flops_per_token / 1e12,
-            memory: self.trainer.rank.device().memory().total_peak as u64,
+            memory: memory.total_peak as u64,
+            reserved: memory.reserved_peak as u64,
             sent: self.sent.by_kind(),
             more,
             losses: r.mtp_losses.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),

@@ -1,27 +1,10 @@
-//! Device memory, and the pinned host buffers that copies are staged through.
+//! Copies and zero fills on the device, and the pinned host buffers that copies are staged through.
 
 use super::{CudaContext, CudaEvent, CudaStream, check};
 use crate::Result;
-use cudarc::driver::sys::{self, CUresult};
+use cudarc::driver::sys;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// Allocates device memory; `None` if there is not enough.
-pub(crate) fn allocate(context: &CudaContext, bytes: usize) -> Option<u64> {
-    context.enter().ok()?;
-    let mut address = 0;
-    // SAFETY: the out-pointer is a local; the context is current.
-    let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
-    (status == CUresult::CUDA_SUCCESS).then_some(address)
-}
-
-/// Frees device memory. Synchronizes the device.
-pub(crate) fn free(context: &CudaContext, address: u64) {
-    if context.enter().is_ok() {
-        // SAFETY: the address comes from `allocate` and has no other user.
-        let _ = unsafe { sys::cuMemFree_v2(address) };
-    }
-}
 
 /// Allocates a zeroed word mapped on both sides: (host address, device address). It is never freed.
 pub(super) fn mapped_word() -> Result<(usize, u64)> {

@@ -6,10 +6,12 @@
 
 mod graph;
 mod memory;
+mod segment;
 mod stream;
 
 pub(crate) use graph::GraphExec;
-pub(crate) use memory::{PinnedMemory, allocate, free};
+pub(crate) use memory::PinnedMemory;
+pub(crate) use segment::CudaSegments;
 pub(crate) use stream::{CudaEvent, CudaStream, Priority};
 
 use crate::{Error, Result};

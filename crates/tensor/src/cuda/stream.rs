@@ -109,6 +109,14 @@ impl CudaStream {
         }
     }
 
+    /// Blocks until all work is complete. False if that cannot be known: during a capture, or after a failure.
+    pub(crate) fn wait_until_idle(&self) -> bool {
+        // SAFETY: a live stream.
+        !self.is_capturing()
+            && self.context.enter().is_ok()
+            && unsafe { sys::cuStreamSynchronize(self.raw) } == CUresult::CUDA_SUCCESS
+    }
+
     /// Orders later work of this stream after `event`.
     pub(crate) fn wait(&self, event: &CudaEvent) -> Result<()> {
         self.refuse_capture("wait for event")?;
