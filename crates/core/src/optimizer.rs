@@ -6,6 +6,7 @@ mod loss_scale;
 mod muon;
 mod offload;
 mod state;
+mod streamed;
 
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
@@ -13,7 +14,7 @@ use ferrotron_comm::ReduceOp;
 use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, group_rank};
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
-use ferrotron_kernels::{ParamUpdate, counter, scalars};
+use ferrotron_kernels::{Moment, ParamUpdate, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 pub use groups::{GroupRule, ParamGroups, UpdateRule};
 pub use loss_scale::{LossScale, SavedLossScale};
@@ -25,6 +26,7 @@ pub use state::OptimizerState;
 use state::{StateKind, StoredAs};
 use std::ops::Range;
 use std::sync::Arc;
+use streamed::{StatePiece, StateStream};
 
 /// Result of a step: consecutive f32 step scalars.
 pub mod outcome {
@@ -46,6 +48,8 @@ pub struct Optimizer {
     pieces: Vec<ParamShard>,
     masters: OptimizerState,
     moments: Vec<OptimizerState>,
+    /// Where state is in host memory: how it gets to the device and back.
+    stream: Option<StateStream>,
     /// Second moments of NorMuon.
     lines: LineMoments,
     /// Step counts; the first belongs to the rule of ungrouped parameters.
@@ -133,18 +137,24 @@ impl Optimizer {
         for betas in groups.betas() {
             clocks.push(StepClock::new(rank, betas)?);
         }
-        let optimizer = Optimizer {
+        let mut optimizer = Optimizer {
             groups,
             placement,
             pieces,
             masters,
             moments,
+            stream: None,
             lines,
             clocks,
             max_norm,
             loss_scale: None,
         };
         optimizer.set_steps(rank, 0)?;
+        if on_host.contains(&true) {
+            let longest = params.plan().buckets().iter().map(held).max().unwrap_or(0);
+            let sizes: Vec<usize> = optimizer.states().iter().map(|s| s.widest()).collect();
+            optimizer.stream = Some(StateStream::new(rank, longest, &sizes)?);
+        }
         Ok(optimizer)
     }
 
@@ -161,6 +171,7 @@ impl Optimizer {
     /// Draws the declared initial values of the master weights on the device and copies them to the model's weights.
     pub fn initialise(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
+        self.wait_state(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let (master, mut at) = (self.master_f32(rank, i)?, 0);
             for (part, runs) in spec.runs(&self.pieces[i].param_range) {
@@ -188,6 +199,7 @@ impl Optimizer {
     /// Sets the master weights to `values` of the logical tensors and copies them to the model's weights.
     pub fn fill(&self, rank: &Rank, params: &Params, step_state: &StepState, values: &Values) -> Result<()> {
         params.wait_params(rank)?;
+        self.wait_state(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
             for (part, runs) in spec.runs(&self.pieces[i].param_range) {
@@ -208,6 +220,7 @@ impl Optimizer {
         i: usize,
         values: &[f32],
     ) -> Result<()> {
+        self.wait_state(rank)?;
         let wide = rank.compute.upload(values, &[values.len()], Category::Workspace)?;
         state.put(rank, &self.weight(params, i)?, i, &wide)
     }
@@ -215,6 +228,7 @@ impl Optimizer {
     /// Rounds the master weights to the model's weights and gathers those on all ranks. Collective.
     pub fn sync_params(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
+        self.wait_state(rank)?;
         // With remainders, the model's weights are the high halves of the masters.
         if params.dtype() != DType::F32 && self.masters.kind() == StateKind::Masters {
             let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].fp8_resident();
@@ -256,6 +270,7 @@ impl Optimizer {
     /// f32 master weights in order of declaration, gathered from their shards. Collective.
     pub fn gathered(&self, rank: &Rank, params: &Params) -> Result<Vec<Tensor>> {
         params.wait_params(rank)?;
+        self.wait_state(rank)?;
         let mut buckets = Vec::new();
         for bucket in 0..params.plan().buckets().len() {
             buckets.push(self.masters.gathered(rank, params, self.placement, bucket)?);
@@ -280,7 +295,13 @@ impl Optimizer {
         index: usize,
         bucket: usize,
     ) -> Result<(Tensor, bool)> {
+        self.wait_state(rank)?;
         self.states()[index].saved_bucket(rank, params, self.placement, bucket)
+    }
+
+    /// Makes the compute stream wait for state on its way to the host.
+    fn wait_state(&self, rank: &Rank) -> Result<()> {
+        self.stream.as_ref().map_or(Ok(()), |stream| stream.wait(rank))
     }
 
     /// Steps done, without skipped ones. Synchronizes with the device.
@@ -362,18 +383,29 @@ impl Optimizer {
         if looks {
             params.begin_update(rank, step_state, self.scalars())?;
         }
+        self.stream.as_ref().map_or(Ok(()), |stream| stream.begin_step(rank))?;
         for buckets in params.update_order(rank, step_state, self.placement) {
             for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
+                let is_muon = matches!(group.rule, UpdateRule::Muon(_));
                 let mine = |i: &usize| {
                     params.specs()[*i].group.index == index
                         && !self.pieces[*i].param_range.is_empty()
                         && buckets.contains(&params.plan().slot(ParamId(*i)).0)
+                        && (is_muon || !self.is_streamed(*i))
                 };
                 let list: Vec<usize> = (0..self.pieces.len()).filter(mine).collect();
                 match &group.rule {
                     UpdateRule::Muon(rule) => self.muon_step(rank, params, grads, (group, rule), &list)?,
-                    _ => self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?,
+                    _ => {
+                        let list: Vec<StatePiece> = list.iter().map(|i| self.whole(*i)).collect();
+                        self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?;
+                    }
                 }
+            }
+            self.streamed_step(rank, params, (step_state, looks), grads, buckets.clone())?;
+            if step_state.quant().is_some() {
+                // Weights are quantized from their masters.
+                self.wait_state(rank)?;
             }
             self.all_gather_params(rank, params, step_state, (buckets, looks))?;
         }
@@ -390,38 +422,31 @@ impl Optimizer {
         params: &Params,
         (step_state, looks): (&StepState, bool),
         grads: &GradBuffer,
-        (group, list): (&GroupRule, &[usize]),
+        (group, list): (&GroupRule, &[StatePiece]),
     ) -> Result<()> {
         let (k, s, scalars) = (&rank.kernels, &rank.compute, self.scalars_of(&group.rule));
         let narrow = params.dtype() != DType::F32;
-        let states: Vec<&OptimizerState> = group
-            .states()
-            .iter()
-            .filter_map(|(name, _)| self.moments.iter().find(|m| m.name() == *name))
-            .collect();
-        let weights = list.iter().map(|i| self.weight(params, *i)).collect::<Result<Vec<_>>>()?;
-        let grads = list.iter().map(|i| Ok(grads.piece(rank, ParamId(*i))?.1)).collect::<Result<Vec<_>>>()?;
-        let made = list
-            .iter()
-            .map(|i| match looks {
-                true => Ok(params.precomputed(step_state, ParamId(*i), &self.pieces[*i].param_range)?),
-                false => Ok(None),
-            })
-            .collect::<Result<Vec<Option<Precomputed>>>>()?;
-        let update = |(at, i): (usize, &usize)| {
-            let spec = &params.specs()[*i];
-            ParamUpdate {
-                master: &self.masters.pieces()[*i],
-                weight: (narrow && !spec.fp8_resident()).then(|| &weights[at]),
-                grad: &grads[at],
-                first: states[0].moment(*i),
-                second: states.get(1).map(|m| m.moment(*i)),
-                lr_mult: group.lr,
-                wd_mult: group.weight_decay_of(spec),
-                fp8: made[at].as_ref().map(Precomputed::kernel_outputs),
-            }
-        };
-        let list: Vec<ParamUpdate> = list.iter().enumerate().map(update).collect();
+        let named = |name: &str| self.moments.iter().position(|m| m.name() == name);
+        let states: Vec<usize> = group.states().iter().filter_map(|(n, _)| named(n)).map(|i| 1 + i).collect();
+        let mut pieces = Vec::with_capacity(list.len());
+        for piece in list {
+            let (i, range) = (piece.param, &piece.range);
+            let spec = &params.specs()[i];
+            let weight = match narrow && !spec.fp8_resident() {
+                true => Some(self.weight(params, i)?.narrow(0, range.start, range.len())?),
+                false => None,
+            };
+            let begin = self.pieces[i].param_range.start;
+            let inside = begin + range.start..begin + range.end;
+            let fp8 = match looks {
+                true => params.precomputed(step_state, ParamId(i), &inside)?,
+                false => None,
+            };
+            let (master, grad) = (self.state_of(0, piece)?.0, self.grad_of(rank, grads, piece)?);
+            let moments = states.iter().map(|m| self.state_of(*m, piece)).collect::<Result<Vec<_>>>()?;
+            pieces.push(UpdatedPiece { spec, master, weight, grad, moments, fp8 });
+        }
+        let list: Vec<ParamUpdate> = pieces.iter().filter_map(|p| p.update(group)).collect();
         match group.rule {
             UpdateRule::Adam(adam) => k.adam(s, adam, scalars, &list)?,
             UpdateRule::Sgd(sgd) => k.sgd(s, sgd, scalars, &list)?,
@@ -454,5 +479,34 @@ impl Optimizer {
         values[scalars::LR] = rates.lr as f32;
         values[scalars::WEIGHT_DECAY] = rates.weight_decay as f32;
         values
+    }
+}
+
+/// The tensors of a range of a parameter that is updated.
+struct UpdatedPiece<'a> {
+    spec: &'a ParamSpec,
+    master: Tensor,
+    weight: Option<Tensor>,
+    grad: Tensor,
+    /// Values and block scales.
+    moments: Vec<(Tensor, Option<Tensor>)>,
+    fp8: Option<Precomputed>,
+}
+
+impl UpdatedPiece<'_> {
+    /// As kernels take it; none without a moment.
+    fn update(&self, group: &GroupRule) -> Option<ParamUpdate<'_>> {
+        let mut moments =
+            self.moments.iter().map(|(values, scales)| Moment { values, scales: scales.as_ref() });
+        Some(ParamUpdate {
+            master: &self.master,
+            weight: self.weight.as_ref(),
+            grad: &self.grad,
+            first: moments.next()?,
+            second: moments.next(),
+            lr_mult: group.lr,
+            wd_mult: group.weight_decay_of(self.spec),
+            fp8: self.fp8.as_ref().map(Precomputed::kernel_outputs),
+        })
     }
 }

@@ -212,6 +212,18 @@ impl Tensor {
         })
     }
 
+    /// Contiguous bytes as a flat tensor of `dtype`; fails unless start and size are multiples of its size.
+    pub fn with_dtype(&self, dtype: DType) -> Result<Tensor> {
+        let (bytes, size) = (self.as_bytes()?, dtype.size());
+        if !bytes.offset.is_multiple_of(size) || !bytes.numel().is_multiple_of(size) {
+            let what = format!("{:?} does not start and end at multiples of {size} bytes", self.shape);
+            return shape_error("with_dtype", what);
+        }
+        let shape = Dims::new(&[bytes.numel() / size])?;
+        let strides = shape.row_major();
+        Ok(Tensor { offset: bytes.offset / size, shape, strides, dtype, buffer: bytes.buffer })
+    }
+
     /// The same memory reinterpreted as another element type of the same size.
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype.size() != self.dtype.size() {

@@ -30,6 +30,8 @@ impl Config {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.offload.activations.choice().is_some() {
             Some("with offload.activations, host memory is allocated during the step")
+        } else if self.offload.optimizer > 0.0 {
+            Some("with offload.optimizer, copies of the last step run beside the next")
         } else if self.mtp.layers > 0 {
             Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
         } else if self.moe.experts.is_some() {

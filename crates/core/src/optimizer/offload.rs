@@ -1,7 +1,8 @@
 //! Which optimizer state is in host memory.
 //!
-//! Offloaded buckets are tensors in pinned host memory, which kernels read and write over the link: a step moves every byte
-//! once each way, in both directions at the same time, and needs no staging memory. Bits do not depend on where state is.
+//! Offloaded buckets are tensors in pinned host memory. Rules of single elements stream them through the device in chunks
+//! ([`super::streamed`]); Muon, which needs whole matrices, reads and writes its momentum over the link. Bits do not depend on
+//! where state is.
 
 use super::ParamGroups;
 use crate::config::MasterDtype;

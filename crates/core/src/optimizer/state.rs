@@ -148,6 +148,21 @@ impl OptimizerState {
         &self.pieces
     }
 
+    /// This rank's shard of a bucket.
+    pub(super) fn bucket(&self, bucket: usize) -> &Tensor {
+        &self.buckets[bucket]
+    }
+
+    /// Whether a bucket is in host memory.
+    pub(super) fn is_on_host(&self, bucket: usize) -> bool {
+        self.buckets[bucket].is_on_host()
+    }
+
+    /// Bytes of its widest element.
+    pub(super) fn widest(&self) -> usize {
+        self.buckets.iter().map(|b| b.dtype().size()).max().unwrap_or(0)
+    }
+
     /// This rank's shard of a parameter's moment.
     pub(super) fn moment(&self, i: usize) -> Moment<'_> {
         Moment { values: &self.pieces[i], scales: self.scales.1[i].as_ref() }

@@ -1,0 +1,233 @@
+//! The update of parameters whose state is in host memory, streamed through the device in chunks.
+//!
+//! A chunk is a range of a bucket. Its state is copied to a slot of device memory on stream H, updated there on the compute
+//! stream, and copied back on stream D: copies in, updates and copies out of different chunks run at the same time, and both
+//! directions of the link are busy. Copies out may still run when the next step computes; whoever reads the state waits for
+//! them.
+
+use super::{GroupRule, Optimizer, OptimizerState, UpdateRule};
+use crate::Result;
+use ferrotron_engine::{GradBuffer, ParamId, Params, Rank, StepState};
+use ferrotron_kernels::Moment;
+use ferrotron_kernels::moments::BLOCK;
+use ferrotron_tensor::trace::OFFLOAD;
+use ferrotron_tensor::{Category, DType, Event, Stream, Tensor};
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Most elements of a chunk: copies of tens of megabytes run at the link's rate.
+const MAX_CHUNK: usize = 8 << 20;
+/// Chunks begin at multiples of this many elements of a shard: those that share a scale stay together.
+const ALIGN: usize = 1024;
+/// Chunks of a large bucket, at least.
+const PER_BUCKET: usize = 6;
+/// Slots: one is filled, one is updated, one is emptied.
+const SLOTS: usize = 3;
+
+/// Streams and device memory for state on its way through the device.
+pub(super) struct StateStream {
+    to_host: Stream,
+    from_host: Stream,
+    /// Elements of a chunk.
+    chunk: usize,
+    slots: Mutex<Slots>,
+}
+
+struct Slots {
+    /// Memory of each slot, one tensor of bytes for each state, and the end of the copies out of it.
+    slots: Vec<(Vec<Tensor>, Option<Event>)>,
+    next: usize,
+    /// The end of the last copy to the host.
+    last: Option<Event>,
+}
+
+/// The state of a chunk in a slot.
+struct Chunk {
+    bucket: usize,
+    /// Elements of this rank's shard of the bucket.
+    range: Range<usize>,
+    /// Those states that are in host memory, by index in [`Optimizer::states`].
+    states: Vec<Option<Tensor>>,
+}
+
+/// A range of a parameter that is updated, with its state.
+pub(super) struct StatePiece<'a> {
+    /// The parameter.
+    pub(super) param: usize,
+    /// Elements of this rank's shard of it.
+    pub(super) range: Range<usize>,
+    chunk: Option<&'a Chunk>,
+}
+
+impl StateStream {
+    /// Slots for chunks of states with elements of these sizes.
+    pub(super) fn new(rank: &Rank, longest: usize, sizes: &[usize]) -> Result<StateStream> {
+        let stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.compute.rank()));
+        let chunk = longest.div_ceil(PER_BUCKET).next_multiple_of(ALIGN).min(MAX_CHUNK);
+        let memory =
+            |size: &usize| Tensor::empty(&rank.compute, &[chunk * size], DType::U8, Category::Workspace);
+        let mut slots = Vec::with_capacity(SLOTS);
+        for _ in 0..SLOTS {
+            slots.push((sizes.iter().map(memory).collect::<Result<_, _>>()?, None));
+        }
+        let slots = Mutex::new(Slots { slots, next: 0, last: None });
+        Ok(StateStream { to_host: stream(OFFLOAD[0])?, from_host: stream(OFFLOAD[1])?, chunk, slots })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Before the first chunk of a step: copies to the device follow those of the last step to the host, and whatever else
+    /// has changed the state.
+    pub(super) fn begin_step(&self, rank: &Rank) -> Result<()> {
+        if let Some(done) = &self.lock().last {
+            self.from_host.wait(done)?;
+        }
+        Ok(self.from_host.wait(&rank.compute.record()?)?)
+    }
+
+    /// Makes the compute stream wait for copies to the host: before anything but a streamed update uses the state.
+    pub(super) fn wait(&self, rank: &Rank) -> Result<()> {
+        let last = &self.lock().last;
+        Ok(last.as_ref().map_or(Ok(()), |done| rank.compute.wait(done))?)
+    }
+}
+
+impl Optimizer {
+    /// Whether the state of a parameter is in host memory.
+    pub(super) fn is_streamed(&self, param: usize) -> bool {
+        let bucket = self.pieces[param].bucket;
+        self.stream.is_some() && self.states().iter().any(|s| s.is_on_host(bucket))
+    }
+
+    /// All of a parameter's shard, with its state where it is.
+    pub(super) fn whole(&self, param: usize) -> StatePiece<'_> {
+        StatePiece { param, range: 0..self.pieces[param].local_range.len(), chunk: None }
+    }
+
+    /// Steps of the rules of single elements on the buckets `buckets` whose state is in host memory.
+    pub(super) fn streamed_step(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        (step_state, looks): (&StepState, bool),
+        grads: &GradBuffer,
+        buckets: Range<usize>,
+    ) -> Result<()> {
+        let Some(stream) = &self.stream else { return Ok(()) };
+        let rules = self.groups.rules();
+        let elementwise = |g: &GroupRule| !g.frozen && !matches!(g.rule, UpdateRule::Muon(_));
+        for bucket in buckets {
+            let mine = |i: &usize| {
+                self.pieces[*i].bucket == bucket
+                    && self.is_streamed(*i)
+                    && !self.pieces[*i].param_range.is_empty()
+                    && elementwise(&rules[params.specs()[*i].group.index])
+            };
+            let list: Vec<usize> = (0..self.pieces.len()).filter(mine).collect();
+            let Some(end) = list.iter().map(|i| self.pieces[*i].local_range.end).max() else { continue };
+            for start in (0..end).step_by(stream.chunk) {
+                let range = start..end.min(start + stream.chunk);
+                let part = |i: &usize| {
+                    let held = &self.pieces[*i].local_range;
+                    let common = range.start.max(held.start)..range.end.min(held.end);
+                    (!common.is_empty()).then(|| (*i, common.start - held.start..common.end - held.start))
+                };
+                let parts: Vec<(usize, Range<usize>)> = list.iter().filter_map(part).collect();
+                if parts.is_empty() {
+                    continue;
+                }
+                let (chunk, slot) = self.load_chunk(rank, stream, bucket, range)?;
+                for (index, group) in rules.iter().enumerate() {
+                    let of_group = |(i, _): &&(usize, Range<usize>)| params.specs()[*i].group.index == index;
+                    let piece = |(i, range): &(usize, Range<usize>)| StatePiece {
+                        param: *i,
+                        range: range.clone(),
+                        chunk: Some(&chunk),
+                    };
+                    let list: Vec<StatePiece> = parts.iter().filter(of_group).map(piece).collect();
+                    if !list.is_empty() {
+                        self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?;
+                    }
+                }
+                self.store_chunk(rank, stream, &chunk, slot)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies a chunk's state to a slot, for which the compute stream waits.
+    fn load_chunk(
+        &self,
+        rank: &Rank,
+        stream: &StateStream,
+        bucket: usize,
+        range: Range<usize>,
+    ) -> Result<(Chunk, usize)> {
+        let mut slots = stream.lock();
+        let slot = slots.next;
+        slots.next = (slot + 1) % SLOTS;
+        let from_host = &stream.from_host;
+        // The slot is free when it was copied out.
+        if let Some(free) = &slots.slots[slot].1 {
+            from_host.wait(free)?;
+        }
+        let mut states = Vec::new();
+        for (state, memory) in self.states().into_iter().zip(&slots.slots[slot].0) {
+            states.push(match state.is_on_host(bucket) {
+                false => None,
+                true => {
+                    let host = state.bucket(bucket).narrow(0, range.start, range.len())?;
+                    let there = memory.narrow(0, 0, host.bytes())?.with_dtype(host.dtype())?;
+                    from_host.copy(&host, &there)?;
+                    Some(there)
+                }
+            });
+        }
+        rank.compute.wait(&from_host.record()?)?;
+        Ok((Chunk { bucket, range, states }, slot))
+    }
+
+    /// Copies the updated state of a chunk back to the host.
+    fn store_chunk(&self, rank: &Rank, stream: &StateStream, chunk: &Chunk, slot: usize) -> Result<()> {
+        let mut slots = stream.lock();
+        let to_host = &stream.to_host;
+        to_host.wait(&rank.compute.record()?)?;
+        for (state, updated) in self.states().into_iter().zip(&chunk.states) {
+            if let Some(updated) = updated {
+                let host = state.bucket(chunk.bucket).narrow(0, chunk.range.start, chunk.range.len())?;
+                to_host.copy(updated, &host)?;
+            }
+        }
+        let done = to_host.record()?;
+        slots.slots[slot].1 = Some(done.clone());
+        slots.last = Some(done);
+        Ok(())
+    }
+
+    /// State `index` of a piece: values, and block scales of a packed moment.
+    pub(super) fn state_of(&self, index: usize, piece: &StatePiece) -> Result<(Tensor, Option<Tensor>)> {
+        let state: &OptimizerState = self.states()[index];
+        let (range, held) = (&piece.range, &self.pieces[piece.param].local_range);
+        let Moment { values, scales } = state.moment(piece.param);
+        let scales = match scales {
+            Some(all) => Some(all.narrow(0, range.start / BLOCK, range.len().div_ceil(BLOCK))?),
+            None => None,
+        };
+        let in_chunk = piece.chunk.and_then(|c| Some((c, c.states[index].as_ref()?)));
+        let values = match in_chunk {
+            Some((chunk, memory)) => {
+                memory.narrow(0, held.start + range.start - chunk.range.start, range.len())?
+            }
+            None => values.narrow(0, range.start, range.len())?,
+        };
+        Ok((values, scales))
+    }
+
+    /// Gradient of a piece.
+    pub(super) fn grad_of(&self, rank: &Rank, grads: &GradBuffer, piece: &StatePiece) -> Result<Tensor> {
+        let whole = grads.piece(rank, ParamId(piece.param))?.1;
+        Ok(whole.narrow(0, piece.range.start, piece.range.len())?)
+    }
+}
