@@ -34,9 +34,9 @@ impl PendingGathers {
 }
 
 impl Params {
-    /// Ranges of buckets in the order in which an optimizer updates and gathers them. Two halves, where gathers overlap
-    /// computation: the first half of the model is gathered while the second is updated, and the second while the next
-    /// forward pass computes the first. Scales of FP8 weights are computed after all are updated: there is one range.
+    /// Ranges of buckets in the order in which an optimizer updates and gathers them. Several, where gathers overlap
+    /// computation: a part of the model is gathered while the next one is updated, and the last, which is the smallest, while
+    /// the next forward pass computes the first. Scales of FP8 weights are computed after all are updated: there is one range.
     pub fn update_order(&self, rank: &Rank, state: &StepState, placement: Placement) -> Vec<Range<usize>> {
         let all = 0..self.plan().buckets().len();
         let one = placement == Placement::Replicate
@@ -47,13 +47,7 @@ impl Params {
             return vec![all];
         }
         let elements: Vec<usize> = self.plan().buckets().iter().map(|b| b.len).collect();
-        let half = elements.iter().sum::<usize>() / 2;
-        // The last bucket has the first layers.
-        let mut middle = all.end;
-        while middle > 1 && elements[middle..].iter().sum::<usize>() < half {
-            middle -= 1;
-        }
-        vec![middle..all.end, 0..middle]
+        in_parts(&elements, &[0.4, 0.8])
     }
 
     /// Publishes updated weights of some buckets: quantizes FP8-resident ones from `masters` and all-gathers in forward
@@ -147,5 +141,38 @@ impl Params {
             group.all_gather_v(s, &mine, &fp8.as_bytes()?, &counts(&|r| split.separate(r)), LABEL)?;
         }
         if rank.overlaps_dp_comm() { s.record().map(Some) } else { Ok(None) }
+    }
+}
+
+/// Cuts a list of buckets where the sum of elements from its end first reaches each of `fractions` of all; the last bucket has
+/// the first layers. Parts in the order of layers.
+fn in_parts(elements: &[usize], fractions: &[f64]) -> Vec<Range<usize>> {
+    let all = elements.iter().sum::<usize>() as f64;
+    let (mut end, mut sum, mut parts) = (elements.len(), 0.0, Vec::new());
+    let mut fractions = fractions.iter().peekable();
+    for (at, n) in elements.iter().enumerate().rev() {
+        sum += *n as f64;
+        if fractions.peek().is_some_and(|f| sum >= **f * all) && at > 0 {
+            while fractions.next_if(|f| sum >= **f * all).is_some() {}
+            parts.push(at..end);
+            end = at;
+        }
+    }
+    parts.push(0..end);
+    parts
+}
+
+#[cfg(test)]
+mod update_order_tests {
+    use super::in_parts;
+
+    #[test]
+    fn parts_follow_the_layers_and_cover_every_bucket() {
+        assert_eq!(in_parts(&[10; 10], &[0.4, 0.8]), [6..10, 2..6, 0..2]);
+        assert_eq!(in_parts(&[1], &[0.4, 0.8]), [0..1]);
+        assert_eq!(in_parts(&[], &[0.4, 0.8]), [0..0]);
+        // A large bucket passes both marks.
+        assert_eq!(in_parts(&[5, 90, 5], &[0.4, 0.8]), [1..3, 0..1]);
+        assert_eq!(in_parts(&[90, 5, 5], &[0.4, 0.8]), [0..3]);
     }
 }
