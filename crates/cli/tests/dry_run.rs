@@ -33,6 +33,33 @@ fn dry_run_prints_what_a_run_costs() {
 }
 
 #[test]
+fn dry_run_shows_the_derived_communication_unit() {
+    let dry = |more: &[&str]| [&["train", "--dry-run", "--ranks", "2"], more].concat();
+    let text = ok(&dry(&["--set", "parallel.zero=3"]));
+    // A layer of width 256: 4 x 256 x 256 of attention with 2 of 4 key heads, 3 x 256 x 688 of the MLP, two norms.
+    assert!(text.contains("(3.0 MiB: two of the largest layer's weights)"), "{text}");
+    let found = json(&dry(&["--set", "parallel.zero=3"]))["derived"].clone();
+    let found = found.as_array().unwrap().iter().find(|d| d["key"] == "parallel.comm_unit").unwrap().clone();
+    let bytes: u64 = found["value"].as_str().unwrap().parse().unwrap();
+    assert!(text.contains(&format!("#   parallel.comm_unit = {bytes} ")), "{text}");
+    // Setting it to what is derived changes nothing else.
+    let set = format!("parallel.comm_unit={bytes}");
+    let same = ok(&dry(&["--set", "parallel.zero=3", "--set", &set]));
+    let costs = |text: &str| {
+        text.split("# derived").next().unwrap().split("# parameters").nth(1).unwrap().to_string()
+    };
+    assert_eq!(costs(&same), costs(&text));
+    assert!(!same.contains("#   parallel.comm_unit"), "{same}");
+    let buckets = ok(&dry(&[]));
+    assert!(
+        buckets.contains("#   parallel.comm_unit = 320000000 ")
+            && buckets.contains("two buckets of gradients"),
+        "{buckets}"
+    );
+    assert!(!ok(&["train", "--dry-run"]).contains("comm_unit"), "one rank exchanges nothing");
+}
+
+#[test]
 fn dry_run_shows_parameter_groups() {
     let none = ok(&["train", "--dry-run"]);
     assert!(!none.contains("parameter groups"), "{none}");

@@ -48,9 +48,14 @@ fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
     let layout: RankLayout = layout.parse().unwrap();
     let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
     let resolved = recipe(&layout, set);
+    let layout = RankLayout { instances: resolved.config.parallel.layout().instances, ..layout };
     let work = |rank: Rank| {
         let sources = source::open(&resolved)?;
         let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+        // The first step of ZeRO-3 adds the memory that units are gathered into.
+        if resolved.config.parallel.zero == 3 {
+            trainer.train_step(&*sources.train)?;
+        }
         let before = Traffic::of(&rank);
         trainer.train_step(&*sources.train)?;
         let sent = Traffic::of(&rank).since(&before);
@@ -89,6 +94,100 @@ fn zero_1_and_2() {
     let [none, state, gradients] =
         [0, 1, 2].map(|z| check_volume("dp=2", &[&format!("parallel.zero={z}")])["dp_cp"]);
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
+}
+
+const ZERO_3: &str = "parallel.zero=3";
+/// Budgets with which nothing is gathered ahead, a layer, and everything.
+const BUDGETS: [&str; 3] = ["parallel.comm_unit=1", "parallel.comm_unit=60000", "parallel.comm_unit=1GB"];
+
+/// Units are gathered for forward and again for backward, unless they are there still.
+#[test]
+fn zero_3() {
+    for budget in BUDGETS {
+        for layout in ["dp=2", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2", "pp=2,vp=2,dp=2"] {
+            for set in [
+                &["model.tied=true"][..],
+                &["model.tied=false", "model.positions=learned", "train.recompute=full"],
+                &["precision.dtype=bf16", "parallel.overlap=false", PARTS],
+            ] {
+                check_volume(layout, &[&[ZERO_3, budget], set].concat());
+            }
+        }
+        check_volume("dp=3", &[ZERO_3, budget, "train.global_batch=12", "optimizer.kind=muon"]);
+        for schedule in ["parallel.schedule=zero-bubble", "parallel.schedule=1f1b"] {
+            check_volume("pp=2,dp=2", &[ZERO_3, budget, schedule, "train.loss_chunk=20"]);
+        }
+        for mtp in [&["mtp.layers=2"][..], &["mtp.layers=2", "mtp.shared_layer=true", "mtp.detach=true"]] {
+            for tied in ["model.tied=true", "model.tied=false"] {
+                check_volume("dp=2", &[&[ZERO_3, budget, tied], mtp].concat());
+                check_volume("pp=2,dp=2", &[&[ZERO_3, budget, tied], mtp].concat());
+            }
+        }
+    }
+    check_volume("dp=2", &[ZERO_3]);
+    // Of eight units, all are gathered twice a micro-batch, and with room for all once a step.
+    let sent = |micro_batch: &str, budget: &str| {
+        check_volume("dp=2", &[ZERO_3, micro_batch, budget, "parallel.overlap=false", "model.tied=false"])["dp_cp"]
+    };
+    let [none, all] = [BUDGETS[0], BUDGETS[2]].map(|b| sent("train.micro_batch=2", b));
+    assert!(none > all, "{none} {all}");
+}
+
+/// Shards inside a group, and an all-reduce of gradient shards between groups.
+#[test]
+fn hsdp() {
+    for budget in BUDGETS {
+        for group in ["parallel.fsdp_group=1", "parallel.fsdp_group=2", "parallel.fsdp_group=4"] {
+            for layout in ["dp=4", "tp=2,dp=4", "cp=2,dp=2", "pp=2,dp=4"] {
+                check_volume(layout, &[ZERO_3, budget, group]);
+            }
+            check_volume("dp=4", &[ZERO_3, budget, group, "optimizer.kind=muon", "train.recompute=full"]);
+        }
+    }
+    let sent = check_volume("dp=4", &[ZERO_3, "parallel.fsdp_group=2"]);
+    assert!(sent.contains_key("fsdp") && sent.contains_key("fsdp_replicas"), "{sent:?}");
+}
+
+/// Experts are sharded over their own group; the paired schedule holds two layers at a time.
+#[test]
+fn zero_3_moe() {
+    for budget in BUDGETS {
+        for layout in ["dp=2", "ep=2,dp=2", "tp=2,ep=2,etp=1,dp=2", "tp=2,etp=1,dp=2", "pp=2,ep=2,dp=2"] {
+            for set in [
+                &["moe.shared_ffn=24", "moe.dense_layers=[0]"][..],
+                &["moe.latent=16", "train.recompute=full"],
+                &["mtp.layers=1", BLOCKS],
+            ] {
+                check_volume(layout, &[&[ZERO_3, budget], &BALANCED[..], set].concat());
+            }
+        }
+        for layout in ["dp=2", "ep=2,dp=2", "pp=2,ep=2,dp=2", "pp=2,vp=2,dp=2"] {
+            for set in [&[][..], &["train.recompute=full"], &[BLOCKS], &["moe.latent=16", "mtp.layers=1"]] {
+                let paired = [ZERO_3, budget, "parallel.schedule=paired"];
+                check_volume(layout, &[&paired[..], &BALANCED, set].concat());
+            }
+        }
+        for group in ["parallel.fsdp_group=1", "parallel.fsdp_group=2"] {
+            check_volume("ep=2,dp=2", &[&[ZERO_3, budget, group], &BALANCED[..]].concat());
+            check_volume("tp=2,etp=1,dp=4", &[&[ZERO_3, budget, group], &BALANCED[..]].concat());
+        }
+    }
+}
+
+/// FP8 weights are gathered as FP8 by every pass; block-scaled ones are quantized from gathered values before.
+#[test]
+fn zero_3_fp8_params() {
+    const SIZES: [&str; 4] =
+        ["precision.dtype=bf16", "model.hidden=64", "model.ffn=144", "precision.fp8_params=true"];
+    for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
+        let scaling = format!("precision.recipe={scaling}");
+        for budget in BUDGETS {
+            let set = [&SIZES[..], &[&scaling, ZERO_3, budget]].concat();
+            check_volume("dp=2", &set);
+            check_volume("pp=2,dp=2", &[&set[..], &["train.recompute=full"]].concat());
+            check_volume("dp=4", &[&set[..], &["parallel.fsdp_group=2"]].concat());
+        }
+    }
 }
 
 /// FP8 weights are gathered as FP8.

@@ -166,7 +166,9 @@ impl Embedding {
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
                 let dy = InFlight::ready(GemmOperand::rowwise(dy));
-                grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
+                // Not of the weight: that would gather a sharded one for its shape.
+                let rows = p.params.specs()[table.0].shape[0];
+                grads.and(lookup(table, pos, dy, 0, rows, 1.0))
             }
             _ => grads,
         })

@@ -7,7 +7,7 @@ use anyhow::Result;
 use ferrotron_bridge::model_source::tokenizer_at;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::cost::summary::timeline;
-use ferrotron_core::cost::{CostSummary, MemoryEstimate, StageCost};
+use ferrotron_core::cost::{CostSummary, MemoryEstimate, StageCost, derived_comm_unit};
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_tensor::format_bytes;
@@ -27,6 +27,12 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
     if let Some(path) = &resolved.config.data.tokenizer {
         tokenizer_at(Path::new(path))?;
     }
+    // Of the parameters of each rank, so it is not among the recipe's derived values.
+    let resolved = &{
+        let mut all = resolved.clone();
+        all.derived.extend(derived_comm_unit(resolved)?);
+        all
+    };
     let cost = CostSummary::of(resolved)?;
     let groups = resolved.group_sizes()?;
     if global.json {

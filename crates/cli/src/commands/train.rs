@@ -12,7 +12,7 @@ use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved, refused_changes};
 use ferrotron_core::cost::summary::timeline;
-use ferrotron_core::cost::{MemoryEstimate, check_fits};
+use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit};
 use ferrotron_core::data::{Sources, source};
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
@@ -369,6 +369,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
                 output::note(format!("pipeline: {} stages, {bubble:.1} % of a step is bubble", parallel.pp));
             }
             let mut resolved = run.resolved.clone();
+            resolved.derived.extend(derived_comm_unit(&resolved)?);
             // Resolved on the device, so it is not among the recipe's derived values.
             let choice = run.trainer.cuda_graph_decision();
             if device.gpu().is_some() && resolved.config.train.cuda_graph == CudaGraphMode::Auto {

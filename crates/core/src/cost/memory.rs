@@ -106,8 +106,7 @@ impl MemoryEstimate {
     /// Bytes by category on one rank of a stage.
     pub fn stage(&self, shape: &StepShape) -> Result<MemoryBytes> {
         let description = ModelDescription::new(shape)?;
-        let replicas = shape.shard_ranks().map(|place| place.size);
-        let zero = if replicas.iter().any(|n| *n > 1) { shape.zero } else { 0 };
+        let (replicas, zero) = (shape.shard_sizes(), shape.zero_stage());
         let layout = shape.param_layout(&description.params);
         let plan = BucketPlan::new(&description.params, replicas, layout.bucket);
         // Of the rank that holds most, where they hold whole parameters.

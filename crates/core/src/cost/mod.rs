@@ -7,6 +7,7 @@ mod memory_advice;
 pub mod roofline;
 mod step;
 pub mod summary;
+mod unit_gathers;
 pub mod volume;
 
 pub use flops::TokenFlops;
@@ -14,5 +15,6 @@ pub use memory::MemoryEstimate;
 pub(crate) use memory_advice::advise;
 pub use memory_advice::check_fits;
 pub(crate) use step::MoeLayers;
+pub use step::derived_comm_unit;
 pub use summary::{CostSummary, StageCost};
 pub use volume::{ByGroup, Traffic, step_volume};

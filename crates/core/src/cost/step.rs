@@ -1,12 +1,14 @@
 //! The step of a recipe as the description takes it.
 
 use crate::Result;
-use crate::config::Resolved;
+use crate::config::{Derived, Resolved};
 use crate::grid::Grid;
-use crate::model::description::{ParallelRanks, StepShape};
+use crate::model::description::{ModelDescription, ParallelRanks, StepShape};
 use crate::model::{ModelOptions, PipelineLayout, Stage};
+use crate::pipeline::ScheduleKind;
 use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
+use ferrotron_tensor::format_bytes;
 use std::sync::Arc;
 
 impl StepShape {
@@ -27,7 +29,8 @@ impl StepShape {
             options: options(r),
             zero: p.zero,
             comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
-            instances: p.layout().instances,
+            schedule: p.schedule.schedule_kind(),
+            overlap: p.overlap,
             ranks,
         })
     }
@@ -47,7 +50,8 @@ impl StepShape {
             options: options(r),
             zero: 0,
             comm_unit: None,
-            instances: 1,
+            schedule: ScheduleKind::default(),
+            overlap: true,
         }
     }
 
@@ -58,6 +62,24 @@ impl StepShape {
         let stride = grid.world() / pp.max(1);
         (0..pp).map(|stage| StepShape::of(r, ParallelRanks::at(&grid, stage * stride)?)).collect()
     }
+}
+
+/// `parallel.comm_unit` of a recipe that does not set it, on the pipeline stage where it is largest; none where no weights
+/// or gradients are exchanged.
+pub fn derived_comm_unit(r: &Resolved) -> Result<Option<Derived>> {
+    if r.config.parallel.comm_unit.is_some() {
+        return Ok(None);
+    }
+    let mut largest = 0;
+    for shape in StepShape::of_stages(r)?.iter().filter(|s| s.replicas() > 1) {
+        largest = largest.max(shape.param_layout(&ModelDescription::params(shape)?).comm_unit);
+    }
+    let of = match r.config.parallel.zero {
+        3.. => "two of the largest layer's weights",
+        _ => "two buckets of gradients, each large enough to use the network's bandwidth",
+    };
+    let reason = format!("{}: {of}", format_bytes(largest));
+    Ok((largest > 0).then(|| Derived { key: "parallel.comm_unit", value: largest.to_string(), reason }))
 }
 
 /// FP8 policy, MoE and MTP training and loss of a recipe.

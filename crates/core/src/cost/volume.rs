@@ -7,12 +7,15 @@
 //! - Gradients of replicated weights are all-reduced over the tensor-parallel group (experts: expert tensor parallel);
 //!   gradients of key heads that some ranks share are all-gathered.
 //! - Buckets of gradients are all-reduced over the replicas; with ZeRO-1 reduce-scattered and the weights all-gathered,
-//!   with ZeRO-2 reduce-scattered after every micro-batch. Buckets of matrices that replicas own whole go to their owners. FP8 weights with one scale are gathered in FP8.
+//!   with ZeRO-2 and 3 reduce-scattered after every micro-batch. With ZeRO-3 passes gather the weights, as often as
+//!   [`unit_gathers`] counts, and HSDP all-reduces gradient shards. Buckets of matrices that replicas own whole go to their
+//!   owners. FP8 weights with one scale are gathered in FP8.
 //! - A parameter of the first and the last pipeline stage is all-reduced between the two.
 //! - FP8: amax of the weights (current scaling) or of every operand (delayed scaling).
 //! - MoE counters; token counts, losses and the gradient norm, in f64.
 
 use super::MoeLayers;
+use super::unit_gathers::unit_gathers;
 use crate::Result;
 use crate::model::description::{Collective, Group, ModelDescription, Pass, StepShape};
 use crate::optimizer::{TpMode, UpdateRule};
@@ -96,18 +99,18 @@ pub fn step_volume(shape: &StepShape) -> Result<ByGroup> {
         }
     };
     description.collectives().for_each(|c| add(c, shape.micro_batches as u64));
-    step_collectives(shape, &description.params).iter().for_each(|c| add(c, 1));
+    step_collectives(shape, &description.params)?.iter().for_each(|c| add(c, 1));
     Ok(out)
 }
 
 /// The collectives of a step that belong to no layer.
-pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collective> {
-    let replicas = shape.shard_ranks().map(|place| place.size);
-    let plan = BucketPlan::new(params, replicas, shape.param_layout(params).bucket);
-    let mut step = StepVolume { shape, params, out: Vec::new() };
+pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Result<Vec<Collective>> {
+    let plan = BucketPlan::new(params, shape.shard_sizes(), shape.param_layout(params).bucket);
+    let gathers = if shape.zero_stage() > 2 { unit_gathers(shape, params)? } else { Vec::new() };
+    let mut step = StepVolume { shape, params, gathers, out: Vec::new() };
     step.amax();
     for bucket in plan.buckets() {
-        step.bucket(bucket, replicas.into_iter().max().unwrap_or(1));
+        step.bucket(bucket);
     }
     step.moe_counters();
     // Token counts over dp; losses and the squared gradient norm over all ranks.
@@ -115,13 +118,25 @@ pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collecti
     for (group, bytes) in [(Group::Dp, losses), (Group::World, losses), (Group::World, 8)] {
         step.all_reduce(group, bytes);
     }
-    step.out
+    Ok(step.out)
 }
 
 struct StepVolume<'a> {
     shape: &'a StepShape,
     params: &'a [ParamSpec],
+    /// ZeRO-3: all-gathers of every unit.
+    gathers: Vec<u64>,
     out: Vec<Collective>,
+}
+
+/// Bytes of an all-gather of a bucket's weights.
+struct GatheredBytes {
+    /// In the compute dtype.
+    weights: u64,
+    /// FP8-resident ones as FP8.
+    fp8: u64,
+    /// Block-scaled FP8-resident ones in the compute dtype, each without padding: they are quantized afterwards.
+    values: u64,
 }
 
 impl StepVolume<'_> {
@@ -134,11 +149,6 @@ impl StepVolume<'_> {
     fn all_reduce(&mut self, group: Group, bytes: usize) {
         let n = self.shape.ranks.size(group) as u64;
         self.send(group, OpKind::AllReduce, 2 * (n - 1) * bytes as u64 / n);
-    }
-
-    /// ZeRO stage in effect, for buckets with that many replicas.
-    fn zero(&self, replicas: usize) -> usize {
-        if replicas > 1 { self.shape.zero } else { 0 }
     }
 
     /// Amax all-reduces once a step.
@@ -155,14 +165,18 @@ impl StepVolume<'_> {
             Method::Current => {
                 let used = |q: &ferrotron_engine::quant::LinearQuant| q.fprop || q.dgrad;
                 let dense = quantized.iter().filter(|(p, q)| !p.experts && used(q)).count();
-                let sharded = self.zero(ranks.dp_cp.size.max(ranks.expert_dp.size)) > 0;
+                let sharded = self.shape.zero_stage() > 0;
                 if sharded {
                     self.all_reduce(Group::DpCp, 4 * dense);
                 }
                 self.all_reduce(Group::Tp, 4 * dense);
                 // FP8-resident experts are measured together after the optimizer's step.
                 let resident = quantized.iter().filter(|(p, _)| p.experts && p.fp8_resident());
-                let resident: usize = resident.map(|(p, _)| p.matrices).sum();
+                let mut resident: usize = resident.map(|(p, _)| p.matrices).sum();
+                // A rank with all of an expert's master weights measures them while it quantizes.
+                if ranks.shards[1].size == 1 && ranks.etp.size == 1 {
+                    resident = 0;
+                }
                 if sharded {
                     self.all_reduce(Group::ExpertDp, 4 * resident);
                 }
@@ -180,39 +194,40 @@ impl StepVolume<'_> {
     }
 
     /// A bucket of gradients: over ranks that hold the same weights, then over the replicas; and its weights back.
-    fn bucket(&mut self, bucket: &Bucket, most_replicas: usize) {
-        let ranks = &self.shape.ranks;
-        let (tp, group) =
-            if bucket.experts { (Group::Etp, Group::ExpertDp) } else { (Group::Tp, Group::DpCp) };
+    fn bucket(&mut self, bucket: &Bucket) {
+        let (ranks, kind) = (&self.shape.ranks, usize::from(bucket.experts));
+        let [tp, replicas, group, instances] = match bucket.experts {
+            false => [Group::Tp, Group::DpCp, Group::Fsdp, Group::FsdpReplicas],
+            true => [Group::Etp, Group::ExpertDp, Group::ExpertFsdp, Group::ExpertFsdpReplicas],
+        };
         let here = if bucket.experts { ranks.etp } else { ranks.tp };
-        let replicas = self.shape.shard_ranks()[usize::from(bucket.experts)];
-        let zero = self.zero(most_replicas);
+        let (shards, zero) = (ranks.shards[kind], self.shape.zero_stage());
         let rounds = if zero > 1 { self.shape.micro_batches } else { 1 };
         for _ in 0..rounds {
             self.over_tp(bucket, tp, here);
         }
-        let n = replicas.size;
-        let shard = bucket.held(Placement::Flat, replicas).len();
-        match zero {
-            0 => self.all_reduce(group, 4 * bucket.len),
-            _ => {
-                // Whole parameters go to their owners, who sum them; equal shards are summed on the way.
-                let (kind, others) = match &bucket.owned {
-                    Some(_) => (OpKind::AllToAll, bucket.len - shard),
-                    None => (OpKind::ReduceScatter, (n - 1) * shard),
-                };
-                self.send(group, kind, (others * 4 * rounds) as u64);
-                // Sharded weights are gathered for forward and again for backward; what is still there is not, so that this
-                // is an upper bound.
-                let gathers = if zero > 2 { 2 * rounds as u64 } else { 1 };
-                self.send(group, OpKind::AllGather, gathers * self.gathered_weights(bucket, replicas));
-            }
+        let shard = bucket.held(Placement::Flat, shards).len();
+        if zero == 0 {
+            self.all_reduce(replicas, 4 * bucket.len);
+        } else {
+            // Whole parameters go to their owners, who sum them; equal shards are summed on the way.
+            let (kind, others) = match &bucket.owned {
+                Some(_) => (OpKind::AllToAll, bucket.len - shard),
+                None => (OpKind::ReduceScatter, (shards.size - 1) * shard),
+            };
+            self.send(group, kind, (others * 4 * rounds) as u64);
+            let sent = self.gathered_weights(bucket, shards);
+            let unit = bucket.spans.first().map_or(0, |s| self.params[s.param.0].unit.0);
+            let bytes = match self.gathers.get(unit) {
+                // Block-scaled weights are quantized from gathered values, and then gathered as FP8 by passes.
+                Some(times) => times * (sent.weights + sent.fp8) + sent.values,
+                None if sent.values > 0 => sent.weights + sent.values,
+                None => sent.weights + sent.fp8,
+            };
+            self.send(group, OpKind::AllGather, bytes);
         }
-        self.muon(bucket, tp, here, if zero > 0 { Some(replicas) } else { None });
-        if self.shape.instances > 1 {
-            let n = self.shape.instances as u64;
-            self.send(group, OpKind::AllReduce, 2 * (n - 1) * 4 * shard as u64 / n);
-        }
+        self.muon(bucket, tp, here, if zero > 0 { Some(shards) } else { None });
+        self.all_reduce(instances, 4 * shard);
         if bucket.tied_across_stages {
             let held = if zero > 0 { shard } else { bucket.len };
             self.all_reduce(Group::Embedding, 4 * held);
@@ -275,15 +290,13 @@ impl StepVolume<'_> {
     }
 
     /// All-gathering the weights of a bucket from their shards: everything but the shard of the next rank is sent.
-    fn gathered_weights(&self, bucket: &Bucket, here: GroupRank) -> u64 {
+    fn gathered_weights(&self, bucket: &Bucket, here: GroupRank) -> GatheredBytes {
         let n = here.size;
         let size = self.shape.dtype.size();
         let split = BucketSplit::new(bucket, |id| self.params[id.0].fp8_resident());
         let others = (0..n).filter(|r| *r != (here.rank + 1) % n);
         let shard = |rank| bucket.held(Placement::Flat, GroupRank { rank, size: n });
         let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&shard(r))).sum::<usize>();
-        let weights = sum(&|r| split.rest(r).len()) * size;
-        // Block-scaled weights are gathered in the compute dtype and quantized afterwards, each without padding.
         let inside = |span: &Span, r: &Range<usize>| {
             span.range.end.min(r.end).saturating_sub(span.range.start.max(r.start)) * size
         };
@@ -291,9 +304,9 @@ impl StepVolume<'_> {
             Some(q) if q.fp8_resident && !q.recipe.per_tensor() => sum(&|r| inside(span, r)),
             _ => 0,
         };
-        let blocks: usize = bucket.spans.iter().map(block_scaled).sum();
-        let fp8 = if blocks > 0 { blocks } else { sum(&|r| split.separate(r).len()) };
-        (weights + fp8) as u64
+        let values: usize = bucket.spans.iter().map(block_scaled).sum();
+        let [weights, fp8] = [sum(&|r| split.rest(r).len()) * size, sum(&|r| split.separate(r).len())];
+        GatheredBytes { weights: weights as u64, fp8: fp8 as u64, values: values as u64 }
     }
 
     /// Tokens per expert, losses, z-loss and dropped tokens of all MoE layers of this rank.

@@ -1,6 +1,7 @@
 //! A model chunk: the consecutive layers that one pipeline stage holds. Without pipeline parallelism the whole model
 //! is one chunk.
 
+use super::chunk_units::ChunkUnits;
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::Input;
@@ -12,7 +13,7 @@ use super::saved_layers::SavedLayers;
 use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
     Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig, LmHeadSaved, NormLayer,
-    NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, UnitId, WeightGrad, run_to_completion,
+    NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, WeightGrad, run_to_completion,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -29,32 +30,6 @@ pub struct Chunk {
     /// Decoder layers of the whole model.
     total_layers: u32,
     units: ChunkUnits,
-}
-
-/// Units of sharded weights in the order in which passes use them.
-#[derive(Default)]
-struct ChunkUnits {
-    /// Embedding (if any), layers, final norm with LM head (if any).
-    forward: Vec<UnitId>,
-    /// The same backward, without the embedding: its gradient does not need its weights.
-    backward: Vec<UnitId>,
-    /// Index of the first layer in `forward`.
-    first_layer: usize,
-}
-
-impl ChunkUnits {
-    /// Index of layer `i` in `forward`.
-    fn layer(&self, i: usize) -> usize {
-        self.first_layer + i
-    }
-
-    /// Gathers unit `at` of `order` and those after it ahead.
-    fn enter(p: &StepContext, order: &[UnitId], at: usize) -> Result<Option<UnitGuard>> {
-        match order.get(at) {
-            Some(unit) => p.enter_unit(*unit, &order[at + 1..]),
-            None => Ok(None),
-        }
-    }
 }
 
 /// The embedding that a model configuration asks for.
@@ -172,7 +147,16 @@ impl Chunk {
             _ => None,
         };
         units.backward = units.forward[units.first_layer..].iter().rev().copied().collect();
+        units.layers = stage.layers.clone();
+        if let Some(block) = &mtp {
+            (units.mtp, units.mtp_tables) = block.units(&model.params);
+        }
         Ok(Chunk { embedding, layers, output, mtp, total_layers: c.layers as u32, units })
+    }
+
+    /// Its units of sharded weights.
+    pub(crate) fn units(&self) -> &ChunkUnits {
+        &self.units
     }
 
     /// Its decoder layers, in order.
@@ -326,8 +310,7 @@ impl Chunk {
             let Some(saved) = layers.pop()? else {
                 return shape_error("stage", "a layer has saved nothing for its backward pass");
             };
-            let at = self.units.forward.len() - 1 - self.units.layer(i);
-            let _unit = ChunkUnits::enter(p, &self.units.backward, at)?;
+            let _unit = ChunkUnits::enter(p, &self.units.backward, self.units.layer_backward(i))?;
             let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx).await?;
             put(g)?;
             dx = d;

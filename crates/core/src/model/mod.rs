@@ -1,6 +1,7 @@
 //! Decoder models: architecture, modules, and one description of what they hold, compute and send.
 
 mod chunk;
+mod chunk_units;
 pub mod config;
 mod declare;
 mod decoder;
@@ -21,6 +22,7 @@ pub mod upcycle;
 pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, ForwardMode};
+pub(crate) use chunk_units::ChunkUnits;
 pub use config::ModelConfig;
 pub use decoder::{Decoder, Input, ModelOptions, MtpInput};
 pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs};

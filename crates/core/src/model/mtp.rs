@@ -135,6 +135,16 @@ impl MtpBlock {
         Ok(MtpBlock { embedding, layers, depth, hidden, decoder_layers, detach: training.detach })
     }
 
+    /// Units of sharded weights: of the layer of each depth with its number, and of the embedding tables.
+    pub(super) fn units(&self, d: &Declarations) -> (Vec<(UnitId, usize)>, Vec<UnitId>) {
+        let layer = |depth: usize| {
+            let own = depth.min(self.layers.len() - 1);
+            (self.layers[own].unit, own)
+        };
+        let tables = self.embedding.tables().map(|id| d.spec(id).unit);
+        ((0..self.depth).map(layer).collect(), tables.collect())
+    }
+
     /// The layer of a depth, and the context with its number of earlier uses.
     fn at<'a>(&self, p: &StepContext<'a>, depth: usize) -> (&MtpLayer, StepContext<'a>) {
         let own = depth.min(self.layers.len() - 1);

@@ -46,7 +46,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
                 Group::Tp => &tp,
                 Group::Cp => &cp,
                 Group::DpCp => &dp_cp_group,
-                _ => continue,
+                _ => continue, // ExpertDp: its instances are smaller than it is.
             };
             if grid.groups(other.axes())? == members {
                 return Ok(shared.clone());
@@ -56,20 +56,11 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     };
     let expert_dp_group = or(Group::ExpertDp)?;
     // HSDP splits the data-parallel groups into instances, each with all shards.
-    let part = |name: &'static str, axes: &str| -> Result<Communicator> {
-        let mut found = Communicator::solo();
-        for ranks in grid.groups(axes)? {
-            if let Some(own) = world.group(name, &ranks)? {
-                found = own;
-            }
-        }
-        Ok(found)
-    };
     let (shard_groups, shard_replica_groups) = match grid.layout().instances {
         1 => ([dp_cp_group.clone(), expert_dp_group.clone()], [Communicator::solo(), Communicator::solo()]),
         _ => (
-            [part("fsdp", "intra-dp-cp")?, part("expert_fsdp", "intra-edp")?],
-            [part("fsdp_replicas", "inter-dp-cp")?, part("expert_fsdp_replicas", "inter-edp")?],
+            [or(Group::Fsdp)?, or(Group::ExpertFsdp)?],
+            [mine(Group::FsdpReplicas)?, mine(Group::ExpertFsdpReplicas)?],
         ),
     };
     Ok(Rank {

@@ -7,7 +7,7 @@
 //! | `placement.rs`, `redistribute.rs` | how a bucket is distributed over ranks, and the collective between two placements |
 //! | `grad_buffer.rs`, `grad_reduce.rs` | f32 gradient accumulation, and its reduction overlapped with backward |
 //! | `param_gather.rs` | all-gather of updated weights, overlapped with the next forward |
-//! | `units.rs` | sharded weights (ZeRO-3): units of them, gathered while passes use them |
+//! | `units.rs`, `unit_slots.rs` | sharded weights (ZeRO-3): units of them, gathered while passes use them |
 
 mod bucket_split;
 mod buckets;
@@ -18,6 +18,7 @@ mod placement;
 mod redistribute;
 #[cfg(test)]
 mod tests;
+mod unit_slots;
 mod units;
 
 pub use bucket_split::BucketSplit;
@@ -27,5 +28,6 @@ pub use param_gather::MasterShards;
 pub(crate) use param_gather::PendingGathers;
 pub use placement::{Placement, ShardingStrategy};
 pub use redistribute::{FlatBuffer, group_rank};
-pub(crate) use units::ShardedUnits;
+pub use unit_slots::{EnteredUnit, UnitSlots};
 pub use units::UnitGuard;
+pub(crate) use units::{ShardedUnits, UnitLayout};

@@ -3,9 +3,9 @@
 //! Units are gathered into slots: memory that is kept, so that addresses are stable, and reused by whichever unit is
 //! next. A unit stays in its slot until another one needs that, so the last layers of forward are there for backward.
 //! While a pass computes with a unit, the next ones are gathered on the communication stream, as far as the slots'
-//! bytes stay within the budget (`parallel.comm_unit`) and one unit.
+//! bytes stay within the budget (`parallel.comm_unit`) and one unit. [`UnitSlots`] is the rule, this file its memory.
 
-use super::{BucketPlan, BucketSplit};
+use super::{BucketPlan, BucketSplit, UnitSlots};
 use crate::{ParamSpec, Rank, UnitId};
 use ferrotron_tensor::{Category, DType, Event, Result, Tensor};
 use std::ops::Range;
@@ -16,13 +16,7 @@ pub(crate) struct ShardedUnits {
     units: Vec<UnitLayout>,
     /// Dtypes of a slot: of FP8-resident weights, and of all others.
     dtypes: [DType; 2],
-    /// Lengths of a slot for any unit but embeddings and the LM head.
-    layer: [usize; 2],
-    /// Lengths of a slot for every unit.
-    largest: [usize; 2],
-    /// Bytes of slots beyond the largest one.
-    budget: usize,
-    state: Mutex<Slots>,
+    state: Mutex<State>,
 }
 
 /// Where the buckets of a unit are in its slot.
@@ -33,25 +27,43 @@ pub(crate) struct UnitLayout {
     lengths: [usize; 2],
 }
 
-#[derive(Default)]
-struct Slots {
-    all: Vec<Slot>,
-    /// Counts uses, to find the slot that was not used for longest.
-    clock: u64,
+impl UnitLayout {
+    /// The units of the buckets of `plan`, each of one unit; `gathered` says which of them are sharded over several ranks.
+    pub(crate) fn all(
+        specs: &[ParamSpec],
+        (plan, splits): (&BucketPlan, &[BucketSplit]),
+        gathered: impl Fn(usize) -> bool,
+    ) -> Vec<UnitLayout> {
+        let count = specs.iter().map(|s| s.unit.0 + 1).max().unwrap_or(0);
+        let mut units = vec![UnitLayout::default(); count];
+        for (bucket, layout) in plan.buckets().iter().enumerate().filter(|(b, _)| gathered(*b)) {
+            let Some(first) = layout.spans.first() else { continue };
+            let unit = &mut units[specs[first.param.0].unit.0];
+            let lengths = splits[bucket].lengths();
+            let ranges = [0, 1].map(|k| unit.lengths[k]..unit.lengths[k] + lengths[k]);
+            unit.lengths = [0, 1].map(|k| ranges[k].end);
+            unit.buckets.push((bucket, ranges));
+        }
+        units
+    }
+
+    /// FP8-resident elements, and all others.
+    pub(crate) fn lengths(&self) -> [usize; 2] {
+        self.lengths
+    }
 }
 
-struct Slot {
+struct State {
+    slots: UnitSlots,
+    /// Of each slot.
+    memory: Vec<SlotMemory>,
+}
+
+struct SlotMemory {
     /// FP8-resident weights, and all others.
     memory: [Tensor; 2],
-    /// The unit it holds.
-    unit: Option<UnitId>,
-    /// Shared with everything that uses the unit.
-    users: Arc<()>,
-    /// Gathered ahead of its use.
-    prefetched: bool,
     /// End of its all-gather, until the compute stream has waited for it.
     gathered: Option<Event>,
-    last_use: u64,
 }
 
 /// A unit in its slot, which no other unit takes while this is held.
@@ -72,53 +84,18 @@ impl UnitGuard {
 pub(crate) type GatherUnit<'a> = dyn Fn(&UnitLayout, &[Tensor; 2]) -> Result<Option<Event>> + 'a;
 
 impl ShardedUnits {
-    /// For the buckets of `plan`, each of one unit; `gathered` says which of them are sharded over several ranks.
+    /// For `units` in memory of `dtypes`, with `budget` bytes of slots beyond the largest.
     pub(crate) fn new(
         specs: &[ParamSpec],
-        (plan, splits): (&BucketPlan, &[BucketSplit]),
-        gathered: impl Fn(usize) -> bool,
+        units: Vec<UnitLayout>,
         dtypes: [DType; 2],
         budget: usize,
     ) -> ShardedUnits {
-        let count = specs.iter().map(|s| s.unit.0 + 1).max().unwrap_or(0);
-        let mut units = vec![UnitLayout::default(); count];
-        let mut layer = [0; 2];
-        for (bucket, layout) in plan.buckets().iter().enumerate().filter(|(b, _)| gathered(*b)) {
-            let Some(first) = layout.spans.first() else { continue };
-            let unit = &mut units[specs[first.param.0].unit.0];
-            let lengths = splits[bucket].lengths();
-            let ranges = [0, 1].map(|k| unit.lengths[k]..unit.lengths[k] + lengths[k]);
-            unit.lengths = [0, 1].map(|k| ranges[k].end);
-            unit.buckets.push((bucket, ranges));
-        }
-        let table = |u: usize| specs.iter().any(|s| s.unit.0 == u && s.is_table());
-        let max = |a: [usize; 2], b: [usize; 2]| [a[0].max(b[0]), a[1].max(b[1])];
-        let largest = units.iter().fold([0; 2], |most, u| max(most, u.lengths));
-        for (_, unit) in units.iter().enumerate().filter(|(u, _)| !table(*u)) {
-            layer = max(layer, unit.lengths);
-        }
-        ShardedUnits { units, dtypes, layer, largest, budget, state: Mutex::default() }
+        let slots = UnitSlots::new(specs, &units, dtypes.map(DType::size), budget);
+        ShardedUnits { units, dtypes, state: Mutex::new(State { slots, memory: Vec::new() }) }
     }
 
-    /// Bytes of a slot of these lengths.
-    fn bytes(&self, lengths: [usize; 2]) -> usize {
-        lengths[0] * self.dtypes[0].size() + lengths[1] * self.dtypes[1].size()
-    }
-
-    /// Lengths of the slot for a unit: slots serve any layer, or any unit.
-    fn slot_of(&self, unit: &UnitLayout) -> [usize; 2] {
-        let fits = unit.lengths[0] <= self.layer[0] && unit.lengths[1] <= self.layer[1];
-        if fits { self.layer } else { self.largest }
-    }
-
-    /// Bytes that slots take once passes have run: as many for layers as the budget allows, and the largest.
-    pub(crate) fn slot_bytes(&self) -> usize {
-        let (layer, largest) = (self.bytes(self.layer), self.bytes(self.largest));
-        let layers = self.units.iter().filter(|u| !u.buckets.is_empty()).count();
-        largest + layer * (self.budget / layer.max(1)).min(layers.saturating_sub(1))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Slots> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -136,98 +113,33 @@ impl ShardedUnits {
         next: &[UnitId],
         gather: &GatherUnit,
     ) -> Result<Option<UnitGuard>> {
-        if self.units[unit.0].buckets.is_empty() {
-            return Ok(None);
+        let state = &mut *self.lock();
+        let Some(entered) = state.slots.enter(unit, next, rank.overlaps_dp_comm()) else { return Ok(None) };
+        let zeros = |len, k: usize| rank.compute.zeros(&[len], self.dtypes[k], Category::Parameters);
+        for [fp8, rest] in state.slots.slots().skip(state.memory.len()) {
+            state.memory.push(SlotMemory { memory: [zeros(fp8, 0)?, zeros(rest, 1)?], gathered: None });
         }
-        let slots = &mut *self.lock();
-        let at = match slots.holding(unit) {
-            Some(at) => at,
-            None => {
-                let at = match slots.free(self, &self.units[unit.0], true) {
-                    Some(at) => at,
-                    None => slots.add(self, rank, &self.units[unit.0])?,
-                };
-                self.fill(slots, at, unit, gather)?;
-                at
-            }
-        };
-        slots.clock += 1;
-        let slot = &mut slots.all[at];
-        (slot.last_use, slot.prefetched) = (slots.clock, false);
+        let (own, ahead): (Vec<_>, Vec<_>) = entered.gathers.into_iter().partition(|(_, u)| *u == unit);
+        own.into_iter().try_for_each(|at| self.fill(state, at, gather))?;
+        let slot = &mut state.memory[entered.slot];
         slot.gathered.take().map_or(Ok(()), |done| rank.compute.wait(&done))?;
-        let guard = UnitGuard { _users: slot.users.clone(), memory: slot.memory.clone() };
-        if rank.overlaps_dp_comm() {
-            self.prefetch(rank, slots, next, gather)?;
-        }
+        let guard = UnitGuard { _users: entered.users, memory: slot.memory.clone() };
+        ahead.into_iter().try_for_each(|at| self.fill(state, at, gather))?;
         Ok(Some(guard))
     }
 
-    /// Gathers units ahead of their use.
-    fn prefetch(&self, rank: &Rank, slots: &mut Slots, next: &[UnitId], gather: &GatherUnit) -> Result<()> {
-        for unit in next.iter().filter(|u| !self.units[u.0].buckets.is_empty()) {
-            let layout = &self.units[unit.0];
-            if let Some(at) = slots.holding(*unit) {
-                slots.all[at].prefetched = true;
-                continue;
-            }
-            let held: usize = slots.all.iter().map(|s| self.bytes([0, 1].map(|k| s.memory[k].numel()))).sum();
-            let room = held + self.bytes(self.slot_of(layout)) <= self.budget + self.bytes(self.largest);
-            let at = match slots.free(self, layout, false) {
-                Some(at) => at,
-                None if room => slots.add(self, rank, layout)?,
-                None => break,
-            };
-            self.fill(slots, at, *unit, gather)?;
-            slots.all[at].prefetched = true;
-        }
-        Ok(())
-    }
-
-    /// Gathers `unit` into a slot that nothing uses.
-    fn fill(&self, slots: &mut Slots, at: usize, unit: UnitId, gather: &GatherUnit) -> Result<()> {
-        let slot = &mut slots.all[at];
-        slot.unit = None;
-        slot.gathered = gather(&self.units[unit.0], &slot.memory)?;
-        slot.unit = Some(unit);
+    /// Gathers a unit into a slot that nothing uses.
+    fn fill(&self, state: &mut State, (slot, unit): (usize, UnitId), gather: &GatherUnit) -> Result<()> {
+        let done = gather(&self.units[unit.0], &state.memory[slot].memory);
+        state.memory[slot].gathered = done.inspect_err(|_| state.slots.forget(slot))?;
         Ok(())
     }
 
     /// Forgets what slots hold: the weights change. The compute stream waits for all-gathers that still read the shards.
     pub(crate) fn invalidate(&self, rank: &Rank) -> Result<()> {
-        for slot in &mut self.lock().all {
-            (slot.unit, slot.prefetched, slot.last_use) = (None, false, 0);
-            slot.gathered.take().map_or(Ok(()), |done| rank.compute.wait(&done))?;
-        }
-        Ok(())
-    }
-}
-
-impl Slots {
-    fn holding(&self, unit: UnitId) -> Option<usize> {
-        self.all.iter().position(|s| s.unit == Some(unit))
-    }
-
-    /// The best slot for a unit among those that nothing uses: the smallest, then one without a unit, then the one not
-    /// used for longest. What was gathered ahead is evicted only `by_force`, and last.
-    fn free(&self, units: &ShardedUnits, unit: &UnitLayout, by_force: bool) -> Option<usize> {
-        let size = units.slot_of(unit);
-        let candidates = self.all.iter().enumerate().filter(|(_, s)| {
-            let fits = [0, 1].iter().all(|k| s.memory[*k].numel() >= size[*k]);
-            fits && Arc::strong_count(&s.users) == 1 && (by_force || !s.prefetched)
-        });
-        let cost = |s: &Slot| {
-            (s.prefetched, s.memory[0].numel() + s.memory[1].numel(), s.unit.is_some(), s.last_use)
-        };
-        candidates.min_by_key(|(_, s)| cost(s)).map(|(at, _)| at)
-    }
-
-    /// Adds a slot for a unit.
-    fn add(&mut self, units: &ShardedUnits, rank: &Rank, unit: &UnitLayout) -> Result<usize> {
-        let lengths = units.slot_of(unit);
-        let zeros = |k: usize| rank.compute.zeros(&[lengths[k]], units.dtypes[k], Category::Parameters);
-        let memory = [zeros(0)?, zeros(1)?];
-        let users = Arc::default();
-        self.all.push(Slot { memory, unit: None, users, prefetched: false, gathered: None, last_use: 0 });
-        Ok(self.all.len() - 1)
+        let state = &mut *self.lock();
+        state.slots.invalidate();
+        let pending = state.memory.iter_mut().filter_map(|slot| slot.gathered.take());
+        pending.into_iter().try_for_each(|done| rank.compute.wait(&done))
     }
 }

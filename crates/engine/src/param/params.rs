@@ -4,7 +4,7 @@ use super::{ParamId, ParamSpec, UnitId};
 use crate::Rank;
 use crate::data_parallel::{
     BucketLimit, BucketPlan, BucketSplit, FlatBuffer, ParamShard, PendingGathers, Placement, ShardedUnits,
-    ShardingStrategy, UnitGuard, bucket_elements, group_rank,
+    ShardingStrategy, UnitGuard, UnitLayout, UnitSlots, bucket_elements, group_rank,
 };
 use crate::quant::Fp8Params;
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
@@ -69,14 +69,20 @@ impl ParamLayout {
     /// Bytes of the memory that sharded weights are gathered into, for `replicas` data-parallel and expert data-parallel
     /// ranks; 0 where every rank holds all weights.
     pub fn gathered_bytes(&self, specs: &[ParamSpec], replicas: [usize; 2], dtype: DType) -> usize {
+        self.unit_slots(specs, replicas, dtype).map_or(0, |slots| slots.slot_bytes())
+    }
+
+    /// The slots that units of sharded weights are gathered into, without memory; none where every rank holds all weights.
+    pub fn unit_slots(&self, specs: &[ParamSpec], replicas: [usize; 2], dtype: DType) -> Option<UnitSlots> {
         if self.placement.is_full_size() {
-            return 0;
+            return None;
         }
         let plan = BucketPlan::new(specs, replicas, self.bucket);
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
         let gathered = |b: usize| replicas[usize::from(plan.buckets()[b].experts)] > 1;
-        ShardedUnits::new(specs, (&plan, &splits), gathered, [DType::U8, dtype], self.comm_unit).slot_bytes()
+        let units = UnitLayout::all(specs, (&plan, &splits), gathered);
+        Some(UnitSlots::new(specs, &units, [DType::U8.size(), dtype.size()], self.comm_unit))
     }
 }
 
@@ -149,7 +155,8 @@ impl Params {
         let units = (!layout.placement.is_full_size()).then(|| {
             let gathered = |b: usize| rank.dp_group(plan.buckets()[b].experts).size() > 1;
             let dtypes = [fp8_params.format(), dtype];
-            ShardedUnits::new(&specs, (&plan, &splits), gathered, dtypes, layout.comm_unit)
+            let units = UnitLayout::all(&specs, (&plan, &splits), gathered);
+            ShardedUnits::new(&specs, units, dtypes, layout.comm_unit)
         });
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, range) = plan.slot(ParamId(i));

@@ -20,6 +20,7 @@ mod output;
 mod params;
 mod shape;
 
+pub(crate) use params::declare_chunks;
 pub use params::{LinearInfo, declare_params, logical_buffers, logical_parts, logical_specs};
 pub use shape::{Group, ParallelRanks, StepShape};
 

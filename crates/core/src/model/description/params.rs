@@ -6,7 +6,7 @@ use crate::model::declare::ModelDeclaration;
 use crate::model::layer::Layer;
 use crate::model::mtp::MtpLayer;
 use crate::model::mtp_config::MtpTraining;
-use crate::model::{ModelConfig, ModelOptions, Stage};
+use crate::model::{ChunkUnits, ModelConfig, ModelOptions, Stage};
 use crate::optimizer::ParamGroups;
 use ferrotron_engine::quant::Policy;
 use ferrotron_engine::{Declarations, ExpertParallelRank, GroupRank, Init, ParamSpec, Part, Split};
@@ -19,6 +19,16 @@ pub fn declare_params(
     stages: &[Stage],
     options: &ModelOptions,
 ) -> Result<Vec<ParamSpec>> {
+    Ok(declare_chunks(config, ranks, stages, options)?.0)
+}
+
+/// The same, and the units of each chunk.
+pub(crate) fn declare_chunks(
+    config: &ModelConfig,
+    ranks: &ParallelRanks,
+    stages: &[Stage],
+    options: &ModelOptions,
+) -> Result<(Vec<ParamSpec>, Vec<ChunkUnits>)> {
     let experts = ExpertParallelRank { ep: ranks.ep, etp: ranks.etp };
     let params = Declarations::on(ranks.tp, experts)
         .with_policy(options.policy.clone())
@@ -26,10 +36,11 @@ pub fn declare_params(
         .with_loss(options.loss);
     let mut no_tables = |_| Ok(None);
     let mut model = ModelDeclaration::new(params, config, options.mtp, ranks.pp.size > 1, &mut no_tables);
+    let mut units = Vec::with_capacity(stages.len());
     for stage in stages {
-        Chunk::declare(&mut model, stage)?;
+        units.push(Chunk::declare(&mut model, stage)?.units().clone());
     }
-    Ok(model.finish(&options.groups))
+    Ok((model.finish(&options.groups), units))
 }
 
 /// The stage that is a whole model.

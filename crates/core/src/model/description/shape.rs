@@ -3,6 +3,7 @@
 use crate::Result;
 use crate::grid::{Axis, Grid};
 use crate::model::{ModelConfig, ModelOptions, Stage};
+use crate::pipeline::ScheduleKind;
 use ferrotron_comm::Communicator;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::data_parallel::{ShardingStrategy, group_rank};
@@ -36,13 +37,21 @@ pub enum Group {
     Etp,
     /// Replicas of an expert.
     ExpertDp,
+    /// FSDP: the ranks that shard dense parameters between them; data × context parallel, or a part of that (HSDP).
+    Fsdp,
+    /// FSDP: the ranks that shard expert parameters between them.
+    ExpertFsdp,
+    /// HSDP: the ranks that hold the same shard of dense parameters.
+    FsdpReplicas,
+    /// HSDP: the ranks that hold the same shard of expert parameters.
+    ExpertFsdpReplicas,
     /// All ranks.
     World,
 }
 
 impl Group {
     /// Every group, in the order in which traffic is listed.
-    pub const ALL: [Group; 13] = [
+    pub const ALL: [Group; 17] = [
         Group::Tp,
         Group::Cp,
         Group::Pp,
@@ -55,6 +64,10 @@ impl Group {
         Group::EtpEp,
         Group::Etp,
         Group::ExpertDp,
+        Group::Fsdp,
+        Group::ExpertFsdp,
+        Group::FsdpReplicas,
+        Group::ExpertFsdpReplicas,
         Group::World,
     ];
 
@@ -73,6 +86,10 @@ impl Group {
             Group::EtpEp => "etp_ep",
             Group::Etp => "etp",
             Group::ExpertDp => "expert_dp",
+            Group::Fsdp => "fsdp",
+            Group::ExpertFsdp => "expert_fsdp",
+            Group::FsdpReplicas => "fsdp_replicas",
+            Group::ExpertFsdpReplicas => "expert_fsdp_replicas",
             Group::World => "world",
         }
     }
@@ -91,6 +108,10 @@ impl Group {
             Group::EtpEp => "etp-ep",
             Group::Etp => "etp",
             Group::ExpertDp => "edp",
+            Group::Fsdp => "intra-dp-cp",
+            Group::ExpertFsdp => "intra-edp",
+            Group::FsdpReplicas => "inter-dp-cp",
+            Group::ExpertFsdpReplicas => "inter-edp",
             Group::World => "tp-cp-dp-pp",
         }
     }
@@ -101,7 +122,8 @@ impl Group {
             Group::TpCp => &[Group::Tp, Group::Cp],
             Group::TpDpCp => &[Group::Tp, Group::DpCp],
             Group::EtpEp | Group::Etp => &[Group::Tp],
-            Group::ExpertDp => &[Group::DpCp],
+            Group::ExpertDp | Group::Fsdp => &[Group::DpCp],
+            Group::ExpertFsdp => &[Group::DpCp, Group::ExpertDp],
             _ => &[],
         }
     }
@@ -121,6 +143,10 @@ impl Group {
             Group::EtpEp => &rank.etp_ep_group,
             Group::Etp => &rank.etp,
             Group::ExpertDp => &rank.expert_dp_group,
+            Group::Fsdp => &rank.shard_groups[0],
+            Group::ExpertFsdp => &rank.shard_groups[1],
+            Group::FsdpReplicas => &rank.shard_replica_groups[0],
+            Group::ExpertFsdpReplicas => &rank.shard_replica_groups[1],
             Group::World => return None,
         })
     }
@@ -145,6 +171,10 @@ pub struct ParallelRanks {
     pub etp: GroupRank,
     /// Replicas of an expert.
     pub expert_dp: GroupRank,
+    /// Ranks that shard dense and expert parameters between them.
+    pub shards: [GroupRank; 2],
+    /// HSDP: ranks that hold the same shard of dense and of expert parameters.
+    pub shard_replicas: [GroupRank; 2],
     /// Groups that have the ranks of another group, and use its communicator.
     aliases: Vec<(Group, Group)>,
 }
@@ -162,6 +192,8 @@ impl ParallelRanks {
             ep: one,
             etp: one,
             expert_dp: one,
+            shards: [one; 2],
+            shard_replicas: [one; 2],
             aliases: Vec::new(),
         }
     }
@@ -179,6 +211,8 @@ impl ParallelRanks {
             ep: rank.expert_parallel_rank(),
             etp: group_rank(&rank.etp),
             expert_dp: group_rank(&rank.expert_dp_group),
+            shards: rank.shard_groups.each_ref().map(group_rank),
+            shard_replicas: rank.shard_replica_groups.each_ref().map(group_rank),
             aliases,
         }
     }
@@ -188,15 +222,23 @@ impl ParallelRanks {
         let c = grid.coordinates(rank)?;
         let (dense, expert) = (grid.dense(), grid.expert());
         let place = |rank, size| GroupRank { rank, size };
+        let (dp_cp, edp) = (dense.size(Axis::Dp) * dense.size(Axis::Cp), expert.size(Axis::Dp));
+        let all = [place(c.dp_cp, dp_cp), place(c.edp, edp)];
+        // Every instance of the shards is a run of consecutive ranks.
+        let each = all.map(|p| (p.size / grid.layout().instances.max(1)).max(1));
+        let shards = [0, 1].map(|k| place(all[k].rank % each[k], each[k]));
+        let shard_replicas = [0, 1].map(|k| place(all[k].rank / each[k], all[k].size / each[k]));
         Ok(ParallelRanks {
             tp: place(c.tp, dense.size(Axis::Tp)),
             cp: place(c.cp, dense.size(Axis::Cp)),
             dp: place(c.dp, dense.size(Axis::Dp)),
-            dp_cp: place(c.dp_cp, dense.size(Axis::Dp) * dense.size(Axis::Cp)),
+            dp_cp: all[0],
             pp: place(c.pp, dense.size(Axis::Pp)),
             ep: place(c.ep, expert.size(Axis::Ep)),
             etp: place(c.etp, expert.size(Axis::Tp)),
-            expert_dp: place(c.edp, expert.size(Axis::Dp)),
+            expert_dp: all[1],
+            shards,
+            shard_replicas,
             aliases: aliases(|group, other| Ok(grid.groups(group.axes())? == grid.groups(other.axes())?))?,
         })
     }
@@ -215,6 +257,10 @@ impl ParallelRanks {
             Group::EtpEp => self.etp.size * self.ep.size,
             Group::Etp => self.etp.size,
             Group::ExpertDp => self.expert_dp.size,
+            Group::Fsdp => self.shards[0].size,
+            Group::ExpertFsdp => self.shards[1].size,
+            Group::FsdpReplicas => self.shard_replicas[0].size,
+            Group::ExpertFsdpReplicas => self.shard_replicas[1].size,
             Group::World => self.tp.size * self.dp_cp.size * self.pp.size,
         }
     }
@@ -262,8 +308,10 @@ pub struct StepShape {
     pub zero: usize,
     /// Bytes of data-parallel communication in flight, if given.
     pub comm_unit: Option<usize>,
-    /// HSDP: groups of data-parallel ranks that each hold all shards.
-    pub instances: usize,
+    /// The pipeline schedule.
+    pub schedule: ScheduleKind,
+    /// Data-parallel communication overlaps computation.
+    pub overlap: bool,
 }
 
 /// Rows of a micro-batch on this rank.
@@ -278,17 +326,24 @@ pub(crate) struct Rows {
 }
 
 impl StepShape {
-    /// This rank among those that shard dense and expert parameters between them.
-    pub fn shard_ranks(&self) -> [GroupRank; 2] {
-        [self.ranks.dp_cp, self.ranks.expert_dp].map(|all| {
-            let size = (all.size / self.instances.max(1)).max(1);
-            GroupRank { rank: all.rank % size, size }
-        })
+    /// The larger number of replicas: of dense or of expert parameters.
+    pub fn replicas(&self) -> usize {
+        self.ranks.dp_cp.size.max(self.ranks.expert_dp.size)
+    }
+
+    /// The ZeRO stage in effect: one rank alone shards nothing.
+    pub fn zero_stage(&self) -> usize {
+        if self.replicas() > 1 { self.zero } else { 0 }
+    }
+
+    /// Numbers of ranks that shard dense and expert parameters between them.
+    pub fn shard_sizes(&self) -> [usize; 2] {
+        self.ranks.shards.map(|place| place.size)
     }
 
     /// How weights are laid out, given the parameters of this rank.
     pub fn param_layout(&self, params: &[ParamSpec]) -> ParamLayout {
-        let replicas = self.ranks.dp_cp.size.max(self.ranks.expert_dp.size);
+        let replicas = self.replicas();
         let sharding = ShardingStrategy::zero(self.zero, replicas);
         ParamLayout::new(sharding, replicas, self.comm_unit, (params, self.dtype))
     }
