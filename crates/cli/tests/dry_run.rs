@@ -34,14 +34,17 @@ fn dry_run_prints_what_a_run_costs() {
 
 #[test]
 fn dry_run_shows_the_derived_communication_unit() {
-    let dry = |more: &[&str]| [&["train", "--dry-run", "--ranks", "2"], more].concat();
+    fn dry<'a>(more: &[&'a str]) -> Vec<&'a str> {
+        [&["train", "--dry-run", "--ranks", "2"], more].concat()
+    }
     let text = ok(&dry(&["--set", "parallel.zero=3"]));
-    // A layer of width 256: 4 x 256 x 256 of attention with 2 of 4 key heads, 3 x 256 x 688 of the MLP, two norms.
-    assert!(text.contains("(3.0 MiB: two of the largest layer's weights)"), "{text}");
+    assert!(text.contains("(3.3 MiB: two of the largest layer's weights)"), "{text}");
     let found = json(&dry(&["--set", "parallel.zero=3"]))["derived"].clone();
     let found = found.as_array().unwrap().iter().find(|d| d["key"] == "parallel.comm_unit").unwrap().clone();
     let bytes: u64 = found["value"].as_str().unwrap().parse().unwrap();
     assert!(text.contains(&format!("#   parallel.comm_unit = {bytes} ")), "{text}");
+    // bf16: attention, a gated MLP and two norms of width 256.
+    assert_eq!(bytes, 2 * 2 * (4 * 256 * 256 + 3 * 256 * 768 + 2 * 256));
     // Setting it to what is derived changes nothing else.
     let set = format!("parallel.comm_unit={bytes}");
     let same = ok(&dry(&["--set", "parallel.zero=3", "--set", &set]));

@@ -20,7 +20,7 @@ pub use groups::{GroupRule, ParamGroups, UpdateRule};
 pub use loss_scale::{LossScale, SavedLossScale};
 use muon::LineMoments;
 pub use muon::MuonRule;
-pub(crate) use muon::{TpMode, is_normuon, line_name};
+pub(crate) use muon::{TpMode, is_normuon, line_name, workspace_bytes as muon_workspace_bytes};
 pub use offload::StateStorage;
 pub use state::OptimizerState;
 use state::{StateKind, StoredAs};

@@ -161,7 +161,7 @@ fn zero_3_moe() {
                 check_volume(layout, &[&[ZERO_3, budget], &BALANCED[..], set].concat());
             }
         }
-        for layout in ["dp=2", "ep=2,dp=2", "pp=2,ep=2,dp=2", "pp=2,vp=2,dp=2"] {
+        for layout in ["ep=2", "ep=2,dp=2", "pp=2,ep=2,dp=2", "pp=2,vp=2,ep=2"] {
             for set in [&[][..], &["train.recompute=full"], &[BLOCKS], &["moe.latent=16", "mtp.layers=1"]] {
                 let paired = [ZERO_3, budget, "parallel.schedule=paired"];
                 check_volume(layout, &[&paired[..], &BALANCED, set].concat());

@@ -50,7 +50,7 @@ pub use muon::{
 };
 pub use newton_schulz::{
     CoefficientSet, Coefficients, GramSide, NewtonSchulz, ScaleMode, SumOverRanks, newton_schulz,
-    newton_schulz_batched, newton_schulz_cost, newton_schulz_flops,
+    newton_schulz_batched, newton_schulz_bytes, newton_schulz_cost, newton_schulz_flops,
 };
 pub use norm::{Norm, NormBackward, NormForward, NormKernels, ResidualAdd};
 pub use optimizer::{

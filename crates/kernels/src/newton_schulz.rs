@@ -201,13 +201,31 @@ pub fn newton_schulz_batched(k: &dyn Kernels, s: &Stream, ns: &NewtonSchulz, xs:
     if first.numel() == 0 && ns.sum.is_none() {
         return Ok(());
     }
-    let side = ns.gram.of([rows, cols]);
-    let operand = if ns.bf16 { DType::BF16 } else { DType::F32 };
-    let each = (rows * cols + side * side) * (operand.size() + DType::F32.size());
-    let most = (STACK_BYTES / each.max(1)).clamp(1, xs.len());
-    // Stacks of about equal size: each number of matrices is another GEMM to tune.
-    let stacks = xs.len().div_ceil(most);
-    xs.chunks(xs.len().div_ceil(stacks)).try_for_each(|xs| iterate(k, s, ns, [rows, cols], xs))
+    let stack = stack_of((ns.gram, ns.bf16), [rows, cols], xs.len());
+    xs.chunks(stack).try_for_each(|xs| iterate(k, s, ns, [rows, cols], xs))
+}
+
+/// Bytes that iterations on one matrix take: it and its Gram matrix, as operands and as f32 sums.
+fn matrix_bytes((gram, bf16): (GramSide, bool), [rows, cols]: [usize; 2]) -> usize {
+    let side = gram.of([rows, cols]);
+    let operand = if bf16 { DType::BF16 } else { DType::F32 };
+    (rows * cols + side * side) * (operand.size() + DType::F32.size())
+}
+
+/// Matrices that are iterated on together, of `count`. Stacks are of about equal size: each number of matrices is another
+/// GEMM to tune.
+fn stack_of(how: (GramSide, bool), shape: [usize; 2], count: usize) -> usize {
+    let most = (STACK_BYTES / matrix_bytes(how, shape).max(1)).clamp(1, count.max(1));
+    count.div_ceil(count.div_ceil(most).max(1)).max(1)
+}
+
+/// Bytes of workspace that [`newton_schulz_batched`] takes for `count` matrices, with that side of the Gram matrix, in bf16
+/// or f32.
+pub fn newton_schulz_bytes((gram, bf16): (GramSide, bool), shape: [usize; 2], count: usize) -> usize {
+    if count == 0 {
+        return 0;
+    }
+    stack_of((gram, bf16), shape, count) * (matrix_bytes((gram, bf16), shape) + DType::F64.size())
 }
 
 /// Gram matrices from this size on are computed by their lower blocks. Of an m×n matrix with halves h = m/2, the blocks

@@ -89,15 +89,18 @@ fn costs(cost: &CostSummary, resolved: &Resolved) -> Result<String> {
     out += "memory per rank, estimated:\n";
     out += &by_stage(cost, &|s| {
         let m = &s.memory;
-        let parts = [
+        let mut parts = vec![
             ("weights", m.parameters),
             ("gradients", m.gradients),
             ("optimizer state", m.optimizer),
             ("activations", m.activations),
             ("workspace", m.workspace),
-            ("total", m.total()),
         ];
-        parts.map(|(name, bytes)| (name.to_string(), format_bytes(bytes))).to_vec()
+        if m.update > 0 {
+            parts.push(("Muon's updates after the passes", m.update));
+        }
+        parts.push(("total", m.total()));
+        parts.iter().map(|(name, bytes)| (name.to_string(), format_bytes(*bytes))).collect()
     });
     if cost.ranks > 1 {
         out += "communication per step, sent by a rank, by process group:\n";

@@ -2,13 +2,14 @@
 //!
 //! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are
 //! the saved tensors of the micro-batches in flight. The workspace is the recomputed tensors of one layer and a few rows
-//! in transit.
+//! in transit. Muon's updates are computed after the activations are freed.
 
 use crate::Result;
 use crate::config::{MasterDtype, PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{Lifetime, ModelDescription, StepShape};
+use crate::optimizer::{UpdateRule, muon_workspace_bytes};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement};
-use ferrotron_engine::{GroupRank, ParamSpec};
+use ferrotron_engine::{GroupRank, ParamId, ParamSpec};
 use ferrotron_tensor::DType;
 use serde::Serialize;
 use std::collections::VecDeque;
@@ -37,6 +38,9 @@ pub struct MemoryBytes {
     pub activations: usize,
     /// What one layer computes and frees again: recomputed tensors, and inputs, outputs and gradients in transit.
     pub workspace: usize,
+    /// What the optimizer's step computes and frees again: updates of Muon and the stacks of its Newton–Schulz iterations.
+    /// Activations are freed before.
+    pub update: usize,
 }
 
 impl MemoryBytes {
@@ -45,9 +49,9 @@ impl MemoryBytes {
         self.parameters + self.gradients + self.optimizer
     }
 
-    /// All categories together.
+    /// The peak of a step: in its passes, or in the optimizer's step.
     pub fn total(&self) -> usize {
-        self.static_bytes() + self.activations + self.workspace
+        self.static_bytes() + (self.activations + self.workspace).max(self.update)
     }
 }
 
@@ -133,6 +137,7 @@ impl MemoryEstimate {
             out.gradients += full_gradients(&plan, &description.params, layout.comm_unit);
         }
         out.optimizer = state as usize;
+        out.update = muon_update(shape, &description.params, &plan)?;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
         let ((held, chunks), rows) = (self.in_flight(shape), shape.rows()?);
@@ -178,6 +183,27 @@ fn full_gradients(plan: &BucketPlan, params: &[ParamSpec], comm_unit: usize) -> 
         }
     }
     most
+}
+
+/// Workspace of Muon's step on the rank that needs most.
+fn muon_update(shape: &StepShape, params: &[ParamSpec], plan: &BucketPlan) -> Result<usize> {
+    let (sizes, tp) = (shape.shard_sizes(), [shape.ranks.tp, shape.ranks.etp]);
+    let sharded = shape.zero_stage() > 0;
+    let owns = |owner: usize, id: usize| {
+        let size = sizes[usize::from(params[id].experts)];
+        let place = GroupRank { rank: owner % size, size };
+        !sharded || !plan.piece(ParamId(id), Placement::Flat, place).param_range.is_empty()
+    };
+    let mut most = 0;
+    for (index, group) in shape.options.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
+        let UpdateRule::Muon(rule) = &group.rule else { continue };
+        let all: Vec<usize> = (0..params.len()).filter(|i| params[*i].group.index == index).collect();
+        for owner in 0..if sharded { sizes[0].max(sizes[1]) } else { 1 } {
+            let own: Vec<&ParamSpec> = all.iter().filter(|i| owns(owner, **i)).map(|i| &params[*i]).collect();
+            most = most.max(muon_workspace_bytes(rule, &own, |experts| tp[usize::from(experts)])?);
+        }
+    }
+    Ok(most)
 }
 
 /// FP8 copies of the logits' gradient, for dgrad and wgrad of an FP8 LM head.

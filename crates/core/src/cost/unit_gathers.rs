@@ -63,27 +63,27 @@ type Guard = Option<Arc<()>>;
 impl Passes<'_> {
     fn step(&self, steps: &[ScheduleStep]) {
         // LM heads that deferred weight gradients hold.
-        let mut deferred: HashMap<(usize, usize), Vec<Guard>> = HashMap::new();
+        let mut deferred: HashMap<(usize, usize), Guard> = HashMap::new();
         for step in steps {
             match step {
                 ScheduleStep::Run(op) => self.run(*op, &mut deferred),
                 ScheduleStep::Pair(forward, backward) => {
                     let (f, b) = (&self.chunks[forward.chunk], &self.chunks[backward.chunk]);
-                    let _ = interleave(self.backward(b), async { Ok::<_, ()>(self.forward(f).await) });
+                    let backward = async { Ok::<_, ()>(self.backward(b, false).await) };
+                    let _ = interleave(backward, async { Ok(self.forward(f).await) });
                 }
                 ScheduleStep::Exchange(_) => {}
             }
         }
     }
 
-    fn run(&self, op: PipelineOp, deferred: &mut HashMap<(usize, usize), Vec<Guard>>) {
+    fn run(&self, op: PipelineOp, deferred: &mut HashMap<(usize, usize), Guard>) {
         let (chunk, key) = (&self.chunks[op.chunk], (op.chunk, op.micro_batch));
         match op.kind {
             OpKind::Forward => run_to_completion(self.forward(chunk)),
-            OpKind::Backward => drop(run_to_completion(self.backward(chunk))),
+            OpKind::Backward => drop(run_to_completion(self.backward(chunk, false))),
             OpKind::BackwardInput => {
-                let held = run_to_completion(self.backward(chunk)).unwrap_or_default();
-                deferred.insert(key, held);
+                deferred.insert(key, run_to_completion(self.backward(chunk, true)));
             }
             OpKind::WeightGrad => drop(deferred.remove(&key)),
         }
@@ -127,13 +127,13 @@ impl Passes<'_> {
         }
     }
 
-    /// Gives back what weight gradients hold.
-    async fn backward(&self, chunk: &ChunkUnits) -> std::result::Result<Vec<Guard>, ()> {
-        let mut held = Vec::new();
+    /// Gives back the LM head that its weight gradient holds where that is deferred.
+    async fn backward(&self, chunk: &ChunkUnits, deferred: bool) -> Guard {
+        let mut held = None;
         if chunk.has_output() {
             let _unit = self.enter_at(&chunk.backward, 0);
-            if self.chunked_loss {
-                held.push(self.enter(chunk.backward[0], &[]));
+            if self.chunked_loss && deferred {
+                held = self.enter(chunk.backward[0], &[]);
             }
             for (unit, number) in chunk.mtp.iter().rev() {
                 let mtp = self.enter(*unit, &[]);
@@ -148,7 +148,7 @@ impl Passes<'_> {
             let _unit = self.enter_at(&chunk.backward, at);
             self.layer_backward(chunk.backward[at], layer).await;
         }
-        Ok(held)
+        held
     }
 
     /// A layer of which the unit is entered.

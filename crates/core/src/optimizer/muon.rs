@@ -10,7 +10,8 @@ use crate::config::{
     MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
 };
 use crate::{Error, Result};
-use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Rank};
+use ferrotron_engine::data_parallel::group_rank;
+use ferrotron_engine::{GradBuffer, GroupRank, ParamId, ParamSpec, Params, Rank};
 use ferrotron_kernels::{
     AdaptiveScale, ApplyUpdate, CoefficientSet, MomentumUpdate, MuonMomentum, ScaleMode, WeightDecay,
     normuon_lines,
@@ -18,6 +19,7 @@ use ferrotron_kernels::{
 use ferrotron_tensor::{Category, DType, Tensor};
 pub(crate) use matrix::TpMode;
 use matrix::{Matrix, orthogonalize};
+use std::ops::Range;
 
 /// Constants of Muon.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -142,6 +144,40 @@ fn matrix_shape(name: &str, shape: &[usize]) -> Result<[usize; 2]> {
 /// Bytes of updates that are held at once, at most, unless those of one parameter are more.
 const UPDATE_BYTES: usize = 512 << 20;
 
+/// Parameters that are updated together, of `specs` on a tensor-parallel rank.
+fn batches(specs: &[&ParamSpec], tp: impl Fn(bool) -> GroupRank) -> Vec<Range<usize>> {
+    let bytes = |spec: &ParamSpec| {
+        let whole: usize = spec.parts.iter().map(|p| p.shape.iter().product::<usize>()).sum();
+        let gathered = if tp(spec.experts).size > 1 { whole } else { 0 };
+        (spec.numel() + gathered) * DType::F32.size()
+    };
+    let (mut out, mut start, mut held) = (Vec::new(), 0, 0);
+    for (end, spec) in specs.iter().enumerate() {
+        if end > start && held + bytes(spec) > UPDATE_BYTES {
+            out.push(start..end);
+            (start, held) = (end, 0);
+        }
+        held += bytes(spec);
+    }
+    out.push(start..specs.len());
+    out
+}
+
+/// Most bytes of workspace that a step on parameters takes: updates, gathered matrices, and the stacks of Newton–Schulz.
+pub(crate) fn workspace_bytes(
+    rule: &MuonRule,
+    specs: &[&ParamSpec],
+    tp: impl Fn(bool) -> GroupRank,
+) -> Result<usize> {
+    let mut most = 0;
+    for batch in batches(specs, &tp) {
+        let specs = &specs[batch];
+        let updates: usize = specs.iter().map(|s| s.numel() * DType::F32.size()).sum();
+        most = most.max(updates + matrix::workspace_bytes(rule, specs, &tp)?);
+    }
+    Ok(most)
+}
+
 impl Optimizer {
     /// Muon's step on the parameters `list`, of which this rank holds all or nothing. Tensor-parallel ranks hold the same
     /// parameters and step through them in one order.
@@ -153,21 +189,9 @@ impl Optimizer {
         rules: (&GroupRule, &MuonRule),
         list: &[usize],
     ) -> Result<()> {
-        let bytes = |i: usize| {
-            let spec = &params.specs()[i];
-            let whole: usize = spec.parts.iter().map(|p| p.shape.iter().product::<usize>()).sum();
-            let gathered = if rank.tp_group(spec.experts).size() > 1 { whole } else { 0 };
-            (spec.numel() + gathered) * DType::F32.size()
-        };
-        let (mut start, mut held) = (0, 0);
-        for end in 0..list.len() {
-            if end > start && held + bytes(list[end]) > UPDATE_BYTES {
-                self.muon_updates(rank, params, grads, rules, &list[start..end])?;
-                (start, held) = (end, 0);
-            }
-            held += bytes(list[end]);
-        }
-        self.muon_updates(rank, params, grads, rules, &list[start..])
+        let specs: Vec<&ParamSpec> = list.iter().map(|i| &params.specs()[*i]).collect();
+        let each = batches(&specs, |experts| group_rank(rank.tp_group(experts)));
+        each.into_iter().try_for_each(|batch| self.muon_updates(rank, params, grads, rules, &list[batch]))
     }
 
     /// The step on a few parameters together.

@@ -6,7 +6,9 @@ use crate::{Error, Result};
 use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::data_parallel::group_rank;
 use ferrotron_engine::{GroupRank, ParamSpec, Part, Rank, Shard};
-use ferrotron_kernels::{GramSide, NewtonSchulz, SumOverRanks, newton_schulz, newton_schulz_batched};
+use ferrotron_kernels::{
+    GramSide, NewtonSchulz, SumOverRanks, newton_schulz, newton_schulz_batched, newton_schulz_bytes,
+};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::ops::Range;
 
@@ -86,13 +88,7 @@ impl<'a> Matrix<'a> {
         let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
             return Err(Error::Invalid("Muon: a parameter without a tensor".into()));
         };
-        let (mut shape, mut held) = ([0; 2], [0; 2]);
-        for (part, shard) in parts.iter().zip(shards) {
-            let [rows, cols] = matrix_shape(&part.name, &part.shape)?;
-            shape = [shape[0] + rows, cols];
-            let [rows, cols] = matrix_shape(&part.name, &shard.shape(&part.shape))?;
-            held = [held[0] + rows, cols];
-        }
+        let (shape, held) = stacked_shapes(parts, shards)?;
         let range = first.start..last.end;
         let local = update.narrow(0, range.start, range.len())?.view(&held)?;
         let mode = rule.tp_mode_of(parts, group_rank(group));
@@ -190,11 +186,30 @@ impl<'a> Matrix<'a> {
             Ok(self.group.all_reduce(&rank.compute, t, ReduceOp::Sum, "Gram matrix of Muon")?)
         };
         let sum: &SumOverRanks = &sum;
-        // The side that no rank has a part of.
-        let gram = if self.shards[0].axis == 0 { GramSide::Columns } else { GramSide::Rows };
+        let gram = gram_of_shards(self.shards);
         let coefficients = &rule.coefficients.schedule(rule.steps);
         let ns = NewtonSchulz { coefficients, bf16: rule.bf16, gram, sum: Some(sum) };
         Ok(newton_schulz(&*rank.kernels, &rank.compute, &ns, &self.local)?)
+    }
+}
+
+/// Rows and columns of logical tensors stacked by rows: of the whole, and of this rank's shards.
+fn stacked_shapes(parts: &[Part], shards: &[Shard]) -> Result<([usize; 2], [usize; 2])> {
+    let (mut whole, mut held) = ([0; 2], [0; 2]);
+    for (part, shard) in parts.iter().zip(shards) {
+        let [rows, cols] = matrix_shape(&part.name, &part.shape)?;
+        whole = [whole[0] + rows, cols];
+        let [rows, cols] = matrix_shape(&part.name, &shard.shape(&part.shape))?;
+        held = [held[0] + rows, cols];
+    }
+    Ok((whole, held))
+}
+
+/// The side of a matrix that no rank has a part of.
+fn gram_of_shards(shards: &[Shard]) -> GramSide {
+    match shards.first() {
+        Some(shard) if shard.axis == 0 => GramSide::Columns,
+        _ => GramSide::Rows,
     }
 }
 
@@ -202,6 +217,52 @@ impl<'a> Matrix<'a> {
 enum Direction {
     ToWhole,
     ToShards,
+}
+
+/// Most bytes besides the updates that a step on some parameters takes at a time.
+pub(super) fn workspace_bytes(
+    rule: &MuonRule,
+    specs: &[&ParamSpec],
+    tp: impl Fn(bool) -> GroupRank,
+) -> Result<usize> {
+    const F32: usize = DType::F32.size();
+    // Gathered matrices are held until all are orthogonalized.
+    let (mut gathered, mut most) = (0, 0);
+    let mut stacks: Vec<([usize; 2], usize)> = Vec::new();
+    for spec in specs {
+        let here = tp(spec.experts);
+        for which in rule.matrices(spec) {
+            let (parts, shards) = (&spec.parts[which.clone()], &spec.shards[which]);
+            let (whole, local) = stacked_shapes(parts, shards)?;
+            let shape = match rule.tp_mode_of(parts, here) {
+                TpMode::Whole | TpMode::Blockwise => local,
+                TpMode::Distributed => {
+                    let how = (gram_of_shards(shards), rule.bf16);
+                    most = most.max(gathered + newton_schulz_bytes(how, local, 1));
+                    continue;
+                }
+                TpMode::Duplicated => {
+                    let held = |rank: usize| -> usize {
+                        let shard = |p: &Part| p.cut(GroupRank { rank, ..here }).shape(&p.shape);
+                        parts.iter().map(|p| shard(p).iter().product::<usize>()).sum()
+                    };
+                    gathered += F32 * whole[0] * whole[1];
+                    most = most.max(gathered + F32 * (0..here.size).map(held).sum::<usize>());
+                    whole
+                }
+            };
+            if shape[0] * shape[1] > 0 {
+                match stacks.iter_mut().find(|(s, _)| *s == shape) {
+                    Some((_, count)) => *count += 1,
+                    None => stacks.push((shape, 1)),
+                }
+            }
+        }
+    }
+    let stack = |(shape, count): &([usize; 2], usize)| {
+        newton_schulz_bytes((GramSide::shorter(*shape), rule.bf16), *shape, *count)
+    };
+    Ok(most.max(gathered + stacks.iter().map(stack).max().unwrap_or(0)))
 }
 
 /// Orthogonalizes matrices, each by itself, those of one shape together as batched GEMMs.
