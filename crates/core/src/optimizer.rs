@@ -11,7 +11,7 @@ mod streamed;
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
 use ferrotron_comm::ReduceOp;
-use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, group_rank};
+use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, ShardingStrategy};
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
 use ferrotron_kernels::{Moment, ParamUpdate, counter, scalars};
@@ -43,7 +43,7 @@ pub mod outcome {
 /// Optimizer state of this rank's shard of the parameters. f32 weights are their own masters.
 pub struct Optimizer {
     groups: Arc<ParamGroups>,
-    placement: Placement,
+    scheme: ShardingStrategy,
     /// This rank's shard of each parameter, in order of declaration; some may be empty.
     pieces: Vec<ParamShard>,
     masters: OptimizerState,
@@ -97,9 +97,9 @@ impl Optimizer {
         storage: StateStorage,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
-        let (placement, master) = (storage.sharding.optimizer, storage.master);
+        let (scheme, master) = (storage.sharding, storage.master);
         let piece = |(i, spec): (usize, &ParamSpec)| {
-            params.plan().piece(ParamId(i), placement, group_rank(rank.dp_group(spec.experts)))
+            params.plan().piece(ParamId(i), scheme.optimizer, scheme.optimizer_place_of(rank, spec.experts))
         };
         let pieces: Vec<ParamShard> = params.specs().iter().enumerate().map(piece).collect();
         blocks::check(params.specs(), &pieces, |spec| {
@@ -110,14 +110,14 @@ impl Optimizer {
             let what = "optimizer.master_dtype: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
             return Err(Error::Invalid(what.into()));
         }
-        let held = |b: &Bucket| b.held(placement, group_rank(rank.dp_group(b.experts))).len();
+        let held = |b: &Bucket| b.held(scheme.optimizer, scheme.optimizer_place_of(rank, b.experts)).len();
         let bytes = |b: &Bucket| held(b) * storage.bytes_per_element(params, &groups, b);
         let on_host = offload::on_host(params.plan().buckets().iter().map(bytes), storage.on_host);
         let new = |name, kind, dtype: StoredAs| {
-            OptimizerState::new((name, kind), rank, params, placement, (dtype, &on_host), &pieces)
+            OptimizerState::new((name, kind), rank, params, &scheme, (dtype, &on_host), &pieces)
         };
         let masters = match (params.dtype(), master) {
-            (DType::F32, _) => OptimizerState::in_weights("model", rank, params, placement, &pieces)?,
+            (DType::F32, _) => OptimizerState::in_weights("model", rank, params, &scheme, &pieces)?,
             (_, MasterDtype::F32) => new("model", StateKind::Masters, &|_: &Bucket| Some(DType::F32))?,
             (_, MasterDtype::Remainder) => {
                 new("model", StateKind::Remainders, &|_: &Bucket| Some(DType::I16))?
@@ -139,7 +139,7 @@ impl Optimizer {
         }
         let mut optimizer = Optimizer {
             groups,
-            placement,
+            scheme,
             pieces,
             masters,
             moments,
@@ -253,8 +253,8 @@ impl Optimizer {
         step_state: &StepState,
         what: (Range<usize>, bool),
     ) -> Result<()> {
-        let (placement, shards, values) = (self.placement, &self.pieces[..], self.masters.pieces());
-        Ok(params.sync_params(rank, step_state, &MasterShards { placement, shards, values }, what)?)
+        let (scheme, shards, values) = (self.scheme, &self.pieces[..], self.masters.pieces());
+        Ok(params.sync_params(rank, step_state, &MasterShards { scheme, shards, values }, what)?)
     }
 
     /// Master weights and moments, as checkpoints hold them.
@@ -273,7 +273,7 @@ impl Optimizer {
         self.wait_state(rank)?;
         let mut buckets = Vec::new();
         for bucket in 0..params.plan().buckets().len() {
-            buckets.push(self.masters.gathered(rank, params, self.placement, bucket)?);
+            buckets.push(self.masters.gathered(rank, params, &self.scheme, bucket)?);
         }
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, r) = params.plan().slot(ParamId(i));
@@ -284,7 +284,7 @@ impl Optimizer {
 
     /// How the state is distributed over data-parallel ranks.
     pub(crate) fn placement(&self) -> Placement {
-        self.placement
+        self.scheme.optimizer
     }
 
     /// This rank's shard of a bucket of state `index`, as checkpoints hold it, and whether it is the state's own memory.
@@ -296,7 +296,7 @@ impl Optimizer {
         bucket: usize,
     ) -> Result<(Tensor, bool)> {
         self.wait_state(rank)?;
-        self.states()[index].saved_bucket(rank, params, self.placement, bucket)
+        self.states()[index].saved_bucket(rank, params, &self.scheme, bucket)
     }
 
     /// Makes the compute stream wait for state on its way to the host.
@@ -384,7 +384,7 @@ impl Optimizer {
             params.begin_update(rank, step_state, self.scalars())?;
         }
         self.stream.as_ref().map_or(Ok(()), |stream| stream.begin_step(rank))?;
-        for buckets in params.update_order(rank, step_state, self.placement) {
+        for buckets in params.update_order(rank, step_state, self.scheme.optimizer) {
             for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
                 let is_muon = matches!(group.rule, UpdateRule::Muon(_));
                 let mine = |i: &usize| {

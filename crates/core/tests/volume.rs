@@ -125,12 +125,11 @@ fn zero_3() {
         }
     }
     check_volume("dp=2", &[ZERO_3]);
-    // Of eight units, all are gathered twice a micro-batch, and with room for all once a step.
-    let sent = |micro_batch: &str, budget: &str| {
-        check_volume("dp=2", &[ZERO_3, micro_batch, budget, "parallel.overlap=false", "model.tied=false"])["dp_cp"]
-    };
-    let [none, all] = [BUDGETS[0], BUDGETS[2]].map(|b| sent("train.micro_batch=2", b));
-    assert!(none > all, "{none} {all}");
+    // Gathered twice in each of four micro-batches, or with room for all once a step.
+    let sent = |budget: &str| check_volume("dp=2", &[ZERO_3, budget, "model.tied=false"])["dp_cp"];
+    let [none, all] = [BUDGETS[0], BUDGETS[2]].map(sent);
+    let gathers = check_volume("dp=2", &["parallel.zero=1", "model.tied=false"])["dp_cp"] / 2;
+    assert!(none - all > 5 * gathers && none - all < 7 * gathers, "{none} {all} {gathers}");
 }
 
 /// Shards inside a group, and an all-reduce of gradient shards between groups.
@@ -144,6 +143,21 @@ fn hsdp() {
             check_volume("dp=4", &[ZERO_3, budget, group, "optimizer.kind=muon", "train.recompute=full"]);
         }
     }
+    // Optimizer state over the groups too: gradient shards are reduce-scattered, updated weights all-gathered.
+    for group in ["parallel.fsdp_group=1", "parallel.fsdp_group=2", "parallel.fsdp_group=4"] {
+        let hfsdp = [ZERO_3, group, "parallel.fsdp_outer=optimizer"];
+        for layout in ["dp=4", "tp=2,dp=4", "cp=2,dp=2", "pp=2,dp=4"] {
+            check_volume(layout, &hfsdp);
+            check_volume(layout, &[&hfsdp[..], &["precision.dtype=bf16", "optimizer.kind=muon"]].concat());
+        }
+        check_volume("ep=2,dp=4", &[&hfsdp[..], &BALANCED].concat());
+        for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
+            let recipe = format!("precision.recipe={scaling}");
+            let sizes = ["precision.dtype=bf16", "model.hidden=64", "model.ffn=144"];
+            let fp8 = [&hfsdp[..], &sizes, &[&recipe, "precision.fp8_params=true"]].concat();
+            check_volume("dp=4", &fp8);
+        }
+    }
     let sent = check_volume("dp=4", &[ZERO_3, "parallel.fsdp_group=2"]);
     assert!(sent.contains_key("fsdp") && sent.contains_key("fsdp_replicas"), "{sent:?}");
 }
@@ -152,7 +166,7 @@ fn hsdp() {
 #[test]
 fn zero_3_moe() {
     for budget in BUDGETS {
-        for layout in ["dp=2", "ep=2,dp=2", "tp=2,ep=2,etp=1,dp=2", "tp=2,etp=1,dp=2", "pp=2,ep=2,dp=2"] {
+        for layout in ["dp=2", "ep=2,dp=4", "tp=2,ep=2,etp=1,dp=2", "tp=2,etp=1,dp=2", "pp=2,ep=2,dp=2"] {
             for set in [
                 &["moe.shared_ffn=24", "moe.dense_layers=[0]"][..],
                 &["moe.latent=16", "train.recompute=full"],
@@ -168,7 +182,7 @@ fn zero_3_moe() {
             }
         }
         for group in ["parallel.fsdp_group=1", "parallel.fsdp_group=2"] {
-            check_volume("ep=2,dp=2", &[&[ZERO_3, budget, group], &BALANCED[..]].concat());
+            check_volume("ep=2,dp=4", &[&[ZERO_3, budget, group], &BALANCED[..]].concat());
             check_volume("tp=2,etp=1,dp=4", &[&[ZERO_3, budget, group], &BALANCED[..]].concat());
         }
     }

@@ -380,6 +380,47 @@ fn hsdp_matches_ddp() {
     }
 }
 
+/// HFSDP: groups that update a piece of a shard each have the bits of groups that update all of it.
+#[test]
+fn hfsdp_is_bit_equal_to_hsdp() {
+    const OUTER: &str = "parallel.fsdp_outer=optimizer";
+    for set in [
+        &["parallel.fsdp_group=2", "model.tied=true"][..],
+        &["parallel.fsdp_group=2", "model.tied=false", "optimizer.kind=muon"],
+        &["parallel.fsdp_group=2", "precision.dtype=bf16", "optimizer.master_dtype=remainder"],
+        &[
+            "parallel.fsdp_group=2",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-current",
+            "precision.fp8_params=true",
+        ],
+        &[
+            "parallel.fsdp_group=2",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-delayed",
+            "precision.fp8_params=true",
+        ],
+        &[
+            "parallel.fsdp_group=2",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-block",
+            "precision.fp8_params=true",
+        ],
+        &["parallel.fsdp_group=1", "optimizer.state_dtype=bf16"],
+        &["parallel.fsdp_group=4"],
+    ] {
+        let outer: &'static [&'static str] = Vec::leak([set, &[OUTER]].concat());
+        for (tp, cp, pp, dp) in [(1, 1, 1, 4), (2, 1, 1, 4), (1, 2, 1, 2), (1, 1, 2, 4)] {
+            let case = |set, overlap| Case { tp, cp, pp, dp, zero: 3, overlap, set };
+            let plain = made(&case(set, true));
+            for overlap in [true, false] {
+                let what = format!("tp{tp} cp{cp} pp{pp} dp{dp} overlap {overlap} {outer:?}");
+                equal(&what, &made(&case(outer, overlap)), &plain);
+            }
+        }
+    }
+}
+
 /// Weights, gradients and optimizer state at their peaks are what the estimate says; weights gathered ahead and gradients
 /// being reduced stay within parallel.comm_unit and one unit.
 #[test]
@@ -394,10 +435,23 @@ fn sharded_memory_is_as_estimated() {
             "precision.recipe=fp8-current",
             "precision.fp8_params=true",
         ],
+        &["model.layers=4", "precision.dtype=bf16", "parallel.fsdp_group=1", "parallel.comm_unit=30KB"],
+        &["model.tied=false", "parallel.fsdp_group=1", "parallel.fsdp_outer=optimizer"],
     ] {
-        let own: &'static [&'static str] =
-            if set.len() == 3 { set } else { Vec::leak([set, &["parallel.comm_unit=30KB"]].concat()) };
+        let hybrid = set.iter().position(|s| s.starts_with("parallel.fsdp_group"));
+        let own: &'static [&'static str] = if set.len() == 3 && hybrid.is_none() {
+            set
+        } else {
+            Vec::leak([set, &["parallel.comm_unit=30KB"]].concat())
+        };
         for dp in [1, 2, 4, 8] {
+            // Two groups.
+            let group: &'static str = String::leak(format!("parallel.fsdp_group={}", (dp / 2).max(1)));
+            let mut own = own.to_vec();
+            if let Some(at) = hybrid {
+                own[at] = group;
+            }
+            let own: &'static [&'static str] = Vec::leak(own);
             let case = Case { tp: 1, cp: 1, pp: 1, dp, zero: 3, overlap: true, set: own };
             let resolved = case.recipe();
             let estimate = MemoryEstimate::of(&resolved).unwrap().largest().unwrap();
@@ -483,6 +537,26 @@ fn checkpoints_are_independent_of_zero() {
             (train(&case(2, 2, 5 - zero), home.path(), 100), home)
         });
         assert!(two.0 == three.0, "3 after 2, and 2 after 3");
+        // HFSDP adds gradients in the order of HSDP.
+        let hybrid = |outer: &'static str| {
+            let groups = ["parallel.fsdp_group=2", outer];
+            Case { set: Vec::leak([set, &groups].concat()), ..case(1, 4, 3) }
+        };
+        let [hsdp, hfsdp] =
+            ["replicate", "optimizer"].map(|outer| format!("parallel.fsdp_outer={outer}").leak() as &str);
+        let [after_hsdp, after_hfsdp] = [(hsdp, hfsdp), (hfsdp, hsdp)].map(|(one, two)| {
+            let home = tempfile::tempdir().unwrap();
+            train(&hybrid(one), home.path(), 2);
+            let saved = newest(home.path());
+            (train(&hybrid(two), home.path(), 100), saved, home)
+        });
+        assert!(after_hsdp.0 == after_hfsdp.0, "HFSDP after HSDP, and HSDP after HFSDP");
+        for pair in
+            [[&after_hsdp.1, &after_hfsdp.1], [&newest(after_hsdp.2.path()), &newest(after_hfsdp.2.path())]]
+        {
+            let different = checkpoint::compare(pair[0], pair[1]).unwrap();
+            assert!(different.same(), "{different:?}");
+        }
         let different = checkpoint::compare(&newest(two.1.path()), &newest(three.1.path())).unwrap();
         assert!(different.same(), "{different:?}");
     }

@@ -2,10 +2,10 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype,
-    MuonSettings, OffloadedActivations, OneOrMany, OptimizerKind, Packing, ParamGroupList, PipelineSchedule,
-    PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype,
-    WeightDecayStyle, WsdStyle,
+    ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, FsdpOuter,
+    MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerKind, Packing, ParamGroupList,
+    PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy,
+    StateDtype, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -348,7 +348,10 @@ keys! {
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
         /// With parallel.zero = 3: ranks that shard weights, gradients and optimizer state between them (HSDP); unset means
         /// all data-parallel ranks. Groups of this size hold the same shards.
-        fsdp_group: Option<usize> = None, "num_distributed_optimizer_instances", "outer_dp_sharding_strategy", "hsdp", "data_parallel_shard_size";
+        fsdp_group: Option<usize> = None, "num_distributed_optimizer_instances", "hsdp", "data_parallel_shard_size";
+        /// With parallel.fsdp_group, the optimizer state of a shard on the groups that hold it: replicate (HSDP), or optimizer,
+        /// which shards it over them too (HFSDP).
+        fsdp_outer: FsdpOuter = FsdpOuter::Replicate, "outer_dp_sharding_strategy", "hfsdp";
         /// Bytes of data-parallel communication in flight: "800MB". With parallel.zero = 3, of layers gathered ahead, and of
         /// gradients being reduced; derived as two layers. Otherwise two buckets; derived so that they saturate the network.
         comm_unit: Option<ByteCount> = None, "suggested_communication_unit_size", "ddp_bucket_size", "bucket_size";

@@ -16,7 +16,7 @@ pub use muon::{
 pub use offload::{OffloadModule, OffloadedActivations};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
+    CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
     SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
 pub use written::{ByteCount, Count, DataSplit, OneOrMany};

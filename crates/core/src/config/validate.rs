@@ -2,8 +2,8 @@
 
 use super::model::MAX_LAYERS;
 use super::{
-    Config, CudaGraphMode, Decay, DispatcherType, MasterDtype, Packing, Precision, QuantRecipe, Recipe,
-    Resolved,
+    Config, CudaGraphMode, Decay, DispatcherType, FsdpOuter, MasterDtype, Packing, Precision, QuantRecipe,
+    Recipe, Resolved,
 };
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
@@ -140,6 +140,10 @@ impl Recipe {
                     format!("must divide the {replicas} data-parallel ranks (parallel.dp x parallel.cp)");
                 return self.refuse("parallel.fsdp_group", &what);
             }
+        }
+        if p.fsdp_outer == FsdpOuter::Optimizer && p.fsdp_group.is_none() {
+            let what = "is for groups of ranks that hold the same shards; set parallel.fsdp_group";
+            return self.refuse("parallel.fsdp_outer", what);
         }
         if p.comm_unit.is_some_and(|bytes| bytes.0 == 0) {
             return self.refuse("parallel.comm_unit", "must be at least 1 byte; leave it out to derive it");

@@ -112,14 +112,15 @@ impl MemoryEstimate {
         let description = ModelDescription::new(shape)?;
         let (replicas, zero) = (shape.shard_sizes(), shape.zero_stage());
         let layout = shape.param_layout(&description.params);
-        let plan = BucketPlan::new(&description.params, replicas, layout.bucket);
+        let plan = layout.plan(&description.params, replicas);
+        let owners = shape.optimizer_places().map(|place| place.size);
         // Of the rank that holds most, where they hold whole parameters.
-        let shard = |b: &Bucket| {
-            let size = replicas[usize::from(b.experts)];
+        let shard = |b: &Bucket, sizes: [usize; 2]| {
+            let size = sizes[usize::from(b.experts)];
             let held = |rank| b.held(Placement::Flat, GroupRank { rank, size }).len();
             (0..size).map(held).max().unwrap_or(0)
         };
-        let sharded = |from: usize, b: &Bucket| if zero >= from { shard(b) } else { b.len };
+        let sharded = |from: usize, b: &Bucket, sizes| if zero >= from { shard(b, sizes) } else { b.len };
         let mut out = MemoryBytes::default();
         let mut state = 0.0;
         for bucket in plan.buckets() {
@@ -129,8 +130,8 @@ impl MemoryEstimate {
             let held = if zero >= 3 { bucket.held(Placement::Flat, place) } else { all };
             let [fp8, rest] = [split.separate(&held).len(), split.rest(&held).len()];
             out.parameters += fp8 + rest * shape.dtype.size();
-            out.gradients += 4 * sharded(2, bucket);
-            state += self.bytes_in(shape, bucket.storage) * sharded(1, bucket) as f64;
+            out.gradients += 4 * sharded(2, bucket, replicas);
+            state += self.bytes_in(shape, bucket.storage) * sharded(1, bucket, owners) as f64;
         }
         out.parameters += layout.gathered_bytes(&description.params, replicas, shape.dtype);
         if zero >= 2 {
@@ -187,12 +188,21 @@ fn full_gradients(plan: &BucketPlan, params: &[ParamSpec], comm_unit: usize) -> 
 
 /// Workspace of Muon's step on the rank that needs most.
 fn muon_update(shape: &StepShape, params: &[ParamSpec], plan: &BucketPlan) -> Result<usize> {
-    let (sizes, tp) = (shape.shard_sizes(), [shape.ranks.tp, shape.ranks.etp]);
+    let sizes = shape.optimizer_places().map(|place| place.size);
+    let tp = [shape.ranks.tp, shape.ranks.etp];
     let sharded = shape.zero_stage() > 0;
+    let owners = 0..if sharded { sizes[0].max(sizes[1]) } else { 1 };
     let owns = |owner: usize, id: usize| {
         let size = sizes[usize::from(params[id].experts)];
         let place = GroupRank { rank: owner % size, size };
         !sharded || !plan.piece(ParamId(id), Placement::Flat, place).param_range.is_empty()
+    };
+    // As the optimizer updates them: in halves, where gathers of updated weights overlap.
+    let quantized = params.iter().any(|p| p.quant.is_some());
+    let all = 0..plan.buckets().len();
+    let order = match shape.zero_stage() {
+        1 | 2 if shape.overlap && !quantized => plan.update_parts(),
+        _ => std::iter::once(all).collect(),
     };
     let mut most = 0;
     for (index, group) in shape.options.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {

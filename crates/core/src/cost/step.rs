@@ -1,7 +1,7 @@
 //! The step of a recipe as the description takes it.
 
 use crate::Result;
-use crate::config::{Derived, Resolved};
+use crate::config::{Derived, FsdpOuter, Resolved};
 use crate::grid::Grid;
 use crate::model::description::{ModelDescription, ParallelRanks, StepShape};
 use crate::model::{ModelOptions, PipelineLayout, Stage};
@@ -29,6 +29,7 @@ impl StepShape {
             options: options(r),
             zero: p.zero,
             comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
+            outer_optimizer: p.fsdp_outer == FsdpOuter::Optimizer,
             schedule: p.schedule.schedule_kind(),
             overlap: p.overlap,
             ranks,
@@ -50,6 +51,7 @@ impl StepShape {
             options: options(r),
             zero: 0,
             comm_unit: None,
+            outer_optimizer: false,
             schedule: ScheduleKind::default(),
             overlap: true,
         }

@@ -20,7 +20,7 @@ use crate::Result;
 use crate::model::description::{Collective, Group, ModelDescription, Pass, StepShape};
 use crate::optimizer::{TpMode, UpdateRule};
 use ferrotron_comm::{Communicator, OpKind, Volume};
-use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement, Span};
+use ferrotron_engine::data_parallel::{Bucket, BucketSplit, Placement, Span};
 use ferrotron_engine::moe::{AuxLossKind, Dispatcher, RoutingMethod};
 use ferrotron_engine::quant::{Method, Role};
 use ferrotron_engine::{GroupRank, ParamSpec, Part, Rank};
@@ -105,7 +105,7 @@ pub fn step_volume(shape: &StepShape) -> Result<ByGroup> {
 
 /// The collectives of a step that belong to no layer.
 pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Result<Vec<Collective>> {
-    let plan = BucketPlan::new(params, shape.shard_sizes(), shape.param_layout(params).bucket);
+    let plan = shape.param_layout(params).plan(params, shape.shard_sizes());
     let gathers = if shape.zero_stage() > 2 { unit_gathers(shape, params)? } else { Vec::new() };
     let mut step = StepVolume { shape, params, gathers, out: Vec::new() };
     step.amax();
@@ -174,7 +174,7 @@ impl StepVolume<'_> {
                 let resident = quantized.iter().filter(|(p, _)| p.experts && p.fp8_resident());
                 let mut resident: usize = resident.map(|(p, _)| p.matrices).sum();
                 // A rank with all of an expert's master weights measures them while it quantizes.
-                if ranks.shards[1].size == 1 && ranks.etp.size == 1 {
+                if self.shape.optimizer_places()[1].size == 1 && ranks.etp.size == 1 {
                     resident = 0;
                 }
                 if sharded {
@@ -216,7 +216,8 @@ impl StepVolume<'_> {
                 None => (OpKind::ReduceScatter, (shards.size - 1) * shard),
             };
             self.send(group, kind, (others * 4 * rounds) as u64);
-            let sent = self.gathered_weights(bucket, shards);
+            let held = |rank| bucket.held(Placement::Flat, GroupRank { rank, ..shards });
+            let sent = self.gathered_weights(bucket, shards, &held);
             let unit = bucket.spans.first().map_or(0, |s| self.params[s.param.0].unit.0);
             let bytes = match self.gathers.get(unit) {
                 // Block-scaled weights are quantized from gathered values, and then gathered as FP8 by passes.
@@ -226,11 +227,29 @@ impl StepVolume<'_> {
             };
             self.send(group, OpKind::AllGather, bytes);
         }
-        self.muon(bucket, tp, here, if zero > 0 { Some(shards) } else { None });
-        self.all_reduce(instances, 4 * shard);
+        let place = self.shape.optimizer_places()[kind];
+        self.muon(bucket, tp, here, if zero > 0 { Some(place) } else { None });
+        let own = bucket.held(Placement::Flat, place).len();
+        if self.shape.sharding().outer_optimizer.is_full_size() {
+            self.all_reduce(instances, 4 * shard);
+        } else {
+            // HFSDP: gradients of a shard go to the groups that update its pieces, and updated weights come back.
+            let outer = ranks.shard_replicas[kind];
+            let (kind, others) = match &bucket.owned {
+                Some(_) => (OpKind::AllToAll, shard - own),
+                None => (OpKind::ReduceScatter, (outer.size - 1) * own),
+            };
+            self.send(instances, kind, 4 * others as u64);
+            let held = |rank| {
+                let place = self.shape.sharding().optimizer_place(shards, GroupRank { rank, ..outer });
+                bucket.held(Placement::Flat, place)
+            };
+            let sent = self.gathered_weights(bucket, outer, &held);
+            let fp8 = if sent.values > 0 { sent.values } else { sent.fp8 };
+            self.send(instances, OpKind::AllGather, sent.weights + fp8);
+        }
         if bucket.tied_across_stages {
-            let held = if zero > 0 { shard } else { bucket.len };
-            self.all_reduce(Group::Embedding, 4 * held);
+            self.all_reduce(Group::Embedding, 4 * if zero > 0 { own } else { bucket.len });
         }
     }
 
@@ -289,14 +308,19 @@ impl StepVolume<'_> {
         self.all_reduce(group, 4 * small);
     }
 
-    /// All-gathering the weights of a bucket from their shards: everything but the shard of the next rank is sent.
-    fn gathered_weights(&self, bucket: &Bucket, here: GroupRank) -> GatheredBytes {
+    /// All-gathering weights of a bucket, of which rank r of a group holds `held(r)`: everything but the shard of the next
+    /// rank is sent.
+    fn gathered_weights(
+        &self,
+        bucket: &Bucket,
+        here: GroupRank,
+        held: &dyn Fn(usize) -> Range<usize>,
+    ) -> GatheredBytes {
         let n = here.size;
         let size = self.shape.dtype.size();
         let split = BucketSplit::new(bucket, |id| self.params[id.0].fp8_resident());
         let others = (0..n).filter(|r| *r != (here.rank + 1) % n);
-        let shard = |rank| bucket.held(Placement::Flat, GroupRank { rank, size: n });
-        let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&shard(r))).sum::<usize>();
+        let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&held(r))).sum::<usize>();
         let inside = |span: &Span, r: &Range<usize>| {
             span.range.end.min(r.end).saturating_sub(span.range.start.max(r.start)) * size
         };

@@ -1,7 +1,7 @@
 //! One optimizer state (master weights or a moment): this rank's shard of every bucket and of every parameter in it.
 
 use crate::Result;
-use ferrotron_engine::data_parallel::{Bucket, FlatBuffer, ParamShard, Placement, group_rank};
+use ferrotron_engine::data_parallel::{Bucket, ParamShard, ShardingStrategy, gather_from_optimizer};
 use ferrotron_engine::{Params, Rank};
 use ferrotron_kernels::moments::BLOCK;
 use ferrotron_kernels::{Moment, MomentOrder};
@@ -41,7 +41,7 @@ impl OptimizerState {
         (name, kind): (&'static str, StateKind),
         rank: &Rank,
         params: &Params,
-        placement: Placement,
+        scheme: &ShardingStrategy,
         (dtype, on_host): (StoredAs, &[bool]),
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
@@ -49,7 +49,7 @@ impl OptimizerState {
         let zeros = |len, dtype| rank.compute.zeros(&[len], dtype, Category::Optimizer);
         let (mut buckets, mut scales) = (Vec::new(), Vec::new());
         for (i, (b, dtype)) in params.plan().buckets().iter().zip(&dtypes).enumerate() {
-            let held = b.held(placement, group_rank(rank.dp_group(b.experts))).len();
+            let held = b.held(scheme.optimizer, scheme.optimizer_place_of(rank, b.experts)).len();
             let len = if dtype.is_some() { held } else { 0 };
             let kept_as = dtype.unwrap_or(DType::F32);
             buckets.push(match on_host.get(i) {
@@ -83,14 +83,11 @@ impl OptimizerState {
         name: &'static str,
         rank: &Rank,
         params: &Params,
-        placement: Placement,
+        scheme: &ShardingStrategy,
         pieces: &[ParamShard],
     ) -> Result<OptimizerState> {
-        let part = |b: usize| {
-            let copies = rank.dp_group(params.plan().buckets()[b].experts);
-            Ok(params.bucket(b)?.view_as(placement, group_rank(copies))?.memory().clone())
-        };
         let count = params.plan().buckets().len();
+        let part = |b: usize| Ok(params.optimizer_shard(rank, b, scheme)?);
         let buckets = (0..count).map(part).collect::<Result<_>>()?;
         OptimizerState::over((name, StateKind::Masters), vec![Some(params.dtype()); count], buckets, pieces)
     }
@@ -188,11 +185,10 @@ impl OptimizerState {
         &self,
         rank: &Rank,
         params: &Params,
-        placement: Placement,
+        scheme: &ShardingStrategy,
         bucket: usize,
     ) -> Result<(Tensor, bool)> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
-        let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
         if self.dtypes[bucket].is_none_or(|dtype| dtype == self.saved(bucket)) {
             return Ok((held.clone(), true));
         }
@@ -203,8 +199,7 @@ impl OptimizerState {
                 k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
             }
             _ => {
-                let weights = params.bucket(bucket)?.view_as(placement, group_rank(copies))?;
-                k.join_master(s, weights.memory(), held, &wide)?;
+                k.join_master(s, &params.optimizer_shard(rank, bucket, scheme)?, held, &wide)?;
             }
         }
         if self.saved(bucket) == DType::F32 {
@@ -220,24 +215,16 @@ impl OptimizerState {
         &self,
         rank: &Rank,
         params: &Params,
-        placement: Placement,
+        scheme: &ShardingStrategy,
         bucket: usize,
     ) -> Result<Tensor> {
-        let (mut part, _) = self.saved_bucket(rank, params, placement, bucket)?;
+        let (mut part, _) = self.saved_bucket(rank, params, scheme, bucket)?;
         if part.is_on_host() {
             // Collectives take device memory.
             let copy = Tensor::empty(&rank.compute, part.shape(), part.dtype(), Category::Workspace)?;
             rank.compute.copy(&part, &copy)?;
             part = copy;
         }
-        let mine = FlatBuffer::of(params.plan(), bucket, placement, &part);
-        if placement == Placement::Replicate {
-            return Ok(part);
-        }
-        let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
-        let (me, kind) = (group_rank(copies), (self.saved(bucket), Category::Workspace));
-        let all = FlatBuffer::empty(params.plan(), bucket, Placement::Replicate, me, kind, &rank.compute)?;
-        mine.redistribute(rank, copies, &all, &rank.compute, "whole state")?;
-        Ok(all.memory().clone())
+        Ok(gather_from_optimizer(rank, (params.plan(), bucket), scheme, &part, "whole state")?)
     }
 }

@@ -1,6 +1,6 @@
 //! The model of a run on this rank: its modules, its parameters and their gradients in data-parallel buckets.
 
-use crate::config::Resolved;
+use crate::config::{FsdpOuter, Resolved};
 use crate::model::{Decoder, ModelOptions, PipelineLayout};
 use crate::{Error, Result};
 use ferrotron_engine::data_parallel::ShardingStrategy;
@@ -33,7 +33,7 @@ impl ModelState {
         let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;
         let dtype = r.config.precision.dtype.dtype();
         let comm_unit = r.config.parallel.comm_unit.map(|bytes| bytes.0 as usize);
-        let layout = ParamLayout::new(sharding, replicas(rank), comm_unit, (&specs, dtype));
+        let layout = ParamLayout::new(sharding, (replicas(rank), groups(rank)), comm_unit, (&specs, dtype));
         let params = Params::new(rank, specs, dtype, layout)?;
         let step_state = StepState::new(rank, &params, decoder.moe_layers())?;
         let grads = GradBuffer::of(&params, sharding);
@@ -41,9 +41,17 @@ impl ModelState {
     }
 }
 
-/// What `parallel.zero` shards over the data-parallel replicas.
+/// What `parallel.zero` and `parallel.fsdp_outer` shard over the data-parallel replicas.
 pub(super) fn sharding(rank: &Rank, r: &Resolved) -> ShardingStrategy {
-    ShardingStrategy::zero(r.config.parallel.zero, replicas(rank))
+    match r.config.parallel.fsdp_outer {
+        FsdpOuter::Optimizer if groups(rank) > 1 => ShardingStrategy::hybrid(),
+        _ => ShardingStrategy::zero(r.config.parallel.zero, replicas(rank)),
+    }
+}
+
+/// Groups of data-parallel ranks that hold the same shards.
+fn groups(rank: &Rank) -> usize {
+    rank.shard_replica_group(false).size()
 }
 
 /// The larger of the dense and the expert data-parallel group.

@@ -20,6 +20,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("parallel.zero = 4", "r.toml:3: parallel.zero: must be 0, 1, 2 or 3"),
         ("parallel.comm_unit = 0", "parallel.comm_unit: must be at least 1 byte; leave it out to derive it"),
         ("parallel.comm_unit = \"8 apples\"", "a number of bytes such as 800000000, \"800MB\" or \"512MiB\""),
+        (
+            "parallel.zero = 3\nparallel.fsdp_outer = \"optimizer\"",
+            "parallel.fsdp_outer: is for groups of ranks that hold the same shards; set parallel.fsdp_group",
+        ),
         ("parallel.fsdp_group = 2", "parallel.fsdp_group: is for sharded weights; set parallel.zero to 3"),
         (
             "parallel.zero = 3\nparallel.fsdp_group = 3\nparallel.dp = 4",

@@ -1,6 +1,6 @@
 //! Gradient reduction over the ranks that share weights or data, overlapped with backward.
 
-use super::{FlatBuffer, GradBuffer, ParamShard, Placement, group_rank};
+use super::{FlatBuffer, GradBuffer, ParamShard, Placement, gather_from_optimizer, group_rank};
 use crate::{ParamId, Rank};
 use ferrotron_comm::{InFlight, ReduceOp};
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor};
@@ -153,17 +153,13 @@ impl GradBuffer {
         while !self.in_flight.is_empty() {
             self.wait_for_oldest(rank)?;
         }
-        // HSDP: the sum over the ranks that hold the same shard, of other data.
+        // HSDP: the sum over the ranks that hold the same shard, of other data; on each of them, or of its piece.
         for bucket in 0..self.buckets.len() {
             let replicas = rank.shard_replica_group(self.plan.buckets()[bucket].experts);
             if replicas.size() > 1 {
-                let shard = self.local(rank, bucket)?;
-                replicas.all_reduce(
-                    &rank.compute,
-                    &shard,
-                    ReduceOp::Sum,
-                    "gradients of replicated shards",
-                )?;
+                let shard = self.outer_shard(rank, bucket)?;
+                let to = shard.view_as(self.scheme.outer_optimizer, group_rank(replicas))?;
+                shard.redistribute(rank, replicas, &to, &rank.compute, "gradients of replicated shards")?;
             }
         }
         // A tied parameter is alone in its bucket, so that first and last stage have the same shard.
@@ -181,8 +177,25 @@ impl GradBuffer {
         Ok(())
     }
 
-    /// This rank's shard of the reduced gradients of a bucket.
+    /// The gradients of a bucket that the optimizer of this rank uses.
     fn local(&self, rank: &Rank, bucket: usize) -> Result<Tensor> {
+        if self.scheme.outer_optimizer.is_full_size() {
+            return self.shard(rank, bucket);
+        }
+        let outer = group_rank(rank.shard_replica_group(self.plan.buckets()[bucket].experts));
+        let piece = self.outer_shard(rank, bucket)?.view_as(self.scheme.outer_optimizer, outer)?;
+        Ok(piece.memory().clone())
+    }
+
+    /// This rank's shard of a bucket as a partial sum over the groups that hold the same shards.
+    fn outer_shard(&self, rank: &Rank, bucket: usize) -> Result<FlatBuffer> {
+        let inner = group_rank(rank.dp_group(self.plan.buckets()[bucket].experts));
+        let memory = self.shard(rank, bucket)?;
+        Ok(FlatBuffer::of_shard(&self.plan, bucket, inner, Placement::Partial, &memory))
+    }
+
+    /// This rank's shard of the gradients of a bucket, reduced over the ranks that shard them.
+    fn shard(&self, rank: &Rank, bucket: usize) -> Result<Tensor> {
         let memory = &self.buckets[bucket];
         match (&memory.whole, &memory.shard) {
             (_, Some(shard)) => Ok(shard.clone()),
@@ -200,8 +213,8 @@ impl GradBuffer {
 
     /// This rank's shard of a parameter's reduced gradient, flat.
     pub fn piece(&self, rank: &Rank, id: ParamId) -> Result<(ParamShard, Tensor)> {
-        let copies = rank.dp_group(self.specs[id.0].experts);
-        let piece = self.plan.piece(id, self.scheme.optimizer, group_rank(copies));
+        let place = self.scheme.optimizer_place_of(rank, self.specs[id.0].experts);
+        let piece = self.plan.piece(id, self.scheme.optimizer, place);
         let local =
             self.local(rank, piece.bucket)?.narrow(0, piece.local_range.start, piece.local_range.len())?;
         Ok((piece, local))
@@ -213,7 +226,8 @@ impl GradBuffer {
         let mut out = Vec::new();
         let whole = self.scheme.optimizer.is_full_size();
         for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror && !s.group.frozen) {
-            let copy = rank.shard_replica_group(spec.experts).rank() > 0;
+            let replicated = self.scheme.outer_optimizer.is_full_size();
+            let copy = replicated && rank.shard_replica_group(spec.experts).rank() > 0;
             if copy || (whole && rank.dp_group(spec.experts).rank() > 0) {
                 continue;
             }
@@ -231,24 +245,14 @@ impl GradBuffer {
 
     /// All reduced gradients in order of declaration, all-gathered where sharded. Collective over the data-parallel ranks.
     pub fn gathered(&self, rank: &Rank) -> Result<Vec<Tensor>> {
-        let s = &rank.compute;
         let mut buckets = Vec::new();
         for bucket in 0..self.buckets.len() {
-            let mine = FlatBuffer::of(&self.plan, bucket, self.scheme.optimizer, &self.local(rank, bucket)?);
-            if mine.placement() == Placement::Replicate {
-                buckets.push(mine);
-                continue;
-            }
-            let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
-            let kind = (DType::F32, Category::Workspace);
-            let all =
-                FlatBuffer::empty(&self.plan, bucket, Placement::Replicate, group_rank(copies), kind, s)?;
-            mine.redistribute(rank, copies, &all, s, "whole gradients")?;
-            buckets.push(all);
+            let (at, mine) = ((&self.plan, bucket), self.local(rank, bucket)?);
+            buckets.push(gather_from_optimizer(rank, at, &self.scheme, &mine, "whole gradients")?);
         }
         let view = |(i, spec): (usize, &crate::ParamSpec)| {
             let (bucket, r) = self.plan.slot(ParamId(i));
-            buckets[bucket].memory().narrow(0, r.start, r.len())?.view(&spec.shape)
+            buckets[bucket].narrow(0, r.start, r.len())?.view(&spec.shape)
         };
         self.specs.iter().enumerate().map(view).collect()
     }

@@ -8,9 +8,14 @@ const SIZES: [usize; 4] = [70, 5, 130, 64];
 const SCHEMES: [ShardingStrategy; 3] = {
     use Placement::{Flat, Partial, Replicate, TensorAtomic};
     [
-        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat },
-        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat },
-        ShardingStrategy { param: Replicate, grad: TensorAtomic, optimizer: TensorAtomic },
+        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat, outer_optimizer: Replicate },
+        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat, outer_optimizer: Replicate },
+        ShardingStrategy {
+            param: Replicate,
+            grad: TensorAtomic,
+            optimizer: TensorAtomic,
+            outer_optimizer: Replicate,
+        },
     ]
 };
 

@@ -27,7 +27,7 @@ pub use grad_buffer::GradBuffer;
 pub use param_gather::MasterShards;
 pub(crate) use param_gather::PendingGathers;
 pub use placement::{Placement, ShardingStrategy};
-pub use redistribute::{FlatBuffer, group_rank};
+pub use redistribute::{FlatBuffer, gather_from_optimizer, group_rank};
 pub use unit_slots::{EnteredUnit, UnitSlots};
 pub use units::UnitGuard;
 pub(crate) use units::{ShardedUnits, UnitLayout};

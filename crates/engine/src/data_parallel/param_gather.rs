@@ -1,8 +1,9 @@
 //! All-gather of updated weights over the data-parallel ranks, overlapped with the next forward pass.
 
 use super::units::UnitLayout;
-use super::{FlatBuffer, ParamShard, Placement, group_rank};
+use super::{FlatBuffer, ParamShard, Placement, ShardingStrategy, group_rank};
 use crate::{GroupRank, ParamId, Params, Rank, StepState};
+use ferrotron_comm::Communicator;
 use ferrotron_tensor::{Event, Result, Stream, Tensor};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,8 +13,8 @@ const LABEL: &str = "weights";
 /// The optimizer's f32 master weights as this rank holds them.
 #[derive(Clone, Copy)]
 pub struct MasterShards<'a> {
-    /// Placement of the optimizer state.
-    pub placement: Placement,
+    /// Placements of the optimizer state.
+    pub scheme: ShardingStrategy,
     /// This rank's shard of each parameter.
     pub shards: &'a [ParamShard],
     /// f32 values of each shard, flat.
@@ -46,13 +47,13 @@ impl Params {
         if one {
             return vec![all];
         }
-        let elements: Vec<usize> = self.plan().buckets().iter().map(|b| b.len).collect();
-        in_parts(&elements, &[0.4, 0.8])
+        self.plan().update_parts()
     }
 
     /// Publishes updated weights of some buckets: quantizes FP8-resident ones from `masters` and all-gathers in forward
-    /// order. Passes wait for a bucket at its first use. Sharded weights are gathered by the passes. `precomputed`: the
-    /// optimizer's step has filled [`Params::precomputed`]. Collective over the data-parallel ranks.
+    /// order. Passes wait for a bucket at its first use. Sharded weights are gathered by the passes; before, their pieces from
+    /// the groups that share a shard's optimizer state (HFSDP). `precomputed`: the optimizer's step has filled
+    /// [`Params::precomputed`]. Collective over the data-parallel ranks.
     pub fn sync_params(
         &self,
         rank: &Rank,
@@ -64,12 +65,17 @@ impl Params {
             quant.weights_changed();
             self.quantize_params(rank, quant, masters, precomputed)?;
         }
-        if masters.placement == Placement::Replicate || self.units.is_some() || buckets.is_empty() {
+        let scheme = &masters.scheme;
+        let hybrid = !scheme.outer_optimizer.is_full_size();
+        if scheme.optimizer.is_full_size() || (self.units.is_some() && !hybrid) || buckets.is_empty() {
             return Ok(());
         }
         let s = rank.dp_comm_stream()?;
         for bucket in buckets.rev() {
-            self.all_gather_bucket(rank, bucket, masters.placement, s)?;
+            match hybrid {
+                true => self.all_gather_shard(rank, bucket, scheme, s)?,
+                false => self.all_gather_bucket(rank, bucket, scheme.optimizer, s)?,
+            }
             if rank.overlaps_dp_comm() {
                 self.pending.lock()[bucket] = Some(s.record()?);
             }
@@ -100,10 +106,47 @@ impl Params {
             return all.view_as(placement, group_rank(group))?.redistribute(rank, group, &all, s, LABEL);
         }
         let held = |rank| layout.held(placement, GroupRank { rank, size: group.size() });
+        self.all_gather_split(bucket, group, &held, s)
+    }
+
+    /// All-gathers this rank's shard of a bucket in place from the pieces of the groups that hold the same shards.
+    fn all_gather_shard(
+        &self,
+        rank: &Rank,
+        bucket: usize,
+        scheme: &ShardingStrategy,
+        s: &Stream,
+    ) -> Result<()> {
+        let layout = &self.plan().buckets()[bucket];
+        let group = rank.shard_replica_group(layout.experts);
+        let (inner, outer) = (group_rank(rank.dp_group(layout.experts)), group_rank(group));
+        if self.splits[bucket].is_uniform() {
+            let memory = &self.buckets[bucket];
+            let all = FlatBuffer::of_shard(self.plan(), bucket, inner, Placement::Replicate, memory);
+            let own = all.view_as(scheme.outer_optimizer, outer)?;
+            return own.redistribute(rank, group, &all, s, LABEL);
+        }
+        let held = |rank| {
+            let place = scheme.optimizer_place(inner, GroupRank { rank, ..outer });
+            layout.held(scheme.optimizer, place)
+        };
+        self.all_gather_split(bucket, group, &held, s)
+    }
+
+    /// All-gathers in place what this rank has of a bucket of which some parameters are FP8-resident; rank r of the group
+    /// has `held(r)` of it.
+    fn all_gather_split(
+        &self,
+        bucket: usize,
+        group: &Communicator,
+        held: &dyn Fn(usize) -> Range<usize>,
+        s: &Stream,
+    ) -> Result<()> {
+        let split = &self.splits[bucket];
         let gather = |memory: &Tensor, part: &dyn Fn(usize) -> Range<usize>| {
             let counts: Vec<usize> = (0..group.size()).map(|r| part(r).len()).collect();
             let mine = part(group.rank());
-            let mine = memory.narrow(0, mine.start, mine.len())?;
+            let mine = memory.narrow(0, mine.start - part(0).start, mine.len())?;
             group.all_gather_v(s, &mine, memory, &counts, LABEL)
         };
         gather(&self.buckets[bucket], &|r| split.rest(&held(r)))?;
@@ -141,38 +184,5 @@ impl Params {
             group.all_gather_v(s, &mine, &fp8.as_bytes()?, &counts(&|r| split.separate(r)), LABEL)?;
         }
         if rank.overlaps_dp_comm() { s.record().map(Some) } else { Ok(None) }
-    }
-}
-
-/// Cuts a list of buckets where the sum of elements from its end first reaches each of `fractions` of all; the last bucket has
-/// the first layers. Parts in the order of layers.
-fn in_parts(elements: &[usize], fractions: &[f64]) -> Vec<Range<usize>> {
-    let all = elements.iter().sum::<usize>() as f64;
-    let (mut end, mut sum, mut parts) = (elements.len(), 0.0, Vec::new());
-    let mut fractions = fractions.iter().peekable();
-    for (at, n) in elements.iter().enumerate().rev() {
-        sum += *n as f64;
-        if fractions.peek().is_some_and(|f| sum >= **f * all) && at > 0 {
-            while fractions.next_if(|f| sum >= **f * all).is_some() {}
-            parts.push(at..end);
-            end = at;
-        }
-    }
-    parts.push(0..end);
-    parts
-}
-
-#[cfg(test)]
-mod update_order_tests {
-    use super::in_parts;
-
-    #[test]
-    fn parts_follow_the_layers_and_cover_every_bucket() {
-        assert_eq!(in_parts(&[10; 10], &[0.4, 0.8]), [6..10, 2..6, 0..2]);
-        assert_eq!(in_parts(&[1], &[0.4, 0.8]), [0..1]);
-        assert_eq!(in_parts(&[], &[0.4, 0.8]), [0..0]);
-        // A large bucket passes both marks.
-        assert_eq!(in_parts(&[5, 90, 5], &[0.4, 0.8]), [1..3, 0..1]);
-        assert_eq!(in_parts(&[90, 5, 5], &[0.4, 0.8]), [0..3]);
     }
 }

@@ -1,5 +1,8 @@
 //! Placements of buckets over the data-parallel ranks, and the ZeRO stages as choices of placements.
 
+use crate::data_parallel::group_rank;
+use crate::{GroupRank, Rank};
+
 /// How a bucket is distributed over the ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
@@ -29,18 +32,33 @@ pub struct ShardingStrategy {
     pub grad: Placement,
     /// Of master weights and moments.
     pub optimizer: Placement,
+    /// Of a shard's master weights and moments over the groups that hold the same shards of weights (HSDP). Over them weights
+    /// are replicated, and gradients are partial until the last micro-batch.
+    pub outer_optimizer: Placement,
 }
 
-/// ZeRO stages 0 to 3, by `parallel.zero`.
-const SCHEMES: [ShardingStrategy; 4] = {
+/// ZeRO stages 0 to 3, by `parallel.zero`, and HFSDP.
+const SCHEMES: [ShardingStrategy; 5] = {
     use Placement::{Flat, Partial, Replicate};
+    const fn scheme(
+        param: Placement,
+        grad: Placement,
+        optimizer: Placement,
+        outer_optimizer: Placement,
+    ) -> ShardingStrategy {
+        ShardingStrategy { param, grad, optimizer, outer_optimizer }
+    }
     [
-        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Replicate },
-        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat },
-        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat },
-        ShardingStrategy { param: Flat, grad: Flat, optimizer: Flat },
+        scheme(Replicate, Partial, Replicate, Replicate),
+        scheme(Replicate, Partial, Flat, Replicate),
+        scheme(Replicate, Flat, Flat, Replicate),
+        scheme(Flat, Flat, Flat, Replicate),
+        scheme(Flat, Flat, Flat, Flat),
     ]
 };
+
+/// Index of HFSDP.
+const HFSDP: usize = 4;
 
 impl ShardingStrategy {
     /// Plain data parallelism: nothing is sharded.
@@ -48,7 +66,30 @@ impl ShardingStrategy {
 
     /// ZeRO stage over `replicas` data-parallel ranks: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 weights too.
     pub fn zero(stage: usize, replicas: usize) -> ShardingStrategy {
-        let stage = if replicas > 1 { stage.min(SCHEMES.len() - 1) } else { 0 };
+        let stage = if replicas > 1 { stage.min(HFSDP - 1) } else { 0 };
         SCHEMES[stage]
+    }
+
+    /// HFSDP: weights and gradients are sharded inside groups, optimizer state over all data-parallel ranks.
+    pub const fn hybrid() -> ShardingStrategy {
+        SCHEMES[HFSDP]
+    }
+
+    /// Pieces that a shard of the optimizer state is cut into, with `groups` that hold the same shards.
+    pub fn outer_pieces(&self, groups: usize) -> usize {
+        if self.outer_optimizer.is_full_size() { 1 } else { groups }
+    }
+
+    /// A rank among those that shard optimizer state, given its places inside its group and among the groups. Pieces of a
+    /// shard are adjacent.
+    pub fn optimizer_place(&self, inner: GroupRank, outer: GroupRank) -> GroupRank {
+        let pieces = self.outer_pieces(outer.size);
+        GroupRank { rank: inner.rank * pieces + outer.rank % pieces, size: inner.size * pieces }
+    }
+
+    /// [`ShardingStrategy::optimizer_place`] of a running rank, for expert or all other parameters.
+    pub fn optimizer_place_of(&self, rank: &Rank, experts: bool) -> GroupRank {
+        let outer = group_rank(rank.shard_replica_group(experts));
+        self.optimizer_place(group_rank(rank.dp_group(experts)), outer)
     }
 }

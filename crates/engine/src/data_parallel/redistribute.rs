@@ -1,6 +1,6 @@
 //! A bucket in memory, and its redistribution between placements.
 
-use super::{Bucket, BucketPlan, Placement};
+use super::{Bucket, BucketPlan, Placement, ShardingStrategy};
 use crate::{GroupRank, Rank};
 use ferrotron_comm::{Communicator, ReduceOp, SplitSizes};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
@@ -12,6 +12,8 @@ use std::sync::Arc;
 pub struct FlatBuffer {
     plan: Arc<BucketPlan>,
     bucket: usize,
+    /// For groups that hold the same shards: the shard that is distributed over them, instead of the whole bucket.
+    shard: Option<GroupRank>,
     placement: Placement,
     memory: Tensor,
 }
@@ -34,13 +36,25 @@ impl FlatBuffer {
         let placement = plan.buckets()[bucket].placed(placement);
         let len = plan.buckets()[bucket].held(placement, place).len();
         let memory = Tensor::empty(s, &[len], dtype, category)?;
-        Ok(FlatBuffer { plan: plan.clone(), bucket, placement, memory })
+        Ok(FlatBuffer { plan: plan.clone(), bucket, shard: None, placement, memory })
     }
 
     /// A bucket over given memory: the whole bucket under a full-size placement, else this rank's shard.
     pub fn of(plan: &Arc<BucketPlan>, bucket: usize, placement: Placement, memory: &Tensor) -> FlatBuffer {
         let placement = plan.buckets()[bucket].placed(placement);
-        FlatBuffer { plan: plan.clone(), bucket, placement, memory: memory.clone() }
+        FlatBuffer { plan: plan.clone(), bucket, shard: None, placement, memory: memory.clone() }
+    }
+
+    /// A shard of a bucket, that of rank `shard` of a group, over the groups that hold the same shards: all of it under a
+    /// full-size placement, else this group's piece.
+    pub fn of_shard(
+        plan: &Arc<BucketPlan>,
+        bucket: usize,
+        shard: GroupRank,
+        placement: Placement,
+        memory: &Tensor,
+    ) -> FlatBuffer {
+        FlatBuffer { shard: Some(shard), ..FlatBuffer::of(plan, bucket, placement, memory) }
     }
 
     /// The local memory, flat.
@@ -57,7 +71,7 @@ impl FlatBuffer {
     pub fn view_as(&self, placement: Placement, place: GroupRank) -> Result<FlatBuffer> {
         let placement = self.layout().placed(placement);
         let memory = match (self.placement.is_full_size(), placement.is_full_size()) {
-            (true, false) => part(&self.memory, &self.layout().held(placement, place))?,
+            (true, false) => part(&self.memory, &self.held(placement, place))?,
             _ if self.placement.is_full_size() == placement.is_full_size() => self.memory.clone(),
             _ => {
                 return shape_error(
@@ -73,9 +87,21 @@ impl FlatBuffer {
         &self.plan.buckets()[self.bucket]
     }
 
+    /// Elements on rank `place` under a placement, of what is distributed.
+    fn held(&self, placement: Placement, place: GroupRank) -> Range<usize> {
+        let Some(shard) = self.shard else { return self.layout().held(placement, place) };
+        let all = self.layout().held(Placement::Flat, shard);
+        if placement.is_full_size() {
+            return 0..all.len();
+        }
+        let rank = shard.rank * place.size + place.rank;
+        let piece = self.layout().held(placement, GroupRank { rank, size: shard.size * place.size });
+        piece.start - all.start..piece.end - all.start
+    }
+
     /// Shard lengths of all ranks.
     fn counts(&self, placement: Placement, size: usize) -> Vec<usize> {
-        (0..size).map(|rank| self.layout().held(placement, GroupRank { rank, size }).len()).collect()
+        (0..size).map(|rank| self.held(placement, GroupRank { rank, size }).len()).collect()
     }
 
     /// Redistributes the bucket into the placement and memory of `to`. Collective over `group`. `to` may be memory of
@@ -96,8 +122,8 @@ impl FlatBuffer {
         let me = group_rank(group);
         let (from, out) = (&self.memory, &to.memory);
         for (buffer, placement) in [(from, self.placement), (out, to.placement)] {
-            let len = self.layout().held(placement, me).len();
-            if buffer.numel() != len || (placement == Flat && !self.layout().len.is_multiple_of(me.size)) {
+            let (len, all) = (self.held(placement, me).len(), self.held(Replicate, me).len());
+            if buffer.numel() != len || (placement == Flat && !all.is_multiple_of(me.size)) {
                 let what = format!("{buffer:?} is not the {placement:?} shard of {me:?}, {len} elements");
                 return shape_error(label, what);
             }
@@ -116,21 +142,19 @@ impl FlatBuffer {
                 Ok(group.all_reduce(s, out, ReduceOp::Sum, label)?)
             }
             (Partial, TensorAtomic) => self.reduce_to_owners(rank, group, out, s, label),
-            (Replicate, Flat | TensorAtomic) => {
-                copy(s, &part(from, &self.layout().held(to.placement, me))?, out)
-            }
+            (Replicate, Flat | TensorAtomic) => copy(s, &part(from, &self.held(to.placement, me))?, out),
             (Replicate, Partial) => {
                 // A sum whose only nonzero term is rank 0's.
                 if me.rank == 0 { copy(s, from, out) } else { s.zero(out) }
             }
             (Flat | TensorAtomic, Partial) => {
-                let mine = self.layout().held(self.placement, me);
+                let mine = self.held(self.placement, me);
                 copy(s, from, &part(out, &mine)?)?;
                 s.zero(&part(out, &(0..mine.start))?)?;
                 s.zero(&part(out, &(mine.end..out.numel()))?)
             }
             (Flat, TensorAtomic) | (TensorAtomic, Flat) => {
-                let parts = |p, rank| self.layout().held(p, GroupRank { rank, size: me.size });
+                let parts = |p, rank| self.held(p, GroupRank { rank, size: me.size });
                 let common =
                     |a: Range<usize>, b: Range<usize>| a.end.min(b.end).saturating_sub(a.start.max(b.start));
                 let counts = |mine, theirs| -> Vec<usize> {
@@ -182,6 +206,35 @@ impl FlatBuffer {
         }
         if narrow { rank.kernels.copy(s, &total, out) } else { Ok(()) }
     }
+}
+
+/// The whole bucket `bucket` from this rank's shard of it under the optimizer's placement. Collective.
+pub fn gather_from_optimizer(
+    rank: &Rank,
+    (plan, bucket): (&Arc<BucketPlan>, usize),
+    scheme: &ShardingStrategy,
+    mine: &Tensor,
+    label: &'static str,
+) -> Result<Tensor> {
+    let (experts, s) = (plan.buckets()[bucket].experts, &rank.compute);
+    if scheme.optimizer.is_full_size() {
+        return Ok(mine.clone());
+    }
+    let (group, outer) = (rank.dp_group(experts), rank.shard_replica_group(experts));
+    let inner = group_rank(group);
+    let empty = |len: usize| Tensor::empty(s, &[len], mine.dtype(), Category::Workspace);
+    let mut shard = mine.clone();
+    if !scheme.outer_optimizer.is_full_size() {
+        let all = empty(plan.buckets()[bucket].held(scheme.optimizer, inner).len())?;
+        let to = FlatBuffer::of_shard(plan, bucket, inner, Placement::Replicate, &all);
+        let own = FlatBuffer::of_shard(plan, bucket, inner, scheme.outer_optimizer, mine);
+        own.redistribute(rank, outer, &to, s, label)?;
+        shard = all;
+    }
+    let all = empty(plan.buckets()[bucket].len)?;
+    let to = FlatBuffer::of(plan, bucket, Placement::Replicate, &all);
+    FlatBuffer::of(plan, bucket, scheme.optimizer, &shard).redistribute(rank, group, &to, s, label)?;
+    Ok(all)
 }
 
 fn part(t: &Tensor, range: &Range<usize>) -> Result<Tensor> {

@@ -22,6 +22,8 @@ pub struct Params {
     pub(crate) splits: Vec<BucketSplit>,
     /// The other elements of each bucket that this rank holds.
     pub(crate) buckets: Vec<Tensor>,
+    /// Elements of each bucket that this rank holds.
+    held: Vec<Range<usize>>,
     /// Views of whole weights; of sharded ones, of what this rank holds of them, flat.
     values: Vec<Tensor>,
     fp8_params: Fp8Params,
@@ -42,30 +44,37 @@ pub struct ParamLayout {
     pub bucket: BucketLimit,
     /// Bytes in flight in each direction: of units gathered ahead of their use, and of gradients being reduced.
     pub comm_unit: usize,
+    /// Pieces of a shard that the groups which hold it update (HFSDP); 1 where each updates all of it.
+    pub outer_pieces: usize,
 }
 
 impl ParamLayout {
-    /// The layout of a sharding strategy over `replicas` data-parallel ranks. Unless `comm_unit` is given, buckets are large
-    /// enough that a collective is bound by bandwidth, and two of them are in flight; where weights are sharded, two layers
-    /// are.
+    /// The layout of a sharding strategy over `replicas` data-parallel ranks in `groups`. Unless `comm_unit` is given, buckets
+    /// are large enough that a collective is bound by bandwidth, and two of them are in flight; where weights are sharded,
+    /// two layers are.
     pub fn new(
         sharding: ShardingStrategy,
-        replicas: usize,
+        (replicas, groups): (usize, usize),
         comm_unit: Option<usize>,
         (specs, dtype): (&[ParamSpec], DType),
     ) -> ParamLayout {
-        let placement = sharding.param;
+        let (placement, outer_pieces) = (sharding.param, sharding.outer_pieces(groups));
         if placement.is_full_size() {
             let comm_unit = comm_unit.unwrap_or_else(|| 2 * GRADIENT_BYTES * bucket_elements(replicas));
             let bucket = BucketLimit::Elements((comm_unit / (2 * GRADIENT_BYTES)).max(1));
-            return ParamLayout { placement, bucket, comm_unit };
+            return ParamLayout { placement, bucket, comm_unit, outer_pieces };
         }
         let comm_unit = comm_unit.unwrap_or_else(|| 2 * largest_layer(specs, dtype));
-        ParamLayout { placement, bucket: BucketLimit::Unit, comm_unit }
+        ParamLayout { placement, bucket: BucketLimit::Unit, comm_unit, outer_pieces }
     }
 }
 
 impl ParamLayout {
+    /// The buckets of parameters that `shards` data-parallel and expert data-parallel ranks shard between them.
+    pub fn plan(&self, specs: &[ParamSpec], shards: [usize; 2]) -> BucketPlan {
+        BucketPlan::new(specs, shards.map(|n| n * self.outer_pieces), self.bucket)
+    }
+
     /// Bytes of the memory that sharded weights are gathered into, for `replicas` data-parallel and expert data-parallel
     /// ranks; 0 where every rank holds all weights.
     pub fn gathered_bytes(&self, specs: &[ParamSpec], replicas: [usize; 2], dtype: DType) -> usize {
@@ -77,7 +86,7 @@ impl ParamLayout {
         if self.placement.is_full_size() {
             return None;
         }
-        let plan = BucketPlan::new(specs, replicas, self.bucket);
+        let plan = self.plan(specs, replicas);
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
         let gathered = |b: usize| replicas[usize::from(plan.buckets()[b].experts)] > 1;
@@ -127,8 +136,8 @@ impl Params {
     /// [`Params::allocate`] with buckets that close at `target` elements.
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
         let bucket = BucketLimit::Elements(target);
-        let comm_unit = 2 * GRADIENT_BYTES * target;
-        Params::new(rank, specs, dtype, ParamLayout { placement: Placement::Replicate, bucket, comm_unit })
+        let (placement, comm_unit) = (Placement::Replicate, 2 * GRADIENT_BYTES * target);
+        Params::new(rank, specs, dtype, ParamLayout { placement, bucket, comm_unit, outer_pieces: 1 })
     }
 
     /// Zeroed memory for the declared parameters in a given layout.
@@ -139,7 +148,7 @@ impl Params {
             return Err(Error::Unsupported { op: "parameters", what });
         }
         let replicas = [false, true].map(|experts| rank.dp_group(experts).size());
-        let plan = Arc::new(BucketPlan::new(&specs, replicas, layout.bucket));
+        let plan = Arc::new(layout.plan(&specs, replicas));
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
         let held: Vec<Range<usize>> = plan
@@ -177,6 +186,7 @@ impl Params {
             placement,
             splits,
             buckets,
+            held,
             values,
             fp8_params,
             dtype,
@@ -230,6 +240,7 @@ impl Params {
         };
         let unit = self.specs[id.0].unit;
         let Some((_, at)) = units.layout(unit).buckets.iter().find(|(b, _)| *b == bucket) else {
+            self.wait_weight(rank, id)?;
             return Ok(None);
         };
         let Some(guard) = self.enter_unit(rank, unit, &[])? else { return Ok(None) };
@@ -276,10 +287,27 @@ impl Params {
     /// Elements `shard` of a weight, which this rank's optimizer updates, flat; empty where FP8-resident.
     pub fn shard(&self, id: ParamId, shard: &ParamShard) -> Result<Tensor> {
         let value = &self.values[id.0];
-        if self.specs[id.0].fp8_resident() || self.units.is_some() {
+        if self.specs[id.0].fp8_resident() {
             return Ok(value.clone());
         }
-        value.view(&[value.numel()])?.narrow(0, shard.param_range.start, shard.param_range.len())
+        // Of a sharded weight, the value begins where what this rank holds does.
+        let (bucket, range) = self.plan.slot(id);
+        let first = self.held[bucket].start.max(range.start) - range.start;
+        let start = if shard.param_range.is_empty() { 0 } else { shard.param_range.start - first };
+        value.view(&[value.numel()])?.narrow(0, start, shard.param_range.len())
+    }
+
+    /// What this rank's optimizer updates of the weights of a bucket; an error where some of them are FP8-resident.
+    pub fn optimizer_shard(&self, rank: &Rank, bucket: usize, scheme: &ShardingStrategy) -> Result<Tensor> {
+        let experts = self.plan.buckets()[bucket].experts;
+        let inner = group_rank(rank.dp_group(experts));
+        let shard = self.bucket(bucket)?.view_as(scheme.optimizer, inner)?;
+        if scheme.outer_optimizer.is_full_size() {
+            return Ok(shard.memory().clone());
+        }
+        let shard = FlatBuffer::of_shard(&self.plan, bucket, inner, Placement::Replicate, shard.memory());
+        let outer = group_rank(rank.shard_replica_group(experts));
+        Ok(shard.view_as(scheme.outer_optimizer, outer)?.memory().clone())
     }
 
     /// Parameters of the whole model, those of other ranks included.

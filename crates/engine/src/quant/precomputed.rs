@@ -4,7 +4,7 @@
 
 use super::runs::{matrix, runs};
 use super::{Method, QuantState};
-use crate::data_parallel::{MasterShards, Placement};
+use crate::data_parallel::{MasterShards, ShardingStrategy};
 use crate::{ParamId, ParamSpec, Params, Rank, StepState};
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{Fp8DataOut, Fp8WeightOut};
@@ -66,8 +66,8 @@ impl WeightAmax {
 
 /// Whether this rank has all of its experts' masters and shares none of them: then quantizing measures them on the
 /// way.
-pub(super) fn holds_whole_experts(rank: &Rank, placement: Placement) -> bool {
-    let whole = placement == Placement::Replicate || rank.dp_group(true).size() == 1;
+pub(super) fn holds_whole_experts(rank: &Rank, scheme: &ShardingStrategy) -> bool {
+    let whole = scheme.optimizer.is_full_size() || scheme.optimizer_place_of(rank, true).size == 1;
     whole && rank.etp.size() == 1
 }
 
@@ -146,7 +146,7 @@ impl Params {
                 k.amax(s, &rows, &amax)?;
             }
         }
-        if masters.placement != Placement::Replicate {
+        if !masters.scheme.optimizer.is_full_size() {
             rank.dp_cp_group.all_reduce(s, &m.all, ReduceOp::Max, "amax of weights (dp)")?;
         }
         rank.tp.all_reduce(s, &m.all, ReduceOp::Max, "amax of weights (tp)")?;
@@ -155,7 +155,7 @@ impl Params {
         }
         if let Some(experts) = &m.experts {
             s.zero(experts)?;
-            if !holds_whole_experts(rank, masters.placement) {
+            if !holds_whole_experts(rank, &masters.scheme) {
                 self.measure_experts(rank, m, masters)?;
                 self.round(rank, experts)?;
             }
@@ -188,7 +188,7 @@ impl Params {
                 }
             }
         }
-        if masters.placement != Placement::Replicate {
+        if !masters.scheme.optimizer.is_full_size() {
             rank.expert_dp_group.all_reduce(s, all, ReduceOp::Max, "amax of expert weights (dp)")?;
         }
         Ok(rank.etp.all_reduce(s, all, ReduceOp::Max, "amax of expert weights (etp)")?)

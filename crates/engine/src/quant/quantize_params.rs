@@ -6,8 +6,9 @@ use super::precomputed::holds_whole_experts;
 use super::quantize::{QuantScale, Quantized};
 use super::runs::{Run, matrix, runs};
 use super::{GemmOperand, Method, QuantState, Recipe, Role};
-use crate::data_parallel::{MasterShards, ParamShard, Placement};
+use crate::data_parallel::{MasterShards, ParamShard, ShardingStrategy, group_rank};
 use crate::{GroupRank, ParamId, ParamSpec, Params, Rank};
+use ferrotron_comm::Communicator;
 use ferrotron_kernels::{Fp8Tensor, Quantize, QuantizeStack, ScaleSource};
 use ferrotron_tensor::{Category, Result, Tensor};
 use std::ops;
@@ -23,7 +24,7 @@ struct UpdatedParam<'a> {
     /// This rank's shard of it.
     piece: &'a ParamShard,
     master: &'a Tensor,
-    placement: Placement,
+    scheme: ShardingStrategy,
     source: QuantScale,
     recipe: Recipe,
     /// Whether the optimizer has written the FP8 values already.
@@ -33,7 +34,7 @@ struct UpdatedParam<'a> {
 impl UpdatedParam<'_> {
     /// Whether the values of all ranks are needed: shards may split 128×128 blocks that share a scale.
     fn gathers(&self) -> bool {
-        !self.recipe.per_tensor() && self.placement != Placement::Replicate
+        !self.recipe.per_tensor() && !self.scheme.optimizer.is_full_size()
     }
 
     /// Elements that this rank quantizes.
@@ -112,14 +113,14 @@ impl Params {
         let fp8_written = precomputed && matches!(recipe.method, Method::Delayed { .. });
         for (id, fp8) in self.fp8_params().all() {
             let (spec, piece, master) = (&self.specs()[id.0], &masters.shards[id.0], &masters.values[id.0]);
-            let (precomputed, placement) = (fp8_written && master.numel() > 0, masters.placement);
+            let (precomputed, scheme) = (fp8_written && master.numel() > 0, masters.scheme);
             let delayed = state.delayed().map(|d| d.of_fp8_resident(id)).transpose()?.flatten();
             let source = match (state.known(id, spec)?, delayed) {
                 (Some(amax), _) => QuantScale::Amax(amax),
                 (_, Some((scale, amax))) => QuantScale::Delayed(scale, amax),
                 _ => QuantScale::Blocks,
             };
-            let new = UpdatedParam { id, spec, fp8, piece, master, placement, source, recipe, precomputed };
+            let new = UpdatedParam { id, spec, fp8, piece, master, scheme, source, recipe, precomputed };
             self.quantize_param(rank, state, &new)?;
         }
         Ok(())
@@ -157,7 +158,7 @@ impl Params {
                 true => {
                     let x = &x.view(&[run.matrices.len(), n, c])?;
                     let q = QuantizeStack { x, range, rows: Some(&rows), cols: None };
-                    match holds_whole_experts(rank, new.placement) {
+                    match holds_whole_experts(rank, &new.scheme) {
                         true => k.amax_quantize_stack(s, &q)?,
                         false => k.quantize_stack(s, &q)?,
                     }
@@ -194,12 +195,24 @@ impl Params {
         if !new.gathers() {
             return Ok(value);
         }
-        let replicas = rank.dp_group(new.spec.experts);
-        let all = Tensor::empty(s, &[run.elements.len()], self.dtype(), Category::Communication)?;
-        let piece =
-            |rank| self.plan().piece(new.id, new.placement, GroupRank { rank, size: replicas.size() });
-        let counts: Vec<usize> = (0..replicas.size()).map(|r| part(&piece(r).param_range).len()).collect();
-        replicas.all_gather_v(s, &value, &all, &counts, "values of an FP8 weight")?;
-        Ok(all)
+        // Pieces of a shard first, where groups that hold the same shards update one each.
+        let (group, outer) = (rank.dp_group(new.spec.experts), rank.shard_replica_group(new.spec.experts));
+        let inner = group_rank(group);
+        let pieces = new.scheme.outer_pieces(outer.size());
+        let held = |place| part(&self.plan().piece(new.id, new.scheme.optimizer, place).param_range).len();
+        let gather = |group: &Communicator, value: &Tensor, counts: Vec<usize>| {
+            let all = Tensor::empty(s, &[counts.iter().sum()], self.dtype(), Category::Communication)?;
+            group.all_gather_v(s, value, &all, &counts, "values of an FP8 weight")?;
+            Ok::<_, ferrotron_tensor::Error>(all)
+        };
+        let value = match pieces {
+            1 => value,
+            _ => {
+                let piece = |rank| GroupRank { rank: inner.rank * pieces + rank, size: inner.size * pieces };
+                gather(outer, &value, (0..pieces).map(|r| held(piece(r))).collect())?
+            }
+        };
+        let shard = |rank| GroupRank { rank, size: inner.size };
+        gather(group, &value, (0..inner.size).map(|r| held(shard(r))).collect())
     }
 }

@@ -22,6 +22,16 @@ choice! {
 }
 
 choice! {
+    /// What groups of FSDP ranks that hold the same shards do with the optimizer state of a shard.
+    FsdpOuter {
+        /// Every group has all of it (HSDP).
+        Replicate = "replicate",
+        /// Each has a piece of it, updates that, and gathers the updated weights from the others (HFSDP).
+        Optimizer = "optimizer",
+    }
+}
+
+choice! {
     /// What a run does when a checkpoint cannot be written.
     SaveFailurePolicy {
         /// Trains on and tries again at the next checkpoint.

@@ -308,6 +308,8 @@ pub struct StepShape {
     pub zero: usize,
     /// Bytes of data-parallel communication in flight, if given.
     pub comm_unit: Option<usize>,
+    /// HFSDP: groups that hold the same shards share their optimizer state.
+    pub outer_optimizer: bool,
     /// The pipeline schedule.
     pub schedule: ScheduleKind,
     /// Data-parallel communication overlaps computation.
@@ -343,9 +345,22 @@ impl StepShape {
 
     /// How weights are laid out, given the parameters of this rank.
     pub fn param_layout(&self, params: &[ParamSpec]) -> ParamLayout {
-        let replicas = self.replicas();
-        let sharding = ShardingStrategy::zero(self.zero, replicas);
-        ParamLayout::new(sharding, replicas, self.comm_unit, (params, self.dtype))
+        let sizes = (self.replicas(), self.ranks.shard_replicas[0].size);
+        ParamLayout::new(self.sharding(), sizes, self.comm_unit, (params, self.dtype))
+    }
+
+    /// What the data-parallel ranks shard.
+    pub fn sharding(&self) -> ShardingStrategy {
+        match self.outer_optimizer && self.ranks.shard_replicas[0].size > 1 {
+            true => ShardingStrategy::hybrid(),
+            false => ShardingStrategy::zero(self.zero, self.replicas()),
+        }
+    }
+
+    /// This rank among those that shard the optimizer state of dense and of expert parameters.
+    pub fn optimizer_places(&self) -> [GroupRank; 2] {
+        let (inner, outer) = (self.ranks.shards, self.ranks.shard_replicas);
+        [0, 1].map(|k| self.sharding().optimizer_place(inner[k], outer[k]))
     }
 
     /// Rows of a micro-batch on this rank.
