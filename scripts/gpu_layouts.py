@@ -65,6 +65,7 @@ LAYOUTS = [
     ("zero3-pp2-vp2-dp2", DENSE, 4, "zero=3,pp=2,vp=2"),
     ("zero3-recompute", DENSE, 4, 'zero=3,train.recompute="full"'),
     ("zero3-fsdp-group2", DENSE, 4, "zero=3,fsdp_group=2"),
+    ("zero3-hfsdp-group2", DENSE, 4, 'zero=3,fsdp_group=2,fsdp_outer="optimizer"'),
     ("zero3-dp8", DENSE, 8, "zero=3"),
     ("zero3-tp2-pp2-dp2", DENSE, 8, "zero=3,tp=2,pp=2"),
     ("moe-zero3-dp2", MOE, 2, "zero=3"),

@@ -391,18 +391,21 @@ fn hfsdp_is_bit_equal_to_hsdp() {
         &[
             "parallel.fsdp_group=2",
             "precision.dtype=bf16",
+            "model.ffn=64",
             "precision.recipe=fp8-current",
             "precision.fp8_params=true",
         ],
         &[
             "parallel.fsdp_group=2",
             "precision.dtype=bf16",
+            "model.ffn=64",
             "precision.recipe=fp8-delayed",
             "precision.fp8_params=true",
         ],
         &[
             "parallel.fsdp_group=2",
             "precision.dtype=bf16",
+            "model.ffn=64",
             "precision.recipe=fp8-block",
             "precision.fp8_params=true",
         ],

@@ -207,9 +207,12 @@ fn muon_update(shape: &StepShape, params: &[ParamSpec], plan: &BucketPlan) -> Re
     let mut most = 0;
     for (index, group) in shape.options.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
         let UpdateRule::Muon(rule) = &group.rule else { continue };
-        let all: Vec<usize> = (0..params.len()).filter(|i| params[*i].group.index == index).collect();
-        for owner in 0..if sharded { sizes[0].max(sizes[1]) } else { 1 } {
-            let own: Vec<&ParamSpec> = all.iter().filter(|i| owns(owner, **i)).map(|i| &params[*i]).collect();
+        for (owner, buckets) in owners.clone().flat_map(|owner| order.iter().map(move |b| (owner, b))) {
+            let own = (0..params.len()).filter(|i| {
+                let updated = buckets.contains(&plan.slot(ParamId(*i)).0);
+                params[*i].group.index == index && updated && owns(owner, *i)
+            });
+            let own: Vec<&ParamSpec> = own.map(|i| &params[i]).collect();
             most = most.max(muon_workspace_bytes(rule, &own, |experts| tp[usize::from(experts)])?);
         }
     }

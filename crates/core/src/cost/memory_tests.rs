@@ -19,6 +19,7 @@ fn estimates_are_near_what_a_step_takes() {
         &["mtp.layers=2"],
         &["mtp.layers=1", "train.recompute=full"],
         &["optimizer.state_dtype=bf16"],
+        &["optimizer.kind=muon"],
         &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
         &["optimizer.state_dtype=fp8", "optimizer.master_dtype=remainder"],
         &["precision.recipe=fp8-current", "precision.fp8_params=true", "precision.skip=\"mlp.up:output\""],
@@ -43,37 +44,6 @@ fn estimates_are_near_what_a_step_takes() {
         let measured = bench.memory.total_peak as f64;
         let ratio = MemoryEstimate::of(&r).unwrap().largest().unwrap().total() as f64 / measured;
         assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
-    }
-}
-
-/// Few tokens and wide matrices: the peak is in Muon's step, of which every byte is counted.
-#[test]
-fn muon_updates_are_counted() {
-    const WIDE: [&str; 9] = [
-        "optimizer.kind=muon",
-        "model.layers=2",
-        "model.hidden=512",
-        "model.ffn=1024",
-        "model.vocab=64",
-        "data.seq_len=8",
-        "train.micro_batch=1",
-        "train.global_batch=1",
-        "generate.tokens=0",
-    ];
-    for set in [
-        &[][..],
-        &["optimizer.muon={ products = \"f32\" }"],
-        &["optimizer.muon={ split_qkv = false, adaptive = \"normuon\" }"],
-        &["moe.experts=4", "moe.topk=2", "moe.ffn=256"],
-    ] {
-        let mut recipe = workload("tiny").unwrap();
-        WIDE.iter().chain(set).for_each(|s| recipe.set(s).unwrap());
-        let r = recipe.resolve(None).unwrap();
-        let estimate = MemoryEstimate::of(&r).unwrap().largest().unwrap();
-        assert!(estimate.update > estimate.activations + estimate.workspace, "{set:?}: {estimate:?}");
-        let bench = train(Rank::cpu(1, 0).unwrap(), &r, 0, 1, None, Instant::now()).unwrap();
-        let [measured, expected] = [bench.memory.total_peak, estimate.total()].map(|x| x as f64);
-        assert!((measured / expected - 1.0).abs() < 0.02, "{set:?}: {measured} instead of {expected}");
     }
 }
 

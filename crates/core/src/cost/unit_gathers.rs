@@ -40,7 +40,10 @@ fn chunked_loss(shape: &StepShape, params: &[ParamSpec]) -> Result<bool> {
     let name = if shape.model.tied { "embed.tokens" } else { "head.weight" };
     let head = params.iter().find(|p| p.parts.first().is_some_and(|part| part.name == name));
     let quantized = head.is_some_and(|p| p.quant.is_some());
-    Ok(!quantized && shape.options.loss.chunk.is_some_and(|n| matches!(shape.rows(), Ok(r) if r.all > n)))
+    Ok(match shape.options.loss.chunk {
+        Some(chunk) if !quantized => shape.rows()?.all > chunk,
+        _ => false,
+    })
 }
 
 struct State {
@@ -70,7 +73,11 @@ impl Passes<'_> {
                 ScheduleStep::Pair(forward, backward) => {
                     let (f, b) = (&self.chunks[forward.chunk], &self.chunks[backward.chunk]);
                     let backward = async { Ok::<_, ()>(self.backward(b, false).await) };
-                    let _ = interleave(backward, async { Ok(self.forward(f).await) });
+                    let forward = async {
+                        self.forward(f).await;
+                        Ok(())
+                    };
+                    let _ = interleave(backward, forward);
                 }
                 ScheduleStep::Exchange(_) => {}
             }

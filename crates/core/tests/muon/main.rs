@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod layouts;
+mod memory;
 mod twin;
 
 use ferrotron_core::Result;
