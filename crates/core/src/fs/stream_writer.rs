@@ -7,8 +7,9 @@ use std::path::Path;
 /// Direct I/O wants memory, offsets and lengths to be multiples of the device's block size; 4 KiB is a multiple of all
 /// common ones.
 const ALIGN: usize = 4096;
-/// Bytes of one write.
-const CHUNK: usize = 4 << 20;
+/// Bytes of one write to the page cache, and of one past it, which the disk takes at once.
+const CACHED: usize = 1 << 20;
+const DIRECT: usize = 4 << 20;
 
 /// Whether written bytes stay in the system's page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,9 +25,11 @@ pub enum PageCache {
 pub struct StreamWriter {
     file: File,
     direct: bool,
-    /// [`CHUNK`] aligned bytes from `start` on.
+    /// `chunk` aligned bytes from `start` on.
     buffer: Vec<u8>,
     start: usize,
+    /// Bytes of one write.
+    chunk: usize,
     filled: usize,
     length: u64,
 }
@@ -37,22 +40,23 @@ impl StreamWriter {
         let direct = if cache == PageCache::Bypass { open_direct(path)? } else { None };
         let is_direct = direct.is_some();
         let file = direct.map_or_else(|| File::create(path), Ok)?;
-        let buffer = vec![0; CHUNK + ALIGN];
+        let chunk = if is_direct { DIRECT } else { CACHED };
+        let buffer = vec![0; chunk + ALIGN];
         let start = buffer.as_ptr().align_offset(ALIGN).min(ALIGN);
-        Ok(StreamWriter { file, direct: is_direct, buffer, start, filled: 0, length: 0 })
+        Ok(StreamWriter { file, direct: is_direct, buffer, start, chunk, filled: 0, length: 0 })
     }
 
     /// Appends bytes.
     pub fn write_all(&mut self, mut bytes: &[u8]) -> Result<()> {
         self.length += bytes.len() as u64;
         while !bytes.is_empty() {
-            let n = bytes.len().min(CHUNK - self.filled);
+            let n = bytes.len().min(self.chunk - self.filled);
             let at = self.start + self.filled;
             self.buffer[at..at + n].copy_from_slice(&bytes[..n]);
             self.filled += n;
             bytes = &bytes[n..];
-            if self.filled == CHUNK {
-                self.write_buffer(CHUNK)?;
+            if self.filled == self.chunk {
+                self.write_buffer(self.chunk)?;
             }
         }
         Ok(())
@@ -132,8 +136,19 @@ mod tests {
     fn files_have_their_bytes_and_length_with_and_without_the_page_cache() {
         let dir = tempfile::tempdir().unwrap();
         for cache in [PageCache::Use, PageCache::Bypass] {
-            for length in [0, 1, ALIGN - 1, ALIGN, ALIGN + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 12_345]
-            {
+            for length in [
+                0,
+                1,
+                ALIGN - 1,
+                ALIGN,
+                ALIGN + 1,
+                CACHED,
+                CACHED + 1,
+                DIRECT - 1,
+                DIRECT,
+                DIRECT + 1,
+                2 * DIRECT + 12_345,
+            ] {
                 let bytes: Vec<u8> = (0..length).map(|i| (i * 7 + i / 256) as u8).collect();
                 let path = dir.path().join("file");
                 let mut out = StreamWriter::create(&path, cache).unwrap();
@@ -152,8 +167,8 @@ mod tests {
         let mut out = StreamWriter::create(&path, PageCache::Bypass).unwrap();
         // Unaligned memory: the disk refuses it, or the file system (in memory) takes anything.
         out.start += 8;
-        out.buffer.resize(CHUNK + 2 * ALIGN, 0);
-        let bytes = vec![7; 2 * CHUNK + 5];
+        out.buffer.resize(DIRECT + 2 * ALIGN, 0);
+        let bytes = vec![7; 2 * DIRECT + 5];
         out.write_all(&bytes).unwrap();
         out.finish().unwrap();
         assert!(std::fs::read(&path).unwrap() == bytes);
