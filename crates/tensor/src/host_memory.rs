@@ -95,16 +95,16 @@ impl HostPool {
             return Err(Error::HostMemory { bytes, why });
         }
         let memory = match &device.context {
-            None => PlainMemory::new(bytes).map(Memory::Plain),
-            Some(context) => PinnedMemory::new(context, bytes).ok().map(Memory::Pinned),
+            None => PlainMemory::new(bytes).map(Memory::Plain).ok_or_else(|| "there is no more".to_string()),
+            Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
         };
-        let Some(memory) = memory else {
+        let memory = memory.map_err(|refused| {
             let why = format!(
-                "the system gives no more than the {} in use; offload less, or raise the limit of locked memory (ulimit -l)",
+                "{refused}, beside the {} in use; offload less, or give the process more memory (that of a container counts)",
                 format_bytes(reserved)
             );
-            return Err(Error::HostMemory { bytes, why });
-        };
+            Error::HostMemory { bytes, why }
+        })?;
         self.reserved.fetch_add(bytes, Relaxed);
         Ok(HostBlock { memory, bytes })
     }

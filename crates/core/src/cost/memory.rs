@@ -197,7 +197,7 @@ fn muon_update(shape: &StepShape, params: &[ParamSpec], plan: &BucketPlan) -> Re
         let place = GroupRank { rank: owner % size, size };
         !sharded || !plan.piece(ParamId(id), Placement::Flat, place).param_range.is_empty()
     };
-    // As the optimizer updates them: in halves, where gathers of updated weights overlap.
+    // As the optimizer updates them: in parts, where gathers of updated weights overlap.
     let quantized = params.iter().any(|p| p.quant.is_some());
     let all = 0..plan.buckets().len();
     let order = match shape.zero_stage() {
