@@ -301,7 +301,7 @@ impl Results {
                 let usual = if row.is_16_bit() { (2e-3, 1e-2) } else { (1e-6, 1e-5) };
                 // FP8 rounds other sums to other values: losses only.
                 let usual = if row.is_fp8() { (5e-3, f64::MAX) } else { usual };
-                near(&ours, &*self.one_rank(row), usual)
+                near(&ours, &self.one_rank(row), usual)
             }
             ZERO_2 if row.micro_batches > 1 => near(&ours, &*self.of(row, ZERO_1)?, rounding),
             // A bucket of ZeRO-2 may have parameters of two chunks, and is reduced when both have passed.
