@@ -22,10 +22,12 @@ use muon::LineMoments;
 pub use muon::MuonRule;
 pub(crate) use muon::{TpMode, is_normuon, line_name, workspace_bytes as muon_workspace_bytes};
 pub use offload::StateStorage;
+pub(crate) use offload::on_host as buckets_on_host;
 pub use state::OptimizerState;
 use state::{StateKind, StoredAs};
 use std::ops::Range;
 use std::sync::Arc;
+pub(crate) use streamed::streamed_bytes;
 use streamed::{StatePiece, StateStream};
 
 /// Result of a step: consecutive f32 step scalars.

@@ -216,6 +216,11 @@ impl Device {
         self.inner.memory()
     }
 
+    /// Peaks of the memory account count from now on: after steps that were only to warm up.
+    pub fn restart_memory_peaks(&self) {
+        self.inner.account.restart_peaks();
+    }
+
     /// Refuses to reserve more than `bytes` from the system for tensors from now on; an allocation beyond that is out of
     /// memory.
     pub fn limit_memory(&self, bytes: usize) {

@@ -65,6 +65,14 @@ impl MemoryAccount {
         self.total_now.fetch_sub(bytes, Relaxed);
     }
 
+    /// Peaks count from now on.
+    pub(crate) fn restart_peaks(&self) {
+        for (now, peak) in self.now.iter().zip(&self.peak) {
+            peak.store(now.load(Relaxed), Relaxed);
+        }
+        self.total_peak.store(self.total_now.load(Relaxed), Relaxed);
+    }
+
     pub(crate) fn report(&self) -> MemoryReport {
         MemoryReport {
             now: std::array::from_fn(|i| self.now[i].load(Relaxed)),

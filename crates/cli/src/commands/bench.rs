@@ -177,6 +177,16 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
             "reserved_bytes": b.memory.reserved_peak,
+            "host_bytes": b.memory.host.peak,
+            "offload": b.offload.map(|o| serde_json::json!({
+                "movable_bytes": o.movable,
+                "moved_bytes": o.moved,
+                "peak_reduction_bytes": o.peak_reduction,
+                "to_host_gb_s": o.link.to_host / 1e9,
+                "from_host_gb_s": o.link.from_host / 1e9,
+                "expected_stall_ms": o.expected_stall * 1e3,
+                "measured_stall_ms": o.measured_stall.map(|s| s * 1e3),
+            })),
             "start_s": b.start_s,
             "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
@@ -241,6 +251,9 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     rows.push(vec!["peak total".into(), format_bytes(b.memory.total_peak)]);
     rows.push(vec!["reserved".into(), format_bytes(b.memory.reserved_peak)]);
+    if b.memory.host.peak > 0 {
+        rows.push(vec!["peak host".into(), format_bytes(b.memory.host.peak)]);
+    }
     output::print(&format!(
         "{} in {} on {}\n{}",
         args.work,

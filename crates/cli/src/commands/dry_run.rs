@@ -100,6 +100,9 @@ fn costs(cost: &CostSummary, resolved: &Resolved) -> Result<String> {
             parts.push(("Muon's updates after the passes", m.update));
         }
         parts.push(("total", m.total()));
+        if m.host > 0 {
+            parts.push(("offloaded to the host", m.host));
+        }
         parts.iter().map(|(name, bytes)| (name.to_string(), format_bytes(*bytes))).collect()
     });
     if cost.ranks > 1 {

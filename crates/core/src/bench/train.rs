@@ -1,10 +1,11 @@
 //! Benchmark of training steps.
 
 use crate::Result;
-use crate::config::Resolved;
+use crate::config::{OffloadedActivations, Resolved};
 use crate::data::{Batches, Row};
 use crate::train::{CudaGraphDecision, Observer, StepMetrics, Trainer};
 use ferrotron_engine::Rank;
+use ferrotron_engine::offload::OffloadReport;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
 use std::time::Instant;
@@ -78,6 +79,8 @@ pub struct TrainBench {
     pub cuda_graph_decision: CudaGraphDecision,
     /// How tokens were routed; none without MoE layers.
     pub routing: Option<RoutingReport>,
+    /// What the offloading of activations does.
+    pub offload: Option<OffloadReport>,
 }
 
 /// How tokens were routed to experts.
@@ -126,6 +129,8 @@ impl TrainBench {
 
 /// Steps after which the trainer has decided whether to replay a CUDA graph.
 const GRAPH_DECIDED: usize = 4;
+/// Steps after which the trainer has chosen what to offload.
+const OFFLOAD_CHOSEN: usize = 8;
 
 /// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens, packed into documents of `document`
 /// tokens if that is given. `begun` is when the process started.
@@ -150,6 +155,13 @@ pub fn train(
         trainer.train_step(&data)?;
         note_first_step();
         trainer.share_gemm_choices()?;
+    }
+    if r.config.offload.activations == OffloadedActivations::Auto {
+        // Until the choice is made less moves, or more.
+        while trainer.step() < OFFLOAD_CHOSEN as u64 {
+            trainer.train_step(&data)?;
+        }
+        trainer.rank.device().restart_memory_peaks();
     }
     let launched = trainer.step() - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
@@ -205,6 +217,7 @@ pub fn train(
             .moe
             .is_some()
             .then_some(RoutingReport { forced: r.config.moe.force_balance.is_some(), loads }),
+        offload: trainer.offload_report(),
     })
 }
 

@@ -366,8 +366,9 @@ keys! {
 
     /// Offloading to host memory; results are bit-identical.
     offload: OffloadSection {
-        /// Activations kept in host memory between forward and backward: "off", a number of layers (the first ones of each
-        /// model chunk), or a list of modules whose saved tensors move in all layers but the last of a chunk.
+        /// Activations kept in host memory between forward and backward: "off"; "auto", which measures the
+        /// link and the layers and moves what costs no time, and what must move for a step to fit; a number of layers (the
+        /// first ones of each model chunk); or a list of modules whose saved tensors move in all layers but the last of a chunk.
         activations: OffloadedActivations = OffloadedActivations::Off, "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "fine_grained_activation_offloading", "offload_modules", "activation_offload";
         /// Fraction of the optimizer state (master weights and moments) kept in host memory, from 0 to 1: whole buckets of
         /// parameters. A step reads and writes it there over the link.

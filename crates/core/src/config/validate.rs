@@ -2,8 +2,8 @@
 
 use super::model::MAX_LAYERS;
 use super::{
-    Config, CudaGraphMode, Decay, DispatcherType, FsdpOuter, MasterDtype, Packing, Precision, QuantRecipe,
-    Recipe, Resolved,
+    Config, CudaGraphMode, Decay, DispatcherType, FsdpOuter, MasterDtype, OffloadedActivations, Packing,
+    Precision, QuantRecipe, Recipe, Resolved,
 };
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
@@ -28,7 +28,7 @@ impl Config {
             Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
-        } else if self.offload.activations.choice().is_some() {
+        } else if self.offload.activations.is_on() {
             Some("with offload.activations, host memory is allocated during the step")
         } else if self.offload.optimizer > 0.0 {
             Some("with offload.optimizer, copies of the last step run beside the next")
@@ -271,6 +271,16 @@ impl Recipe {
             if rope.theta <= 0.0 {
                 return self.refuse("model.rope_theta", "must be above 0, such as 10000");
             }
+        }
+        if let OffloadedActivations::Layers(count) = self.config.offload.activations
+            && count >= m.layers
+        {
+            let most = m.layers.saturating_sub(1);
+            let what = format!(
+                "the last of {} layers stays, because its backward follows at once; at most {most}, or \"auto\"",
+                m.layers
+            );
+            return self.refuse("offload.activations", what);
         }
         if m.window == Some(0) {
             return self.refuse(

@@ -4,10 +4,11 @@
 //! the saved tensors of the micro-batches in flight. The workspace is the recomputed tensors of one layer and a few rows
 //! in transit. Muon's updates are computed after the activations are freed.
 
+use super::offload::OffloadSettings;
 use crate::Result;
 use crate::config::{MasterDtype, PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{Lifetime, ModelDescription, StepShape};
-use crate::optimizer::{UpdateRule, muon_workspace_bytes};
+use crate::optimizer::{UpdateRule, buckets_on_host, muon_workspace_bytes, streamed_bytes};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement};
 use ferrotron_engine::{GroupRank, ParamId, ParamSpec};
 use ferrotron_tensor::DType;
@@ -23,6 +24,7 @@ pub struct MemoryEstimate {
     pub(super) moments: Option<StateDtype>,
     pub(super) master: MasterDtype,
     pub(super) schedule: PipelineSchedule,
+    pub(super) offload: OffloadSettings,
 }
 
 /// Bytes on one rank, by category.
@@ -41,6 +43,8 @@ pub struct MemoryBytes {
     /// What the optimizer's step computes and frees again: updates of Muon and the stacks of its Newton–Schulz iterations.
     /// Activations are freed before.
     pub update: usize,
+    /// Offloaded to host memory: counted in none of the others.
+    pub host: usize,
 }
 
 impl MemoryBytes {
@@ -49,7 +53,7 @@ impl MemoryBytes {
         self.parameters + self.gradients + self.optimizer
     }
 
-    /// The peak of a step: in its passes, or in the optimizer's step.
+    /// The peak of a step on the device: in its passes, or in the optimizer's step.
     pub fn total(&self) -> usize {
         self.static_bytes() + (self.activations + self.workspace).max(self.update)
     }
@@ -64,6 +68,7 @@ impl MemoryEstimate {
             moments: None,
             master: o.master_dtype,
             schedule: r.config.parallel.schedule,
+            offload: OffloadSettings::of(r),
         })
     }
 
@@ -122,7 +127,7 @@ impl MemoryEstimate {
         };
         let sharded = |from: usize, b: &Bucket, sizes| if zero >= from { shard(b, sizes) } else { b.len };
         let mut out = MemoryBytes::default();
-        let mut state = 0.0;
+        let mut states = Vec::with_capacity(plan.buckets().len());
         for bucket in plan.buckets() {
             let split = BucketSplit::new(bucket, |id| description.params[id.0].fp8_resident());
             let all = 0..bucket.len;
@@ -131,18 +136,34 @@ impl MemoryEstimate {
             let [fp8, rest] = [split.separate(&held).len(), split.rest(&held).len()];
             out.parameters += fp8 + rest * shape.dtype.size();
             out.gradients += 4 * sharded(2, bucket, replicas);
-            state += self.bytes_in(shape, bucket.storage) * sharded(1, bucket, owners) as f64;
+            let elements = sharded(1, bucket, owners);
+            states.push((self.bytes_in(shape, bucket.storage), elements));
         }
         out.parameters += layout.gathered_bytes(&description.params, replicas, shape.dtype);
         if zero >= 2 {
             out.gradients += full_gradients(&plan, &description.params, layout.comm_unit);
         }
-        out.optimizer = state as usize;
+        let state = |(each, elements): &(f64, usize)| (each * *elements as f64) as usize;
+        let on_host = buckets_on_host(states.iter().map(state), self.offload.optimizer);
+        for (state, on_host) in states.iter().map(state).zip(&on_host) {
+            *if *on_host { &mut out.host } else { &mut out.optimizer } += state;
+        }
+        if on_host.contains(&true) {
+            let longest = states.iter().map(|(_, elements)| *elements).max().unwrap_or(0);
+            let widest = states.iter().map(|(each, _)| *each).fold(0.0, f64::max);
+            out.optimizer += streamed_bytes(longest, widest);
+        }
         out.update = muon_update(shape, &description.params, &plan)?;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
         let ((held, chunks), rows) = (self.in_flight(shape), shape.rows()?);
         out.activations = stored * held / chunks;
+        // Of passes that wait for their backward everything that moves is away; the one that runs holds more.
+        let offloaded = self.offload.activations(shape, &description);
+        let vp = shape.stages.len().max(1);
+        let waiting = (offloaded.moved * held / chunks).saturating_sub(offloaded.moved / vp);
+        out.activations -= waiting + offloaded.reduction / vp;
+        out.host += offloaded.moved * held / chunks;
         // The residual stream, its gradient, and input and output of a block.
         let transit = 4 * rows.local * shape.model.hidden * shape.dtype.size();
         out.workspace = recomputed.unwrap_or(0) + transit + fp8_logits(shape, &description, rows.all);

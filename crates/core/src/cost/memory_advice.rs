@@ -1,12 +1,18 @@
 //! The cheapest change that makes a step fit.
 
+use super::memory::MemoryBytes;
+use super::offload::USABLE_PERCENT;
 use super::{CostSummary, MemoryEstimate};
 use crate::config::{PipelineSchedule, Resolved, StateDtype};
-use crate::model::description::StepShape;
+use crate::model::description::{ModelDescription, StepShape};
 use crate::{Error, Result};
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::offload::OffloadChoice;
 use ferrotron_engine::{Rank, Recompute};
 use ferrotron_tensor::{Error as TensorError, format_bytes};
+
+/// Bytes per second of pinned copies over 16 lanes of PCIe 5.
+const USUAL_LINK: f64 = 50e9;
 
 impl MemoryEstimate {
     /// The estimate with `change` applied to every stage.
@@ -34,6 +40,14 @@ impl MemoryEstimate {
         }
     }
 
+    /// The estimate with optimizer state or activations offloaded.
+    fn offloading(&self, optimizer: f64, activations: Option<usize>) -> MemoryEstimate {
+        let mut new = self.clone();
+        new.offload.optimizer = new.offload.optimizer.max(optimizer);
+        new.offload.activations = activations.map(OffloadChoice::Layers).or(new.offload.activations);
+        new
+    }
+
     /// Changes that save memory, the cheapest in time first, each with the keys to set.
     fn changes(&self) -> Vec<(String, MemoryEstimate)> {
         let mut out = Vec::new();
@@ -46,32 +60,67 @@ impl MemoryEstimate {
         out.extend(halves.map(|n| (format!("train.micro_batch={n}"), self.with_micro_batch(n))));
         let (last, least) = out.last().cloned().unwrap_or((String::new(), self.clone()));
         let and = |change: &str| if last.is_empty() { change.into() } else { format!("{last} {change}") };
-        let full = |s: &mut StepShape| s.recompute = Recompute { layer: true, ..Recompute::default() };
-        let selective = |s: &mut StepShape| (s.recompute.norm, s.recompute.activation) = (true, true);
-        out.push((and("train.recompute=[\"norm\",\"activation\"]"), least.with(selective)));
-        out.push((and("train.recompute=full"), least.with(full)));
-        let bf16 = MemoryEstimate { moments: Some(StateDtype::Bf16), ..least.with(full) };
+        let full = least.with(|s| s.recompute = Recompute { layer: true, ..Recompute::default() });
+        let selective = least.with(|s| (s.recompute.norm, s.recompute.activation) = (true, true));
+        let few = "train.recompute=[\"norm\",\"activation\"]";
+        out.push((and(few), selective.clone()));
+        out.push((
+            and(&format!("{few} offload.activations=auto")),
+            selective.offloading(0.0, Some(self.half())),
+        ));
+        out.push((and("offload.optimizer=1"), least.offloading(1.0, None)));
+        out.push((and("train.recompute=full"), full.clone()));
+        out.push((and("train.recompute=full offload.optimizer=1"), full.offloading(1.0, None)));
+        let bf16 = MemoryEstimate { moments: Some(StateDtype::Bf16), ..full.clone() };
         out.push((and("train.recompute=full optimizer.state_dtype=bf16"), bf16));
+        let all = full.offloading(1.0, Some(usize::MAX));
+        out.push((and("train.recompute=full offload.activations=auto offload.optimizer=1"), all));
         out
+    }
+
+    /// Half of the layers of the shortest chunk.
+    fn half(&self) -> usize {
+        let chunks = self.stages.iter().flat_map(|s| &s.stages);
+        chunks.map(|s| s.layers.len()).min().unwrap_or(0) / 2
     }
 
     /// What to change so that a step fits in `capacity` bytes, in one sentence.
     pub fn advice(&self, capacity: usize) -> Result<String> {
-        // Allocations are rounded up and fragment: a little must stay free.
-        let usable = capacity / 100 * 95;
+        let usable = capacity / 100 * USABLE_PERCENT;
         let needed = format_bytes(self.largest()?.total());
         let needs = format!("this recipe needs about {needed} of {}", format_bytes(capacity));
         for (change, estimate) in self.changes() {
-            let total = estimate.largest()?.total();
-            if total <= usable {
+            let bytes = estimate.largest()?;
+            if bytes.total() <= usable {
                 let set: Vec<String> = change.split(' ').map(|c| format!("--set {c}")).collect();
-                let (set, about) = (set.join(" "), format_bytes(total));
-                return Ok(format!("{needs}; the cheapest change that fits is {set} (about {about})"));
+                let (set, about) = (set.join(" "), format_bytes(bytes.total()));
+                let moved = estimate.moved_text(&bytes)?;
+                return Ok(format!("{needs}; the cheapest change that fits is {set} (about {about}{moved})"));
             }
         }
         Ok(format!(
-            "{needs}, and no change of batch or recomputation makes it fit; use more devices (parallel.tp, parallel.pp) or \
-             a smaller model"
+            "{needs}, and no change of batch, recomputation or offloading makes it fit; use more devices (parallel.tp, \
+             parallel.pp) or a smaller model"
+        ))
+    }
+
+    /// What offloading costs, at most: copies that computation does not hide.
+    fn moved_text(&self, bytes: &MemoryBytes) -> Result<String> {
+        if bytes.host == 0 {
+            return Ok(String::new());
+        }
+        let mut most = 0;
+        for shape in &self.stages {
+            let moved = self.offload.activations(shape, &ModelDescription::new(shape)?).moved;
+            let state = self.stage(shape)?.host.saturating_sub(moved);
+            most = most.max(moved * shape.micro_batches + state);
+        }
+        Ok(format!(
+            ", and {} on the host; {} each way in a step, {:.1} s at {:.0} GB/s if nothing hides them",
+            format_bytes(bytes.host),
+            format_bytes(most),
+            most as f64 / USUAL_LINK,
+            USUAL_LINK / 1e9
         ))
     }
 }

@@ -4,6 +4,7 @@
 pub mod flops;
 pub mod memory;
 mod memory_advice;
+mod offload;
 pub mod roofline;
 mod step;
 pub mod summary;

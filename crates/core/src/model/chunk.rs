@@ -250,7 +250,7 @@ impl Chunk {
             _ => return shape_error("stage", "the first one starts from ids, the others from hidden states"),
         };
         let offload = p.offload.filter(|_| train);
-        let (mut x, mut layers) = (HiddenStates::of(x), SavedLayers::new(offload, self.layers.len()));
+        let (mut x, mut layers) = (HiddenStates::of(x), SavedLayers::new(offload, self.units.layers.clone()));
         for (i, layer) in self.layers.iter().enumerate() {
             layers.before_forward(i)?;
             let _unit = ChunkUnits::enter(p, &self.units.forward, self.units.layer(i))?;
@@ -315,6 +315,7 @@ impl Chunk {
             put(g)?;
             dx = d;
         }
+        layers.finish()?;
         match (&self.embedding, saved.embedding) {
             (Some(e), Some(saved)) => {
                 let dx = p.dropout(self.total_layers, AFTER_EMBEDDING, dx)?;

@@ -35,7 +35,7 @@ impl StateStorage {
 }
 
 /// The buckets whose state is in host memory: as many of the first as bring their bytes nearest to `fraction` of all.
-pub(super) fn on_host(bytes: impl Iterator<Item = usize>, fraction: f64) -> Vec<bool> {
+pub(crate) fn on_host(bytes: impl Iterator<Item = usize>, fraction: f64) -> Vec<bool> {
     let bytes: Vec<usize> = bytes.collect();
     let wanted = bytes.iter().sum::<usize>() as f64 * fraction;
     let mut taken = 0.0;

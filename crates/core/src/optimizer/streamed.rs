@@ -59,11 +59,21 @@ pub(super) struct StatePiece<'a> {
     chunk: Option<&'a Chunk>,
 }
 
+/// Elements of a chunk, where the longest bucket has `longest` of them.
+fn chunk_elements(longest: usize) -> usize {
+    longest.div_ceil(PER_BUCKET).next_multiple_of(ALIGN).min(MAX_CHUNK)
+}
+
+/// Device memory of state on its way through the device: of buckets with at most `longest` elements of `each` bytes.
+pub(crate) fn streamed_bytes(longest: usize, each: f64) -> usize {
+    SLOTS * (chunk_elements(longest) as f64 * each) as usize
+}
+
 impl StateStream {
     /// Slots for chunks of states with elements of these sizes.
     pub(super) fn new(rank: &Rank, longest: usize, sizes: &[usize]) -> Result<StateStream> {
         let stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.compute.rank()));
-        let chunk = longest.div_ceil(PER_BUCKET).next_multiple_of(ALIGN).min(MAX_CHUNK);
+        let chunk = chunk_elements(longest);
         let memory =
             |size: &usize| Tensor::empty(&rank.compute, &[chunk * size], DType::U8, Category::Workspace);
         let mut slots = Vec::with_capacity(SLOTS);

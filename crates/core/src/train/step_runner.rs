@@ -5,15 +5,16 @@ use super::model_state::ModelState;
 use super::state;
 use crate::Result;
 use crate::config::{QuantRecipe, Resolved};
+use crate::cost::MemoryEstimate;
 use crate::model::Decoder;
 use crate::optimizer::{LossScale, StepRates};
 use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::moe::MoeCounters;
-use ferrotron_engine::offload::ActivationOffload;
+use ferrotron_engine::offload::{ActivationOffload, OffloadChoice, OffloadReport};
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
-use ferrotron_tensor::{Category, Stream, Tensor};
+use ferrotron_tensor::{Category, Stream, Tensor, format_bytes};
 
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
 const MAX_CONSECUTIVE_SKIPS: u64 = 10;
@@ -104,6 +105,8 @@ pub(super) struct StepRunner {
     pub(super) readback: Stream,
     recompute: Recompute,
     offload: Option<ActivationOffload>,
+    /// What offloading does, once it has been measured.
+    pub(super) offload_report: Option<OffloadReport>,
     schedule_kind: ScheduleKind,
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
     schedule: Option<Schedule>,
@@ -111,10 +114,8 @@ pub(super) struct StepRunner {
 }
 
 impl StepRunner {
-    pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepRunner> {
+    pub(super) fn new(rank: &Rank, r: &Resolved, estimate: &MemoryEstimate) -> Result<StepRunner> {
         let c = &r.config;
-        let min_bytes = c.offload.min_bytes.0 as usize;
-        let offload = |choice| ActivationOffload::new(rank, choice, min_bytes);
         Ok(StepRunner {
             progress: Progress::default(),
             schedules: state::schedules(r)?,
@@ -126,7 +127,8 @@ impl StepRunner {
             dropout: c.dropout.hidden as f32,
             readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
             recompute: c.train.recompute.modules(),
-            offload: c.offload.activations.choice().map(offload).transpose()?,
+            offload: activation_offload(rank, r, estimate)?,
+            offload_report: None,
             schedule_kind: c.parallel.schedule.schedule_kind(),
             schedule: None,
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
@@ -154,6 +156,11 @@ impl StepRunner {
         }
         if let Some(moe) = step_state.moe() {
             moe.begin_step(&rank.compute)?;
+        }
+        if let Some(report) = self.offload.as_ref().map(ActivationOffload::begin_step).transpose()?.flatten()
+        {
+            tracing::info!(shown = rank.world.rank() == 0, "{}", describe(&report));
+            self.offload_report = Some(report);
         }
         let ctx = StepContext {
             recompute: self.recompute,
@@ -261,6 +268,42 @@ impl StepRunner {
         let mine = if rank.tp.rank() == 0 { mine } else { vec![0.0; mine.len()] };
         self.all_reduce(&rank.world.all(), mine, label)
     }
+}
+
+/// The offloading of activations that a recipe asks for; an automatic one begins with what must move for a step to fit.
+fn activation_offload(
+    rank: &Rank,
+    r: &Resolved,
+    estimate: &MemoryEstimate,
+) -> Result<Option<ActivationOffload>> {
+    let c = &r.config.offload;
+    let choice = match (c.activations.choice(), rank.device().gpu()) {
+        (None, _) => return Ok(None),
+        (Some(OffloadChoice::Auto { .. }), Some(gpu)) => {
+            let (needed, layers) = estimate.needed_offload(rank.pp.rank(), gpu.memory)?;
+            OffloadChoice::Auto { needed, layers }
+        }
+        (Some(choice), _) => choice,
+    };
+    Ok(Some(ActivationOffload::new(rank, choice, c.min_bytes.0 as usize)?))
+}
+
+/// What offloading does, in one line.
+fn describe(r: &OffloadReport) -> String {
+    let [moved, movable, lower] = [r.moved, r.movable, r.peak_reduction].map(format_bytes);
+    let ms = |seconds: f64| format!("{:.1} ms", seconds * 1e3);
+    let [to_host, from_host] = [r.link.to_host, r.link.from_host].map(|rate| rate / 1e9);
+    if r.link.to_host == 0.0 {
+        return "offload.activations: nothing moves; no layer but the last saves a tensor of at least offload.min_bytes".into();
+    }
+    let mut out = format!(
+        "offload.activations: {moved} of {movable} of a micro-batch move, {lower} less at the peak; copies at {to_host:.1} GB/s \
+         to the host, {from_host:.1} GB/s back; expected stall {} in {}",
+        ms(r.expected_stall),
+        ms(r.seconds)
+    );
+    out += &r.measured_stall.map_or(String::new(), |stall| format!(", measured {}", ms(stall)));
+    out
 }
 
 fn pipeline_schedule(decoder: &Decoder, kind: ScheduleKind, micro_batches: usize) -> Result<Schedule> {

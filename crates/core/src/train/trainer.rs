@@ -22,6 +22,7 @@ use crate::data::Batches;
 use crate::events::Precision;
 use crate::optimizer::{LossScale, Optimizer, StateStorage};
 use ferrotron_engine::Rank;
+use ferrotron_engine::offload::OffloadReport;
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Event, Stream};
 
@@ -68,7 +69,7 @@ impl Trainer {
         let optimizer =
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
-        let runner = StepRunner::new(&rank, r)?;
+        let runner = StepRunner::new(&rank, r, &memory_estimate)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
         Ok(Trainer {
@@ -88,6 +89,11 @@ impl Trainer {
     /// Moves the data position and counters, as when weights come from elsewhere.
     pub fn set_progress(&mut self, progress: Progress) {
         self.runner.progress = progress;
+    }
+
+    /// What the offloading of activations does, once a step has been measured.
+    pub fn offload_report(&self) -> Option<OffloadReport> {
+        self.runner.offload_report
     }
 
     /// Optimizer steps done.

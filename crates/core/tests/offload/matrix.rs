@@ -5,7 +5,8 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 /// What is offloaded; the last two are for MoE layers.
-const OFFLOADED: [&str; 10] = [
+const OFFLOADED: [&str; 11] = [
+    "auto",
     "1",
     "3",
     "5",
@@ -112,10 +113,11 @@ impl Case {
         let modules = OFFLOADED[self.offloaded];
         let pipelined = layout.starts_with("pp2");
         let blocks = RECOMPUTED[self.recomputed].contains("attention");
+        let layers = modules == "auto" || modules.starts_with(char::is_numeric);
         (self.is_moe() || !modules.contains("expert") || modules.contains("fc1\",\"mlp_act"))
             && (self.is_moe() || !layout.contains("ep2"))
-            && (!full || modules.starts_with(char::is_numeric) || modules.contains("layer_input"))
-            && (!blocks || modules.contains("norm") || modules.starts_with(char::is_numeric))
+            && (!full || layers || modules.contains("layer_input"))
+            && (!blocks || modules.contains("norm") || layers)
             && !(model == "mtp" && (pipelined || precision == "nvfp4"))
             && !(self.is_moe() && ["mxfp8", "nvfp4"].contains(&precision))
             && !(model == "packed" && layout == "cp2")

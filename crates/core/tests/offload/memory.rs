@@ -1,6 +1,7 @@
 //! Memory with offloading: what leaves the device, what the host holds, and that neither grows.
 
 use super::*;
+use ferrotron_core::cost::MemoryEstimate;
 use ferrotron_tensor::Category;
 
 const ACTIVATIONS: usize = Category::Activations as usize;
@@ -44,4 +45,73 @@ fn a_budget_that_is_too_small_is_an_error_that_names_it() {
     let e =
         run(&recipe(&["offload.activations=4", "offload.host_budget=\"16KiB\""]), 1).unwrap_err().to_string();
     assert!(e.contains("out of host memory") && e.contains("offload.host_budget"), "{e}");
+}
+
+/// The estimate of a step counts what moves: by how much the peak falls, and what the host holds.
+#[test]
+fn the_estimate_counts_what_is_offloaded() {
+    const MOE: [&str; 4] = ["moe.experts=4", "moe.topk=4", "moe.ffn=64", "moe.shared_ffn=64"];
+    let sets: [&[&str]; 8] = [
+        &["offload.activations=1"],
+        &["offload.activations=4"],
+        &["offload.activations=[\"core_attn\",\"attn_proj\"]"],
+        &["offload.activations=[\"mlp_act\",\"fc2\",\"fc1\",\"qkv_linear\"]"],
+        &["offload.activations=3", "train.recompute=full"],
+        &["offload.activations=2", "precision.recipe=fp8-current"],
+        &["offload.activations=3", "offload.optimizer=1", "optimizer.state_dtype=bf16"],
+        &["offload.optimizer=0.5"],
+    ];
+    for (moe, set) in [false, true].into_iter().flat_map(|moe| sets.iter().map(move |set| (moe, set))) {
+        let mut all = vec!["precision.dtype=bf16", "data.seq_len=64", "train.micro_batch=2"];
+        all.extend(MOE.iter().filter(|_| moe));
+        all.extend(*set);
+        let of = |more: &[&str]| {
+            let r = recipe(&[&all[..], more].concat());
+            let (_, memory) = run(&r, 2).unwrap();
+            (memory[0].clone(), MemoryEstimate::of(&r).unwrap().largest().unwrap())
+        };
+        let (without, estimated_without) = of(&["offload.activations=off", "offload.optimizer=0"]);
+        let (with, estimated) = of(&[]);
+        let near = |what: &str, guess: usize, measured: usize| {
+            let error = guess as f64 / measured.max(1) as f64 - 1.0;
+            assert!(
+                error.abs() <= 0.03 || guess == measured,
+                "{what}, moe {moe}, {set:?}: {guess} estimated, {measured}"
+            );
+        };
+        let lower = estimated_without.activations - estimated.activations;
+        near("activations", without.peak[ACTIVATIONS] - lower, with.peak[ACTIVATIONS]);
+        near("host", estimated.host, with.host.peak);
+    }
+}
+
+/// After three steps the choice is made, and two steps later its effect is measured.
+#[test]
+fn an_automatic_choice_is_made_and_reported() {
+    let reports = |offload: &str| {
+        let r = recipe(&[offload, "precision.dtype=f32"]);
+        let sources = source::open(&r).unwrap();
+        let mut trainer = Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();
+        let mut all = Vec::new();
+        for _ in 0..7 {
+            trainer.train_step(&*sources.train).unwrap();
+            all.push(trainer.offload_report());
+        }
+        all
+    };
+    let all = reports("offload.activations=auto");
+    assert!(all[1].is_none(), "{all:?}");
+    let chosen = all[2].unwrap();
+    // Six layers; copies of a few KiB are free, so that all move but those that end the forward pass.
+    assert!(
+        chosen.moved > 0 && chosen.moved < chosen.movable && chosen.measured_stall.is_none(),
+        "{chosen:?}"
+    );
+    assert!(chosen.peak_reduction > 0 && chosen.expected_stall == 0.0, "{chosen:?}");
+    let ran = all[6].unwrap();
+    assert!(ran.measured_stall.is_some_and(|stall| stall >= 0.0) && ran.link.from_host > 0.0, "{ran:?}");
+    let fixed = reports("offload.activations=2");
+    let report = fixed[6].unwrap();
+    assert!(report.measured_stall.is_some() && report.moved * 3 == report.movable, "{report:?}");
+    assert!(reports("offload.activations=off").iter().all(Option::is_none));
 }

@@ -1,8 +1,11 @@
-//! Which activations of a model are offloaded.
+//! Which activations of a model are offloaded: as settings say, or as much as the link moves for free and as must move.
 
-use super::{OffloadPlan, OffloadedLayer, Offloader};
+use super::profile::{MeasuredPass, RecordedPasses};
+use super::{ChunkProfile, Expected, Link, OffloadPlan, OffloadedLayer, Offloader, PassRecorder};
 use crate::{Module, Rank, Saved};
 use ferrotron_tensor::Result;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What to offload.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -11,33 +14,289 @@ pub enum OffloadChoice {
     Layers(usize),
     /// The activations of these modules, in all layers but the last of each chunk.
     Modules(Vec<Module>),
+    /// What the link moves while the device computes, and at least `needed` bytes of each micro-batch.
+    Auto {
+        /// Bytes without which a step does not fit.
+        needed: usize,
+        /// The first layers of each chunk that are offloaded until a step has been measured, at least one: their copies tell
+        /// the rate of the link.
+        layers: usize,
+    },
 }
+
+/// Steps before the one that is measured: the first chooses GEMM algorithms.
+const WARM_UP: u64 = 1;
+/// Of the link's rate, which varies from step to step.
+const USABLE: f64 = 0.95;
+/// Layers by which a reload starts earlier than it must.
+const LEAD: usize = 1;
 
 /// The offloading of a rank's activations.
 pub struct ActivationOffload {
     offloader: Offloader,
     choice: OffloadChoice,
+    passes: RecordedPasses,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    steps: u64,
+    /// Step whose passes are recorded.
+    recorded: Option<u64>,
+    /// Plans of the chunks, where they were chosen by measurement.
+    plans: BTreeMap<usize, OffloadPlan>,
+    chosen: bool,
+    done: bool,
+}
+
+/// What offloading does to one micro-batch on one rank, as measured and as planned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct OffloadReport {
+    /// Bytes that layers save and that could be offloaded.
+    pub movable: usize,
+    /// Bytes that move to the host and back.
+    pub moved: usize,
+    /// Bytes by which the resident activations are lower at their peak.
+    pub peak_reduction: usize,
+    /// Measured rates of the copies of a pass; 0 if nothing moves.
+    pub link: Link,
+    /// Seconds of computation.
+    pub seconds: f64,
+    /// Seconds that computation is expected to wait.
+    pub expected_stall: f64,
+    /// Seconds that it waited, where the plan has run.
+    pub measured_stall: Option<f64>,
 }
 
 impl ActivationOffload {
     /// Offloads tensors of at least `min_bytes`.
     pub fn new(rank: &Rank, choice: OffloadChoice, min_bytes: usize) -> Result<ActivationOffload> {
-        Ok(ActivationOffload { offloader: Offloader::new(rank, min_bytes)?, choice })
+        let offloader = Offloader::new(rank, min_bytes)?;
+        Ok(ActivationOffload {
+            offloader,
+            choice,
+            passes: RecordedPasses::default(),
+            state: Mutex::default(),
+        })
     }
 
-    /// The moves of a chunk of `layers` layers.
-    pub fn plan(&self, layers: usize) -> OffloadPlan {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The moves of chunk `chunk` with `layers` layers.
+    pub fn plan(&self, chunk: usize, layers: usize) -> OffloadPlan {
         match &self.choice {
             OffloadChoice::Layers(count) => OffloadPlan::first(*count, layers),
             OffloadChoice::Modules(_) => OffloadPlan::streamed(layers),
+            OffloadChoice::Auto { layers: count, .. } => match self.lock().plans.get(&chunk) {
+                Some(plan) => plan.clone(),
+                None => OffloadPlan::first((*count).max(1), layers),
+            },
         }
     }
 
-    /// Starts to offload what a layer has saved.
-    pub fn start(&self, saved: &mut impl Saved) -> Result<OffloadedLayer> {
-        self.offloader.offload(saved, &|module| match &self.choice {
-            OffloadChoice::Layers(_) => true,
+    /// A recorder of the pass that begins, if it is the first of its chunk in a step to be measured.
+    pub fn recorder(&self, chunk: usize) -> Option<PassRecorder> {
+        let state = self.lock();
+        if state.recorded != Some(state.steps) || self.recorded().iter().any(|(c, _)| *c == chunk) {
+            return None;
+        }
+        Some(PassRecorder::new(self.offloader.compute(), chunk, &self.passes))
+    }
+
+    fn recorded(&self) -> MutexGuard<'_, Vec<(usize, super::profile::RecordedPass)>> {
+        self.passes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts to offload what a layer has saved: at most `count` allocations.
+    pub fn start(
+        &self,
+        saved: &mut impl Saved,
+        count: usize,
+        recorder: Option<&mut PassRecorder>,
+    ) -> Result<OffloadedLayer> {
+        let layer = self.offloader.offload(saved, &|module| self.wants(module), count)?;
+        if let Some(recorder) = recorder {
+            recorder.copied(&layer);
+        }
+        Ok(layer)
+    }
+
+    /// Notes what a layer has saved that could be offloaded.
+    pub fn note(&self, saved: &mut impl Saved, recorder: &mut PassRecorder) {
+        let found = self.offloader.candidates(saved, &|module| self.wants(module));
+        recorder.saved(found.iter().map(|t| t.allocation_bytes()).collect());
+    }
+
+    fn wants(&self, module: Module) -> bool {
+        match &self.choice {
             OffloadChoice::Modules(list) => list.contains(&module),
-        })
+            _ => true,
+        }
+    }
+
+    /// Before a step: when a measured step is complete on the device, chooses and reports. The report of an automatic choice
+    /// comes twice: as it is made, and when it has run.
+    pub fn begin_step(&self) -> Result<Option<OffloadReport>> {
+        let mut state = self.lock();
+        let step = state.steps;
+        state.steps += 1;
+        if state.done {
+            return Ok(None);
+        }
+        let recorded = match state.recorded {
+            None if step == WARM_UP => {
+                state.recorded = Some(state.steps);
+                return Ok(None);
+            }
+            Some(recorded) if recorded < state.steps => recorded,
+            _ => return Ok(None),
+        };
+        let passes = std::mem::take(&mut *self.recorded());
+        if passes.is_empty() || !passes.iter().all(|(_, p)| p.is_reached()) {
+            // The device has not come so far; after a while without any pass there is nothing to report.
+            state.done = passes.is_empty() && step > recorded + 8;
+            *self.recorded() = passes;
+            return Ok(None);
+        }
+        let measured: Vec<(usize, MeasuredPass)> =
+            passes.iter().map(|(chunk, pass)| Ok((*chunk, pass.measure()?))).collect::<Result<_>>()?;
+        let link = link(&measured);
+        let fixed = !matches!(self.choice, OffloadChoice::Auto { .. });
+        if fixed || state.chosen || link.to_host == 0.0 {
+            state.done = true;
+            drop(state);
+            return Ok(Some(self.report(link, &measured, true)));
+        }
+        if let OffloadChoice::Auto { needed, .. } = self.choice {
+            let each = needed.div_ceil(measured.len().max(1));
+            for (chunk, pass) in &measured {
+                state.plans.insert(*chunk, choose(&pass.profile, link, each));
+            }
+        }
+        // One step settles under the new plan; the next one is measured.
+        state.chosen = true;
+        state.recorded = Some(state.steps + 1);
+        drop(state);
+        Ok(Some(self.report(link, &measured, false)))
+    }
+
+    /// Sums over chunks.
+    fn report(&self, link: Link, passes: &[(usize, MeasuredPass)], ran: bool) -> OffloadReport {
+        let mut out = OffloadReport {
+            movable: 0,
+            moved: 0,
+            peak_reduction: 0,
+            link,
+            seconds: 0.0,
+            expected_stall: 0.0,
+            measured_stall: None,
+        };
+        let mut stall = 0.0;
+        for (chunk, MeasuredPass { profile, stall: waited, .. }) in passes {
+            let plan = self.plan(*chunk, profile.layers.len());
+            let expected = match link.to_host > 0.0 {
+                true => profile.run(&plan, link),
+                false => Expected { peak: profile.movable(), stall: 0.0 },
+            };
+            out.movable += profile.movable();
+            out.moved += profile.all_moved(&plan);
+            out.peak_reduction += profile.movable().saturating_sub(expected.peak);
+            out.seconds += profile.seconds();
+            out.expected_stall += expected.stall;
+            stall += waited;
+        }
+        out.measured_stall = ran.then_some(stall);
+        out
+    }
+}
+
+/// The rates of the copies of some passes.
+fn link(passes: &[(usize, MeasuredPass)]) -> Link {
+    let rate = |direction: usize| {
+        let copied = passes.iter().map(|(_, p)| p.copied[direction]);
+        let (bytes, seconds) = copied.fold((0, 0.0), |sum, (b, s)| (sum.0 + b, sum.1 + s));
+        bytes as f64 / f64::max(seconds, 1e-9)
+    };
+    Link { to_host: rate(0), from_host: rate(1) }
+}
+
+/// Offloads as many allocations, from the first layer on, as can be copied before the last layer's forward without a wait,
+/// and more where the peak must be lower by `needed` bytes.
+fn choose(chunk: &ChunkProfile, link: Link, needed: usize) -> OffloadPlan {
+    let careful = Link { to_host: link.to_host * USABLE, from_host: link.from_host * USABLE };
+    let count = chunk.layers.len();
+    let (all, mut best) = (chunk.movable(), OffloadPlan { layers: vec![None; count] });
+    let mut chosen: Vec<(usize, usize)> = Vec::new();
+    for (l, layer) in chunk.layers.iter().enumerate().take(count.saturating_sub(1)) {
+        for of in 1..=layer.allocations.len() {
+            match chosen.last_mut() {
+                Some(last) if last.0 == l => last.1 = of,
+                _ => chosen.push((l, of)),
+            }
+            let plan = chunk.plan(&chosen, careful, LEAD);
+            let in_time = plan.layers.iter().flatten().all(|m| m.release_before < count);
+            let free = in_time && chunk.run(&plan, careful).stall <= 0.0;
+            if !free && all - chunk.peak(&best) >= needed {
+                return best;
+            }
+            best = if free { plan } else { in_time_to_fit(plan) };
+        }
+    }
+    best
+}
+
+/// Releases layers as early as the default schedule does: of K of L layers, layer i before the forward of layer L − K + i, so
+/// that the peak falls by all that moves, even where computation waits for it.
+fn in_time_to_fit(mut plan: OffloadPlan) -> OffloadPlan {
+    let (count, moving) = (plan.layers.len(), plan.layers.iter().flatten().count());
+    for (i, m) in plan.layers.iter_mut().flatten().enumerate() {
+        m.release_before = m.release_before.min(count - moving + i);
+        m.reload_before = m.reload_before.min((count - 1 - moving + i).max(i + 1).min(count - 1));
+    }
+    plan
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::offload::LayerProfile;
+
+    fn chunk() -> ChunkProfile {
+        let layer = LayerProfile { forward: 1.0, backward: 2.0, allocations: vec![500, 1500, 1000] };
+        ChunkProfile { layers: vec![layer; 10], output: 1.0 }
+    }
+
+    /// 8 of 10 layers lie between the end of the first and the start of the last: 8 s.
+    #[test]
+    fn as_much_moves_as_is_free() {
+        let link = Link { to_host: 1000.0, from_host: 1000.0 };
+        let plan = choose(&chunk(), link, 0);
+        // 7,600 bytes of 30,000 at 95 % of the rate: two layers and two allocations of the third would be 8,000.
+        assert_eq!(chunk().all_moved(&plan), 6500);
+        let e = chunk().run(&plan, link);
+        assert_eq!((e.peak, e.stall), (30_000 - 6500, 0.0));
+    }
+
+    #[test]
+    fn what_must_move_moves_even_if_it_is_not_free() {
+        let link = Link { to_host: 1000.0, from_host: 1000.0 };
+        let plan = choose(&chunk(), link, 12_000);
+        let e = chunk().run(&plan, link);
+        assert!(e.peak <= 18_000 && e.stall > 2.0, "{e:?}");
+        // As much as there is, if that is not enough.
+        let plan = choose(&chunk(), link, 100_000);
+        assert_eq!(chunk().all_moved(&plan), 27_000);
+    }
+
+    #[test]
+    fn a_fast_link_moves_all_layers_but_two() {
+        let link = Link { to_host: 1e9, from_host: 1e9 };
+        // The layer before the last is released before the output at the earliest.
+        assert_eq!(chunk().all_moved(&choose(&chunk(), link, 0)), 24_000);
+        let empty = ChunkProfile::default();
+        assert!(choose(&empty, link, 7).is_empty());
     }
 }

@@ -19,11 +19,13 @@
 
 mod activations;
 mod plan;
+mod profile;
 #[cfg(test)]
 mod tests;
 
-pub use activations::{ActivationOffload, OffloadChoice};
-pub use plan::{LayerMoves, LayerProfile, Link, OffloadPlan, PlannedOffload, plan};
+pub use activations::{ActivationOffload, OffloadChoice, OffloadReport};
+pub use plan::{ChunkProfile, Expected, LayerMoves, LayerProfile, Link, OffloadPlan};
+pub use profile::PassRecorder;
 
 use crate::{Module, OffloadClass, Rank, Saved};
 use ferrotron_tensor::trace::OFFLOAD;
@@ -80,9 +82,14 @@ impl Offloader {
         stream.wait(event)
     }
 
-    /// Starts to copy the activations of a layer that `wanted` selects. An allocation that several tensors share is copied
-    /// once; one of which less than half is saved stays, and so do small tensors.
-    pub fn offload(&self, saved: &mut impl Saved, wanted: &dyn Fn(Module) -> bool) -> Result<OffloadedLayer> {
+    /// The stream that computes.
+    fn compute(&self) -> &Stream {
+        &self.compute
+    }
+
+    /// The allocations of a layer that `wanted` selects and that can be offloaded, in the order in which forward wrote them.
+    /// An allocation that several tensors share counts once; one of which less than half is saved stays, and so do small ones.
+    fn candidates(&self, saved: &mut impl Saved, wanted: &dyn Fn(Module) -> bool) -> Vec<Tensor> {
         let mut allocations: Vec<(Tensor, usize)> = Vec::new();
         let mut kept = Vec::new();
         saved.modules(&mut |module, t| {
@@ -103,17 +110,25 @@ impl Offloader {
         };
         allocations.retain(moves);
         // The visitor's order is that of backward's first reads; forward wrote them in the opposite order.
-        allocations.reverse();
-        let mut layer = OffloadedLayer {
-            offloader: self.clone(),
-            moved: Vec::with_capacity(allocations.len()),
-            phase: Phase::Copying,
-        };
-        if allocations.is_empty() {
+        allocations.into_iter().rev().map(|(tensor, _)| tensor).collect()
+    }
+
+    /// Starts to copy the first `count` allocations of a layer that `wanted` selects.
+    pub fn offload(
+        &self,
+        saved: &mut impl Saved,
+        wanted: &dyn Fn(Module) -> bool,
+        count: usize,
+    ) -> Result<OffloadedLayer> {
+        let (moved, phase) = (Vec::new(), Phase::Copying);
+        let mut layer = OffloadedLayer { offloader: self.clone(), moved, begin: [None, None], phase };
+        let allocations = self.candidates(saved, wanted);
+        if allocations.is_empty() || count == 0 {
             return Ok(layer);
         }
         self.order(Edge::Produced, &self.to_host, &self.compute.record()?)?;
-        for (tensor, _) in allocations {
+        layer.begin[0] = Some(self.to_host.record()?);
+        for tensor in allocations.iter().take(count) {
             let device = tensor.allocation()?;
             let host = Tensor::host(&self.to_host, device.shape(), DType::U8)?;
             self.to_host.copy(&device, &host)?;
@@ -150,10 +165,22 @@ enum Phase {
 pub struct OffloadedLayer {
     offloader: Offloader,
     moved: Vec<Moved>,
+    /// Begin of the copies to the host, and of those back.
+    begin: [Option<Event>; 2],
     phase: Phase,
 }
 
 impl OffloadedLayer {
+    /// Begin and end of its copies to the host.
+    fn copied(&self) -> Option<[Event; 2]> {
+        Some([self.begin[0].clone()?, self.moved.last()?.copied.clone()])
+    }
+
+    /// Begin and end of its copies back, once they have been started.
+    fn loaded(&self) -> Option<[Event; 2]> {
+        Some([self.begin[1].clone()?, self.moved.first()?.loaded.clone()?])
+    }
+
     /// Bytes that move.
     pub fn bytes(&self) -> usize {
         self.moved.iter().map(|m| m.host.bytes()).sum()
@@ -185,6 +212,7 @@ impl OffloadedLayer {
             memory.push(Tensor::empty(&o.compute, m.host.shape(), DType::U8, Category::Activations)?);
         }
         o.order(Edge::Vacated, &o.from_host, &o.compute.record()?)?;
+        self.begin[1] = Some(o.from_host.record()?);
         for (m, device) in self.moved.iter_mut().rev().zip(&memory) {
             o.from_host.copy(&m.host, device)?;
             m.loaded = Some(o.from_host.record()?);

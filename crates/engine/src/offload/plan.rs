@@ -3,9 +3,11 @@
 /// When an offloaded layer moves, in layers of its chunk: `0..L`, and `L` for the output (final norm, LM head) after them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerMoves {
-    /// Its device memory is released before the forward of this layer.
+    /// Allocations that move, at most: the first that forward wrote.
+    pub count: usize,
+    /// Their device memory is released before the forward of this layer.
     pub release_before: usize,
-    /// Its reload starts before the backward of this layer.
+    /// Their reload starts before the backward of this layer.
     pub reload_before: usize,
 }
 
@@ -26,29 +28,133 @@ pub struct Link {
 }
 
 /// One layer as the planner sees it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct LayerProfile {
     /// Seconds of its forward.
     pub forward: f64,
     /// Seconds of its backward.
     pub backward: f64,
-    /// Bytes that can be offloaded.
-    pub bytes: f64,
+    /// Bytes of each allocation that can be offloaded, in the order in which forward wrote them.
+    pub allocations: Vec<usize>,
 }
 
-/// A plan with what it is expected to do.
-#[derive(Clone, Debug, PartialEq)]
-pub struct PlannedOffload {
-    /// The plan.
-    pub plan: OffloadPlan,
-    /// Time at which each offloaded layer is on the host, from the start of forward, in order of layers.
-    pub done: Vec<f64>,
-    /// Time at which each reload starts, in the same order.
-    pub reload_start: Vec<f64>,
+/// One pass of a chunk, forward and backward.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct ChunkProfile {
+    /// Its layers.
+    pub layers: Vec<LayerProfile>,
+    /// Seconds between the last layer's forward and its backward: final norm, LM head and loss.
+    pub output: f64,
+}
+
+/// What a plan is expected to do in one pass.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Expected {
     /// Largest sum of resident bytes of layers.
-    pub peak: f64,
-    /// Seconds that computation waits for copies in one pass forward and backward.
+    pub peak: usize,
+    /// Seconds that computation waits for copies.
     pub stall: f64,
+}
+
+impl LayerProfile {
+    /// Bytes of its first `count` allocations.
+    fn bytes(&self, count: usize) -> usize {
+        self.allocations.iter().take(count).sum()
+    }
+}
+
+impl ChunkProfile {
+    /// Bytes of a layer that a plan moves.
+    fn moved(&self, plan: &OffloadPlan, layer: usize) -> usize {
+        plan.layer(layer).map_or(0, |m| self.layers[layer].bytes(m.count))
+    }
+
+    /// Bytes of all layers that a plan moves.
+    pub fn all_moved(&self, plan: &OffloadPlan) -> usize {
+        (0..self.layers.len()).map(|l| self.moved(plan, l)).sum()
+    }
+
+    /// Bytes that all layers together could move.
+    pub fn movable(&self) -> usize {
+        self.layers.iter().map(|l| l.bytes(usize::MAX)).sum()
+    }
+
+    /// Seconds of computation.
+    pub fn seconds(&self) -> f64 {
+        self.layers.iter().map(|l| l.forward + l.backward).sum::<f64>() + self.output
+    }
+
+    /// Runs a plan in time: computation in order, each direction of the link in order, waits as [`super`] makes them.
+    pub fn run(&self, plan: &OffloadPlan, link: Link) -> Expected {
+        let count = self.layers.len();
+        let (mut now, mut to_host, mut from_host) = (0f64, 0f64, 0f64);
+        let (mut copied, mut loaded) = (vec![0f64; count], vec![0f64; count]);
+        for l in 0..=count {
+            now = plan.releases(l).map(|i| copied[i]).fold(now, f64::max);
+            let Some(layer) = self.layers.get(l) else { continue };
+            now += layer.forward;
+            if plan.layer(l).is_some() {
+                to_host = to_host.max(now) + self.moved(plan, l) as f64 / link.to_host;
+                copied[l] = to_host;
+            }
+        }
+        now += self.output;
+        for (l, layer) in self.layers.iter().enumerate().rev() {
+            for i in plan.reloads(l) {
+                from_host = from_host.max(now) + self.moved(plan, i) as f64 / link.from_host;
+                loaded[i] = from_host;
+            }
+            now = now.max(loaded[l]) + layer.backward;
+        }
+        Expected { peak: self.peak(plan), stall: (now - self.seconds()).max(0.0) }
+    }
+
+    /// Largest sum of resident bytes that can move, over the forward and the backward of every layer.
+    pub fn peak(&self, plan: &OffloadPlan) -> usize {
+        let count = self.layers.len();
+        let resident = |last: usize, there: &dyn Fn(LayerMoves) -> bool| -> usize {
+            let of = |i: usize| {
+                let away = plan.layer(i).is_some_and(|m| !there(m));
+                self.layers[i].bytes(usize::MAX) - if away { self.moved(plan, i) } else { 0 }
+            };
+            (0..=last).map(of).sum()
+        };
+        let forward = (0..count).map(|l| resident(l, &|m| m.release_before > l));
+        // Layers after l are done; of the others those that stay, and those whose reload has begun.
+        let backward = (0..count).map(|l| resident(l, &|m| m.reload_before >= l || m.release_before > count));
+        forward.chain(backward).max().unwrap_or(0)
+    }
+
+    /// Plans the offload of the layers `chosen` (ascending), of each so many allocations: a layer is released when its copy,
+    /// in the queue of all copies, is complete, and reloaded as late as its own copy and those after it allow, but `lead`
+    /// layers earlier. Times count from when layers have run without waiting.
+    pub fn plan(&self, chosen: &[(usize, usize)], link: Link, lead: usize) -> OffloadPlan {
+        let (layers, count) = (&self.layers, self.layers.len());
+        // Start of each layer's forward, and the end of all of them.
+        let mut starts = vec![0.0; count + 1];
+        for (l, layer) in layers.iter().enumerate() {
+            starts[l + 1] = starts[l] + layer.forward;
+        }
+        // Start of each layer's backward, from the last layer to the first.
+        let mut backward = vec![starts[count] + self.output; count];
+        for l in (1..count).rev() {
+            backward[l - 1] = backward[l] + layers[l].backward;
+        }
+        let mut plan = OffloadPlan { layers: vec![None; count] };
+        // The queue of reloads is filled from its end: layer 0 is needed last.
+        let (mut done, mut reload) = (0f64, f64::INFINITY);
+        for &(i, of) in chosen {
+            let bytes = layers[i].bytes(of) as f64;
+            done = done.max(starts[i + 1]) + bytes / link.to_host;
+            reload = reload.min(backward[i]) - bytes / link.from_host;
+            let release_before = (i + 1..=count).find(|l| starts[*l] >= done).unwrap_or(count);
+            // Of the layers whose backward starts early enough, the one that runs last; at least one layer ahead.
+            let started = (0..count).find(|l| backward[*l] <= reload);
+            let reload_before = started.map_or(count - 1, |l| (l + lead).max(i + 1).min(count - 1));
+            plan.layers[i] = Some(LayerMoves { count: of, release_before, reload_before });
+        }
+        plan
+    }
 }
 
 impl OffloadPlan {
@@ -58,6 +164,7 @@ impl OffloadPlan {
     pub fn first(count: usize, layers: usize) -> OffloadPlan {
         let count = count.min(layers.saturating_sub(1));
         let moves = |i: usize| LayerMoves {
+            count: usize::MAX,
             release_before: layers - count + i,
             reload_before: layers - 1 - count + i,
         };
@@ -67,7 +174,11 @@ impl OffloadPlan {
     /// All of `layers` layers but the last, where the copies of a layer take less time than its forward: a layer is released
     /// a whole layer after its own forward, and reloaded during the backward of the next one.
     pub fn streamed(layers: usize) -> OffloadPlan {
-        let moves = |i: usize| LayerMoves { release_before: (i + 2).min(layers), reload_before: i + 1 };
+        let moves = |i: usize| LayerMoves {
+            count: usize::MAX,
+            release_before: (i + 2).min(layers),
+            reload_before: i + 1,
+        };
         OffloadPlan { layers: (0..layers).map(|i| (i + 1 < layers).then(|| moves(i))).collect() }
     }
 
@@ -98,118 +209,71 @@ impl OffloadPlan {
     }
 }
 
-/// Plans the offload of the layers `chosen` (ascending): a layer is released when its copy, in the queue of all copies, is
-/// complete, and reloaded as late as its own copy and those after it allow. One pass forward and backward over the chunk;
-/// times of copies count from when layers have run without waiting.
-pub fn plan(layers: &[LayerProfile], chosen: &[usize], link: Link) -> PlannedOffload {
-    let count = layers.len();
-    // Start of each layer's forward, and the end of all of them.
-    let mut starts = vec![0.0; count + 1];
-    for (l, layer) in layers.iter().enumerate() {
-        starts[l + 1] = starts[l] + layer.forward;
-    }
-    let end = starts[count];
-    // Start of each layer's backward, from the last layer to the first.
-    let mut backward = vec![end; count];
-    for l in (1..count).rev() {
-        backward[l - 1] = backward[l] + layers[l].backward;
-    }
-    let (mut done, mut stall) = (Vec::with_capacity(chosen.len()), 0f64);
-    let mut at = 0f64;
-    for &i in chosen {
-        at = at.max(starts[i + 1]) + layers[i].bytes / link.to_host;
-        done.push(at);
-    }
-    stall += (at - end).max(0.0);
-    // The queue of reloads is filled from its end: layer 0 is needed last.
-    let (mut last, mut reload_start) = (f64::INFINITY, Vec::with_capacity(chosen.len()));
-    for &i in chosen {
-        last = backward[i].min(last) - layers[i].bytes / link.from_host;
-        reload_start.push(last);
-    }
-    let mut plan = OffloadPlan { layers: vec![None; count] };
-    for (at, &i) in chosen.iter().enumerate() {
-        let release_before = (i + 1..=count).find(|l| starts[*l] >= done[at]).unwrap_or(count);
-        // Of the layers whose backward starts early enough, the one that runs last; at least one layer ahead.
-        let started = (0..count).find(|l| backward[*l] <= reload_start[at]);
-        let reload_before = started.unwrap_or(count - 1).max(i + 1).min(count - 1);
-        stall += if started.is_none() { backward[count - 1] - reload_start[at] } else { 0.0 };
-        plan.layers[i] = Some(LayerMoves { release_before, reload_before });
-    }
-    let peak = peak(layers, &plan);
-    PlannedOffload { plan, done, reload_start, peak, stall }
-}
-
-/// Largest sum of resident bytes, over the forward and the backward of every layer.
-fn peak(layers: &[LayerProfile], plan: &OffloadPlan) -> f64 {
-    let count = layers.len();
-    let forward = (0..count).map(|l| {
-        let there = |i: &usize| plan.layer(*i).is_none_or(|m| m.release_before > l);
-        (0..=l).filter(there).map(|i| layers[i].bytes).sum::<f64>()
-    });
-    let backward = (0..count).map(|l| {
-        // Layers after l are done; of the others those that stay, and those whose reload has begun.
-        let there =
-            |i: &usize| plan.layer(*i).is_none_or(|m| m.reload_before >= l || m.release_before >= count);
-        (0..=l).filter(there).map(|i| layers[i].bytes).sum::<f64>()
-    });
-    forward.chain(backward).fold(0.0, f64::max)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const LINK: Link = Link { to_host: 1.0, from_host: 1.0 };
+    /// A byte takes 1 ms.
+    const LINK: Link = Link { to_host: 1e3, from_host: 1e3 };
 
-    fn uniform(count: usize, bytes: f64) -> Vec<LayerProfile> {
-        vec![LayerProfile { forward: 1.0, backward: 2.0, bytes }; count]
+    fn layer(forward: f64, bytes: usize) -> LayerProfile {
+        LayerProfile { forward, backward: 2.0 * forward, allocations: vec![bytes] }
     }
 
-    fn moves(p: &PlannedOffload) -> (Vec<usize>, Vec<usize>) {
-        p.plan.layers.iter().flatten().map(|m| (m.release_before, m.reload_before)).unzip()
+    fn uniform(count: usize, bytes: usize) -> ChunkProfile {
+        ChunkProfile { layers: vec![layer(1.0, bytes); count], output: 0.0 }
+    }
+
+    fn whole(layers: std::ops::Range<usize>) -> Vec<(usize, usize)> {
+        layers.map(|l| (l, usize::MAX)).collect()
+    }
+
+    fn moves(p: &OffloadPlan) -> (Vec<usize>, Vec<usize>) {
+        p.layers.iter().flatten().map(|m| (m.release_before, m.reload_before)).unzip()
     }
 
     #[test]
     fn uniform_layers() {
-        let p = plan(&uniform(8, 1.5), &[0, 1, 2, 3], LINK);
-        assert_eq!(p.done, [2.5, 4.0, 5.5, 7.0]);
+        let chunk = uniform(8, 1500);
+        let p = chunk.plan(&whole(0..4), LINK, 0);
+        // Copies are done at 2.5, 4, 5.5 and 7.
         assert_eq!(moves(&p), (vec![3, 4, 6, 7], vec![1, 2, 3, 4]));
-        assert_eq!((p.peak / 1.5, p.stall), (4.0, 0.0));
+        assert_eq!(chunk.run(&p, LINK), Expected { peak: 4 * 1500, stall: 0.0 });
     }
 
     #[test]
     fn unequal_layers() {
-        let layers: Vec<LayerProfile> = (0..8)
-            .map(|i| match i % 2 {
-                0 => LayerProfile { forward: 1.0, backward: 2.0, bytes: 0.5 },
-                _ => LayerProfile { forward: 2.0, backward: 4.0, bytes: 3.0 },
-            })
-            .collect();
-        let p = plan(&layers, &[0, 1, 2, 3], LINK);
-        assert_eq!(p.done, [1.5, 6.0, 6.5, 9.5]);
-        assert_eq!(p.reload_start, [33.5, 27.0, 26.5, 21.0]);
+        let layers = (0..8).map(|i| if i % 2 == 0 { layer(1.0, 500) } else { layer(2.0, 3000) }).collect();
+        let chunk = ChunkProfile { layers, output: 0.0 };
+        let p = chunk.plan(&whole(0..4), LINK, 0);
+        // Copies are done at 1.5, 6, 6.5 and 9.5; reloads start at 33.5, 27, 26.5 and 21.
         assert_eq!(moves(&p), (vec![2, 4, 5, 7], vec![1, 3, 3, 5]));
-        assert_eq!((p.peak, p.stall), (7.0, 0.0));
+        assert_eq!(chunk.run(&p, LINK), Expected { peak: 7000, stall: 0.0 });
+        assert_eq!((chunk.movable(), chunk.all_moved(&p)), (14000, 7000));
     }
 
     /// K_free = min(L − 2, ⌊(L − 2) / max(1, r)⌋) for uniform layers whose copy takes r forwards.
     #[test]
     fn as_many_layers_are_free_as_the_link_allows() {
-        for (count, ratio, free) in
-            [(32, 1.5, 20), (32, 2.0, 15), (32, 3.0, 10), (80, 1.5, 52), (80, 2.0, 39)]
+        for (count, bytes, free) in
+            [(32, 1500, 20), (32, 2000, 15), (32, 3000, 10), (80, 1500, 52), (80, 2000, 39), (16, 500, 14)]
         {
-            let layers = uniform(count, ratio);
+            let chunk = uniform(count, bytes);
             // The last copy must be complete when the last layer's forward starts.
             let is_free = |k: usize| {
-                let p = plan(&layers, &(0..k).collect::<Vec<_>>(), LINK);
-                p.stall == 0.0 && p.plan.layers.iter().flatten().all(|m| m.release_before < count)
+                let p = chunk.plan(&whole(0..k), LINK, 0);
+                let released = p.layers.iter().flatten().all(|m| m.release_before < count);
+                chunk.run(&p, LINK).stall == 0.0 && released
             };
-            assert_eq!(
-                (1..count - 1).take_while(|k| is_free(*k)).count(),
-                free,
-                "{count} layers, ratio {ratio}"
-            );
+            assert_eq!((1..count - 1).take_while(|k| is_free(*k)).count(), free, "{count} of {bytes}");
+            // Beyond, forward waits: about K·x − (L − 2)·f.
+            let k = free + 2;
+            if k < count && bytes > 1000 {
+                let p = OffloadPlan::first(k, count);
+                let waits = (k * bytes) as f64 / 1e3 - (count - 2) as f64;
+                let stall = chunk.run(&p, LINK).stall;
+                assert!((stall - waits).abs() <= 1.0, "{k} of {count}: {stall} s instead of {waits}");
+            }
         }
     }
 
@@ -219,11 +283,21 @@ mod tests {
             for k in 0..count {
                 let p = OffloadPlan::first(k, count);
                 assert_eq!(p.layers.iter().flatten().count(), k);
-                let resident = peak(&uniform(count, 1.0), &p);
-                assert!(resident <= (count - k).max(1) as f64, "{k} of {count}: {resident}");
+                let resident = uniform(count, 1).peak(&p);
+                assert!(resident <= (count - k).max(1), "{k} of {count}: {resident}");
             }
         }
         assert_eq!(OffloadPlan::first(9, 4), OffloadPlan::first(3, 4));
         assert!(OffloadPlan::first(1, 1).is_empty() && OffloadPlan::first(0, 0).is_empty());
+    }
+
+    #[test]
+    fn a_part_of_a_layer_can_move() {
+        let mut chunk = uniform(6, 1000);
+        chunk.layers.iter_mut().for_each(|l| l.allocations = vec![300, 100, 600]);
+        let p = chunk.plan(&[(0, 3), (1, 2)], LINK, 0);
+        assert_eq!((chunk.all_moved(&p), chunk.peak(&p)), (1400, 4600));
+        // The copy of the second layer takes 0.4 of a forward.
+        assert_eq!(moves(&p), (vec![2, 3], vec![1, 2]));
     }
 }

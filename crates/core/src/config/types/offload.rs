@@ -63,6 +63,8 @@ impl OffloadModule {
 pub enum OffloadedActivations {
     /// None.
     Off,
+    /// As many as the link moves while the device computes, and as many as must move for a step to fit.
+    Auto,
     /// Those of the first layers of each chunk.
     Layers(usize),
     /// Those of some modules.
@@ -70,10 +72,16 @@ pub enum OffloadedActivations {
 }
 
 impl OffloadedActivations {
-    /// What the engine offloads.
+    /// Whether any may move.
+    pub fn is_on(&self) -> bool {
+        !matches!(self, OffloadedActivations::Off | OffloadedActivations::Layers(0))
+    }
+
+    /// What the engine offloads; of an automatic choice, nothing before it is made.
     pub fn choice(&self) -> Option<OffloadChoice> {
         match self {
             OffloadedActivations::Off | OffloadedActivations::Layers(0) => None,
+            OffloadedActivations::Auto => Some(OffloadChoice::Auto { needed: 0, layers: 0 }),
             OffloadedActivations::Layers(count) => Some(OffloadChoice::Layers(*count)),
             OffloadedActivations::Modules(list) => {
                 Some(OffloadChoice::Modules(list.iter().map(|m| m.module()).collect()))
@@ -86,6 +94,7 @@ impl Serialize for OffloadedActivations {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         match self {
             OffloadedActivations::Off => s.serialize_str("off"),
+            OffloadedActivations::Auto => s.serialize_str("auto"),
             OffloadedActivations::Layers(count) => count.serialize(s),
             OffloadedActivations::Modules(list) => list.serialize(s),
         }
@@ -104,6 +113,7 @@ impl<'de> Deserialize<'de> for OffloadedActivations {
         let list = match Form::deserialize(d)? {
             Form::Count(count) => return Ok(OffloadedActivations::Layers(count)),
             Form::One(text) if text == "off" => return Ok(OffloadedActivations::Off),
+            Form::One(text) if text == "auto" => return Ok(OffloadedActivations::Auto),
             Form::One(text) => vec![text],
             Form::Many(list) => list,
         };
@@ -120,6 +130,6 @@ impl<'de> Deserialize<'de> for OffloadedActivations {
 impl KeyType for OffloadedActivations {
     fn expects() -> String {
         let names: Vec<&str> = OffloadModule::ALL.iter().map(|m| m.name()).collect();
-        format!("\"off\", a number of layers or a list of \"{}\"", names.join("\", \""))
+        format!("\"off\", \"auto\", a number of layers or a list of \"{}\"", names.join("\", \""))
     }
 }
