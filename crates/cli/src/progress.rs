@@ -208,6 +208,7 @@ fn note(event: &Event) -> Option<String> {
             let (size, time) = (ferrotron_tensor::format_bytes(c.bytes as usize), format::seconds(c.seconds));
             Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
         }
+        Event::Offload(o) => Some(format!("step {}  {o}", o.step)),
         Event::SaveFailed(e) => {
             Some(format!("step {}  the checkpoint could not be saved: {}", e.step, e.reason))
         }

@@ -3,6 +3,8 @@
 //! The writer appends whole lines. After an interruption [`EventLog::resume`] drops what lies beyond the resumed
 //! step, so that the log of an interrupted and resumed run reads like that of one run.
 
+mod offload;
+
 use crate::error::{Error, Result};
 use crate::fs;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -12,6 +14,8 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
+
+pub use offload::Offload;
 
 /// The name of the log in a run folder.
 pub const FILE_NAME: &str = "events.jsonl";
@@ -28,6 +32,8 @@ pub enum Event {
     Eval(Eval),
     /// Statistics of FP8 operands.
     Precision(Precision),
+    /// What the offloading of activations does.
+    Offload(Offload),
     /// A checkpoint is on disk.
     Checkpoint(Checkpoint),
     /// A checkpoint could not be written.
@@ -262,6 +268,7 @@ impl Event {
             Event::Eval(e) => e.step,
             Event::Precision(e) => e.step,
             Event::Checkpoint(e) => e.step,
+            Event::Offload(e) => e.step,
             Event::SaveFailed(e) => e.step,
             Event::Resume(e) => e.step,
             Event::Sample(e) => e.step,

@@ -127,6 +127,9 @@ impl Run {
                 }
                 self.emit(Event::Step(self.step_event(&report, seconds, more)), observer)?;
             }
+            if let Some(offload) = self.trainer.runner.offload_event.take() {
+                self.emit(Event::Offload(offload), observer)?;
+            }
             if let Some(seen) = self.trainer.take_statistics() {
                 self.emit(Event::Precision(seen), observer)?;
             }

@@ -6,6 +6,7 @@ use super::state;
 use crate::Result;
 use crate::config::{QuantRecipe, Resolved};
 use crate::cost::MemoryEstimate;
+use crate::events::Offload;
 use crate::model::Decoder;
 use crate::optimizer::{LossScale, StepRates};
 use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
@@ -14,7 +15,7 @@ use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::moe::MoeCounters;
 use ferrotron_engine::offload::{ActivationOffload, OffloadChoice, OffloadReport};
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
-use ferrotron_tensor::{Category, Stream, Tensor, format_bytes};
+use ferrotron_tensor::{Category, Stream, Tensor};
 
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
 const MAX_CONSECUTIVE_SKIPS: u64 = 10;
@@ -107,6 +108,8 @@ pub(super) struct StepRunner {
     offload: Option<ActivationOffload>,
     /// What offloading does, once it has been measured.
     pub(super) offload_report: Option<OffloadReport>,
+    /// The same as an event that has not been written yet.
+    pub(super) offload_event: Option<Offload>,
     schedule_kind: ScheduleKind,
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
     schedule: Option<Schedule>,
@@ -129,6 +132,7 @@ impl StepRunner {
             recompute: c.train.recompute.modules(),
             offload: activation_offload(rank, r, estimate)?,
             offload_report: None,
+            offload_event: None,
             schedule_kind: c.parallel.schedule.schedule_kind(),
             schedule: None,
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
@@ -159,8 +163,8 @@ impl StepRunner {
         }
         if let Some(report) = self.offload.as_ref().map(ActivationOffload::begin_step).transpose()?.flatten()
         {
-            tracing::info!(shown = rank.world.rank() == 0, "{}", describe(&report));
             self.offload_report = Some(report);
+            self.offload_event = Some(Offload::new(self.progress.step + 1, &report));
         }
         let ctx = StepContext {
             recompute: self.recompute,
@@ -286,24 +290,6 @@ fn activation_offload(
         (Some(choice), _) => choice,
     };
     Ok(Some(ActivationOffload::new(rank, choice, c.min_bytes.0 as usize)?))
-}
-
-/// What offloading does, in one line.
-fn describe(r: &OffloadReport) -> String {
-    let [moved, movable, lower] = [r.moved, r.movable, r.peak_reduction].map(format_bytes);
-    let ms = |seconds: f64| format!("{:.1} ms", seconds * 1e3);
-    let [to_host, from_host] = [r.link.to_host, r.link.from_host].map(|rate| rate / 1e9);
-    if r.link.to_host == 0.0 {
-        return "offload.activations: nothing moves; no layer but the last saves a tensor of at least offload.min_bytes".into();
-    }
-    let mut out = format!(
-        "offload.activations: {moved} of {movable} of a micro-batch move, {lower} less at the peak; copies at {to_host:.1} GB/s \
-         to the host, {from_host:.1} GB/s back; expected stall {} in {}",
-        ms(r.expected_stall),
-        ms(r.seconds)
-    );
-    out += &r.measured_stall.map_or(String::new(), |stall| format!(", measured {}", ms(stall)));
-    out
 }
 
 fn pipeline_schedule(decoder: &Decoder, kind: ScheduleKind, micro_batches: usize) -> Result<Schedule> {

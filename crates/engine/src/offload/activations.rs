@@ -28,6 +28,8 @@ pub enum OffloadChoice {
 const WARM_UP: u64 = 1;
 /// Of the link's rate, which varies from step to step.
 const USABLE: f64 = 0.95;
+/// Seconds; below this a stall is what rounding leaves.
+const NO_STALL: f64 = 1e-9;
 /// Layers by which a reload starts earlier than it must.
 const LEAD: usize = 1;
 
@@ -44,6 +46,7 @@ struct State {
     steps: u64,
     /// Step whose passes are recorded.
     recorded: Option<u64>,
+    link: Option<Link>,
     /// Plans of the chunks, where they were chosen by measurement.
     plans: BTreeMap<usize, OffloadPlan>,
     chosen: bool,
@@ -163,7 +166,9 @@ impl ActivationOffload {
         }
         let measured: Vec<(usize, MeasuredPass)> =
             passes.iter().map(|(chunk, pass)| Ok((*chunk, pass.measure()?))).collect::<Result<_>>()?;
-        let link = link(&measured);
+        // A choice may be that nothing moves.
+        let link = link(&measured).or(state.link).unwrap_or(Link { to_host: 0.0, from_host: 0.0 });
+        state.link = Some(link);
         let fixed = !matches!(self.choice, OffloadChoice::Auto { .. });
         if fixed || state.chosen || link.to_host == 0.0 {
             state.done = true;
@@ -213,14 +218,14 @@ impl ActivationOffload {
     }
 }
 
-/// The rates of the copies of some passes.
-fn link(passes: &[(usize, MeasuredPass)]) -> Link {
+/// The rates of the copies of some passes, if there were any.
+fn link(passes: &[(usize, MeasuredPass)]) -> Option<Link> {
     let rate = |direction: usize| {
         let copied = passes.iter().map(|(_, p)| p.copied[direction]);
         let (bytes, seconds) = copied.fold((0, 0.0), |sum, (b, s)| (sum.0 + b, sum.1 + s));
-        bytes as f64 / f64::max(seconds, 1e-9)
+        (bytes > 0).then_some(bytes as f64 / f64::max(seconds, 1e-9))
     };
-    Link { to_host: rate(0), from_host: rate(1) }
+    Some(Link { to_host: rate(0)?, from_host: rate(1)? })
 }
 
 /// Offloads as many allocations, from the first layer on, as can be copied before the last layer's forward without a wait,
@@ -238,7 +243,8 @@ fn choose(chunk: &ChunkProfile, link: Link, needed: usize) -> OffloadPlan {
             }
             let plan = chunk.plan(&chosen, careful, LEAD);
             let in_time = plan.layers.iter().flatten().all(|m| m.release_before < count);
-            let free = in_time && chunk.run(&plan, careful).stall <= 0.0;
+            let Expected { peak, stall } = chunk.run(&plan, careful);
+            let free = in_time && stall <= NO_STALL && peak < chunk.peak(&best);
             if !free && all - chunk.peak(&best) >= needed {
                 return best;
             }

@@ -127,7 +127,7 @@ impl ChunkProfile {
 
     /// Plans the offload of the layers `chosen` (ascending), of each so many allocations: a layer is released when its copy,
     /// in the queue of all copies, is complete, and reloaded as late as its own copy and those after it allow, but `lead`
-    /// layers earlier. Times count from when layers have run without waiting.
+    /// layers earlier where the default schedule would do so too. Times count from when layers have run without waiting.
     pub fn plan(&self, chosen: &[(usize, usize)], link: Link, lead: usize) -> OffloadPlan {
         let (layers, count) = (&self.layers, self.layers.len());
         // Start of each layer's forward, and the end of all of them.
@@ -143,14 +143,15 @@ impl ChunkProfile {
         let mut plan = OffloadPlan { layers: vec![None; count] };
         // The queue of reloads is filled from its end: layer 0 is needed last.
         let (mut done, mut reload) = (0f64, f64::INFINITY);
-        for &(i, of) in chosen {
+        for (at, &(i, of)) in chosen.iter().enumerate() {
             let bytes = layers[i].bytes(of) as f64;
             done = done.max(starts[i + 1]) + bytes / link.to_host;
             reload = reload.min(backward[i]) - bytes / link.from_host;
             let release_before = (i + 1..=count).find(|l| starts[*l] >= done).unwrap_or(count);
             // Of the layers whose backward starts early enough, the one that runs last; at least one layer ahead.
             let started = (0..count).find(|l| backward[*l] <= reload);
-            let reload_before = started.map_or(count - 1, |l| (l + lead).max(i + 1).min(count - 1));
+            let earlier = |l: usize| l.max((l + lead).min((count - 1 + at).saturating_sub(chosen.len())));
+            let reload_before = started.map_or(count - 1, |l| earlier(l).max(i + 1).min(count - 1));
             plan.layers[i] = Some(LayerMoves { count: of, release_before, reload_before });
         }
         plan
