@@ -25,4 +25,13 @@ macro_rules! recipes {
     };
 }
 
-recipes!("tiny", "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b", "finetune-hf");
+recipes!(
+    "tiny",
+    "gpt2-124m",
+    "llama-1b",
+    "llama-8b",
+    "llama-8b-256k",
+    "qwen3-0.6b",
+    "qwen3-14b-one-gpu",
+    "finetune-hf"
+);

@@ -14,6 +14,7 @@ pub const PRESETS: &[&str] = &[
     "llama-405b",
     "qwen2.5-0.5b",
     "qwen3-0.6b",
+    "qwen3-14b",
     "gemma2-2b",
     "gemma3-1b",
     "mixtral-8x7b",
@@ -56,6 +57,10 @@ impl ModelConfig {
             "qwen3-0.6b" => {
                 let sizes = [1024, 3072, 28, 16, 8, 128, 151_936, 40_960];
                 ModelConfig { qk_norm: true, tied: true, ..llama_like(sizes, 1e-6, 1e6) }
+            }
+            "qwen3-14b" => {
+                let sizes = [5120, 17_408, 40, 40, 8, 128, 151_936, 40_960];
+                ModelConfig { qk_norm: true, ..llama_like(sizes, 1e-6, 1e6) }
             }
             "gemma2-2b" => {
                 let c = gemma([2304, 9216, 26, 8, 4, 256, 256_000, 8192], 4096, 1e4);
@@ -182,6 +187,7 @@ mod tests {
             ("llama-405b", 405_853.39),
             ("qwen2.5-0.5b", 494.03),
             ("qwen3-0.6b", 596.05),
+            ("qwen3-14b", 14_768.31),
             ("gemma2-2b", 2614.34),
             ("gemma3-1b", 999.89),
             ("mixtral-8x7b", 46_702.79),
