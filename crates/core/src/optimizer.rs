@@ -152,10 +152,9 @@ impl Optimizer {
             loss_scale: None,
         };
         optimizer.set_steps(rank, 0)?;
-        if on_host.contains(&true) {
+        if on_host.contains(&true) || scheme.host.any() {
             let longest = params.plan().buckets().iter().map(held).max().unwrap_or(0);
-            let sizes: Vec<usize> = optimizer.states().iter().map(|s| s.widest()).collect();
-            optimizer.stream = Some(StateStream::new(rank, longest, &sizes)?);
+            optimizer.stream = Some(StateStream::new(rank, longest, &optimizer.slot_sizes(params))?);
         }
         Ok(optimizer)
     }
@@ -435,7 +434,10 @@ impl Optimizer {
             let (i, range) = (piece.param, &piece.range);
             let spec = &params.specs()[i];
             let weight = match narrow && !spec.fp8_resident() {
-                true => Some(self.weight(params, i)?.narrow(0, range.start, range.len())?),
+                true => {
+                    let weight = self.weight(params, i)?.narrow(0, range.start, range.len())?;
+                    Some(self.through_slot(piece, weight)?)
+                }
                 false => None,
             };
             let begin = self.pieces[i].param_range.start;
@@ -444,7 +446,20 @@ impl Optimizer {
                 true => params.precomputed(step_state, ParamId(i), &inside)?,
                 false => None,
             };
+            let fp8 = match fp8 {
+                Some(outputs) => Some(match outputs.fp8().cloned() {
+                    Some(data) => outputs.through(self.through_slot(piece, data)?),
+                    None => outputs,
+                }),
+                None => None,
+            };
             let (master, grad) = (self.state_of(0, piece)?.0, self.grad_of(rank, grads, piece)?);
+            if let (Some(weight), StateKind::Masters, true) =
+                (&weight, self.masters.kind(), params.host().weights)
+            {
+                // A skipped step leaves the slot as it is, which is copied to the host all the same.
+                k.copy(s, &master, weight)?;
+            }
             let moments = states.iter().map(|m| self.state_of(*m, piece)).collect::<Result<Vec<_>>>()?;
             pieces.push(UpdatedPiece { spec, master, weight, grad, moments, fp8 });
         }

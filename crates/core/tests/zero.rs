@@ -474,6 +474,49 @@ fn sharded_memory_is_as_estimated() {
     }
 }
 
+/// With shards in host memory the device has slots and what is in flight, and the host the shards.
+#[test]
+fn shards_in_host_memory_are_as_estimated() {
+    /// Tables of rotary embeddings, which the estimate leaves out.
+    const ROPE: usize = 4096;
+    const WEIGHTS: &str = "offload.weights=true";
+    const GRADIENTS: &str = "offload.gradients=true";
+    for set in [
+        &["model.tied=true", "precision.dtype=bf16", WEIGHTS][..],
+        &["model.tied=true", GRADIENTS],
+        &["model.layers=6", "model.tied=false", "precision.dtype=bf16", WEIGHTS, GRADIENTS],
+        &["model.layers=6", "model.tied=false", "parallel.comm_unit=150KB", WEIGHTS, GRADIENTS],
+        &["model.layers=4", "parallel.overlap=false", "parallel.comm_unit=30KB", WEIGHTS, GRADIENTS],
+        &[
+            "model.layers=4",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-current",
+            "precision.fp8_params=true",
+            WEIGHTS,
+            GRADIENTS,
+        ],
+    ] {
+        for dp in [1, 2, 4] {
+            let overlap = !set.contains(&"parallel.overlap=false");
+            let case = Case { tp: 1, cp: 1, pp: 1, dp, zero: 3, overlap, set: Vec::leak(set.to_vec()) };
+            let estimate = MemoryEstimate::of(&case.recipe()).unwrap().largest().unwrap();
+            let expected = [estimate.parameters, estimate.gradients, estimate.host];
+            for found in case.run(|rank, resolved| {
+                let sources = source::open(&resolved)?;
+                let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+                (0..2).try_for_each(|_| trainer.train_step(&*sources.train).map(drop))?;
+                let memory = rank.device().memory();
+                let peak = [Category::Parameters, Category::Gradients].map(|c| memory.peak[c as usize]);
+                Ok([peak[0] - ROPE, peak[1], memory.host.now])
+            }) {
+                let near = |(a, b): (&usize, &usize)| (*a as f64 - *b as f64).abs() <= 0.02 * *b as f64;
+                let what = format!("dp{dp} {set:?}: {found:?} instead of {expected:?}");
+                assert!(found.iter().zip(&expected).all(near), "{what}");
+            }
+        }
+    }
+}
+
 struct StopAfter(u64, u64);
 
 impl Observer for StopAfter {

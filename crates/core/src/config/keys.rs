@@ -373,6 +373,12 @@ keys! {
         /// Fraction of the optimizer state (master weights and moments) kept in host memory, from 0 to 1: whole buckets of
         /// parameters. A step reads and writes it there over the link.
         optimizer: f64 = 0.0, "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_optimizer", "cpu_offload";
+        /// Weights kept in host memory, with parallel.zero = 3 and any number of ranks: passes fetch them unit by unit, ahead of
+        /// their use as parallel.comm_unit allows, and updated weights are copied back.
+        weights: bool = false, "offload_weights", "cpu_offloading_weights", "param_offload", "offload_param";
+        /// Gradients accumulated in host memory, with parallel.zero = 3 and any number of ranks: every micro-batch after the
+        /// first copies them to the device and back.
+        gradients: bool = false, "offload_gradients", "offload_grads", "grad_offload";
         /// Smallest activation to offload.
         min_bytes: ByteCount = ByteCount(1 << 20), "min_offloaded_tensor_size";
         /// Most host memory to use on each rank; unset means as much as the system gives.

@@ -32,6 +32,8 @@ impl Config {
             Some("with offload.activations, host memory is allocated during the step")
         } else if self.offload.optimizer > 0.0 {
             Some("with offload.optimizer, copies of the last step run beside the next")
+        } else if self.offload.host_shards().any() {
+            Some("with offload.weights or offload.gradients, copies of the last step run beside the next")
         } else if self.mtp.layers > 0 {
             Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
         } else if self.moe.experts.is_some() {
@@ -110,7 +112,16 @@ impl Recipe {
     }
 
     fn check_offload(&self) -> Result<()> {
-        self.within("offload.optimizer", self.config.offload.optimizer, 0.0, 1.0)
+        let (offload, zero) = (&self.config.offload, self.config.parallel.zero);
+        for (key, on) in [("offload.weights", offload.weights), ("offload.gradients", offload.gradients)] {
+            if on && zero != 3 {
+                return self.refuse(
+                    key,
+                    format!("moves the shards of ZeRO-3, and parallel.zero is {zero}; set parallel.zero = 3"),
+                );
+            }
+        }
+        self.within("offload.optimizer", offload.optimizer, 0.0, 1.0)
     }
 
     fn check_parallel(&self) -> Result<()> {

@@ -134,25 +134,38 @@ impl MemoryEstimate {
             let place = GroupRank { rank: 0, size: replicas[usize::from(bucket.experts)] };
             let held = if zero >= 3 { bucket.held(Placement::Flat, place) } else { all };
             let [fp8, rest] = [split.separate(&held).len(), split.rest(&held).len()];
-            out.parameters += fp8 + rest * shape.dtype.size();
-            out.gradients += 4 * sharded(2, bucket, replicas);
+            let weights = if shape.host.weights { &mut out.host } else { &mut out.parameters };
+            *weights += fp8 + rest * shape.dtype.size();
+            let gradients = if shape.host.gradients { &mut out.host } else { &mut out.gradients };
+            *gradients += 4 * sharded(2, bucket, replicas);
             let elements = sharded(1, bucket, owners);
             states.push((self.bytes_in(shape, bucket.storage), elements));
         }
         out.parameters += layout.gathered_bytes(&description.params, replicas, shape.dtype);
-        if zero >= 2 {
-            out.gradients += full_gradients(&plan, &description.params, layout.comm_unit);
+        if zero >= 2 || shape.host.gradients {
+            let added = |b: &Bucket| if zero >= 2 { 4 * shard(b, replicas) } else { 0 };
+            let in_flight = GradientsInFlight {
+                comm_unit: layout.comm_unit,
+                loads: shape.host.gradients && shape.micro_batches > 1,
+                added: &added,
+                ahead: zero < 2 && shape.overlap,
+            };
+            out.gradients += in_flight.most(&plan, &description.params);
         }
         let state = |(each, elements): &(f64, usize)| (each * *elements as f64) as usize;
         let on_host = buckets_on_host(states.iter().map(state), self.offload.optimizer);
         for (state, on_host) in states.iter().map(state).zip(&on_host) {
             *if *on_host { &mut out.host } else { &mut out.optimizer } += state;
         }
-        if on_host.contains(&true) {
-            let longest = states.iter().map(|(_, elements)| *elements).max().unwrap_or(0);
-            let widest = states.iter().map(|(each, _)| *each).fold(0.0, f64::max);
-            out.optimizer += streamed_bytes(longest, widest);
-        }
+        let longest = states.iter().map(|(_, elements)| *elements).max().unwrap_or(0);
+        let widest = states.iter().map(|(each, _)| *each).fold(0.0, f64::max);
+        let streamed = [
+            (on_host.contains(&true), widest),
+            (shape.host.weights, shape.dtype.size() as f64),
+            (shape.host.gradients, DType::F32.size() as f64),
+        ];
+        let each = streamed.iter().filter(|(moves, _)| *moves).map(|(_, bytes)| bytes).sum();
+        out.optimizer += streamed_bytes(longest, each);
         out.update = muon_update(shape, &description.params, &plan)?;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
@@ -186,25 +199,48 @@ impl MemoryEstimate {
     }
 }
 
-/// Most bytes of gradients that ZeRO-2 and 3 hold in full: of the bucket that backward writes, and of those being reduced,
-/// at most `comm_unit` bytes but one. A tied table is written first by the LM head and last by the embedding.
-fn full_gradients(plan: &BucketPlan, params: &[ParamSpec], comm_unit: usize) -> usize {
-    let tied = |b: &Bucket| {
-        let again = |p: &ParamSpec| p.is_table() && p.uses > 1 && !p.tied_across_stages;
-        b.spans.iter().any(|s| again(&params[s.param.0]))
-    };
-    let bytes = |b: &Bucket| 4 * b.len;
-    let mut whole: usize = plan.buckets().iter().filter(|b| tied(b)).map(bytes).sum();
-    let (mut in_flight, mut most) = (VecDeque::new(), whole);
-    for bucket in plan.buckets() {
-        whole -= if tied(bucket) { bytes(bucket) } else { 0 };
-        in_flight.push_back(bytes(bucket));
-        most = most.max(whole + in_flight.iter().sum::<usize>());
-        while in_flight.len() > 1 && in_flight.iter().sum::<usize>() > comm_unit {
-            in_flight.pop_front();
+/// Gradients that are whole on the device: of the bucket that backward writes, and of those being reduced or copied to the
+/// host.
+struct GradientsInFlight<'a> {
+    /// Most bytes of those, but one.
+    comm_unit: usize,
+    /// Micro-batches after the first copy what is accumulated in host memory to the device.
+    loads: bool,
+    /// Bytes of it that a reduced bucket is added to.
+    added: &'a dyn Fn(&Bucket) -> usize,
+    /// It is copied into the bucket itself, that of the next bucket ahead.
+    ahead: bool,
+}
+
+impl GradientsInFlight<'_> {
+    /// Most bytes. A tied table is written first by the LM head and last by the embedding.
+    fn most(&self, plan: &BucketPlan, params: &[ParamSpec]) -> usize {
+        let tied = |b: &Bucket| {
+            let again = |p: &ParamSpec| p.is_table() && p.uses > 1 && !p.tied_across_stages;
+            b.spans.iter().any(|s| again(&params[s.param.0]))
+        };
+        let bytes = |b: &Bucket| 4 * b.len;
+        let tables: usize = plan.buckets().iter().filter(|b| tied(b)).map(bytes).sum();
+        let mut in_flight: VecDeque<usize> = VecDeque::new();
+        let mut most = tables;
+        for loads in [false, true].into_iter().filter(|loads| !*loads || self.loads) {
+            let mut whole = tables;
+            most = most.max(whole + in_flight.iter().sum::<usize>());
+            for (i, bucket) in plan.buckets().iter().enumerate() {
+                whole -= if tied(bucket) { bytes(bucket) } else { 0 };
+                let next = plan.buckets().get(i + 1).filter(|b| loads && self.ahead && !tied(b));
+                let held = whole + in_flight.iter().sum::<usize>() + bytes(bucket);
+                most = most.max(held + next.map_or(0, bytes));
+                let added = if loads { (self.added)(bucket) } else { 0 };
+                most = most.max(held + added);
+                in_flight.push_back(bytes(bucket) + added);
+                while in_flight.len() > 1 && in_flight.iter().sum::<usize>() > self.comm_unit {
+                    in_flight.pop_front();
+                }
+            }
         }
+        most
     }
-    most
 }
 
 /// Workspace of Muon's step on the rank that needs most.

@@ -8,6 +8,7 @@ use crate::model::{ModelOptions, PipelineLayout, Stage};
 use crate::pipeline::ScheduleKind;
 use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::data_parallel::HostShards;
 use ferrotron_tensor::format_bytes;
 use std::sync::Arc;
 
@@ -30,6 +31,7 @@ impl StepShape {
             zero: p.zero,
             comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
             outer_optimizer: p.fsdp_outer == FsdpOuter::Optimizer,
+            host: r.config.offload.host_shards(),
             schedule: p.schedule.schedule_kind(),
             overlap: p.overlap,
             ranks,
@@ -52,6 +54,7 @@ impl StepShape {
             zero: 0,
             comm_unit: None,
             outer_optimizer: false,
+            host: HostShards::default(),
             schedule: ScheduleKind::default(),
             overlap: true,
         }
@@ -67,13 +70,13 @@ impl StepShape {
 }
 
 /// `parallel.comm_unit` of a recipe that does not set it, on the pipeline stage where it is largest; none where no weights
-/// or gradients are exchanged.
+/// or gradients are exchanged with other ranks or host memory.
 pub fn derived_comm_unit(r: &Resolved) -> Result<Option<Derived>> {
     if r.config.parallel.comm_unit.is_some() {
         return Ok(None);
     }
     let mut largest = 0;
-    for shape in StepShape::of_stages(r)?.iter().filter(|s| s.replicas() > 1) {
+    for shape in StepShape::of_stages(r)?.iter().filter(|s| s.replicas() > 1 || s.host.any()) {
         largest = largest.max(shape.param_layout(&ModelDescription::params(shape)?).comm_unit);
     }
     let of = match r.config.parallel.zero {

@@ -1,11 +1,11 @@
-//! The update of parameters whose state is in host memory, streamed through the device in chunks.
+//! The update of parameters whose state, gradients or weights are in host memory, streamed through the device in chunks.
 //!
-//! A chunk is a range of a bucket. Its state is copied to a slot of device memory on stream H, updated there on the compute
-//! stream, and copied back on stream D: copies in, updates and copies out of different chunks run at the same time, and both
-//! directions of the link are busy. Copies out may still run when the next step computes; whoever reads the state waits for
-//! them.
+//! A chunk is a range of a bucket. What is in host memory of its state and gradient is copied to a slot of device memory on
+//! stream H, updated there on the compute stream, and copied back on stream D, with updated weights: copies in, updates and
+//! copies out of different chunks run at the same time, and both directions of the link are busy. Copies out may still run
+//! when the next step computes; whoever reads the state or fetches the weights waits for them.
 
-use super::{GroupRule, Optimizer, OptimizerState, UpdateRule};
+use super::{GroupRule, Optimizer, OptimizerState, StateKind, UpdateRule};
 use crate::Result;
 use ferrotron_engine::{GradBuffer, ParamId, Params, Rank, StepState};
 use ferrotron_kernels::Moment;
@@ -34,12 +34,25 @@ pub(super) struct StateStream {
 }
 
 struct Slots {
-    /// Memory of each slot, one tensor of bytes for each state, and the end of the copies out of it.
-    slots: Vec<(Vec<Tensor>, Option<Event>)>,
+    /// Memory of each slot, and the end of the copies out of it.
+    slots: Vec<(SlotMemory, Option<Event>)>,
     next: usize,
     /// The end of the last copy to the host.
     last: Option<Event>,
 }
+
+/// Bytes of a slot, or of an element in it.
+#[derive(Clone)]
+pub(super) struct InSlot<T> {
+    /// Of each state.
+    pub(super) states: Vec<T>,
+    /// Of gradients.
+    pub(super) grads: T,
+    /// Of weights.
+    pub(super) weights: T,
+}
+
+type SlotMemory = InSlot<Tensor>;
 
 /// The state of a chunk in a slot.
 struct Chunk {
@@ -48,6 +61,20 @@ struct Chunk {
     range: Range<usize>,
     /// Those states that are in host memory, by index in [`Optimizer::states`].
     states: Vec<Option<Tensor>>,
+    /// Gradients, if they are in host memory.
+    grads: Option<Tensor>,
+    /// Memory for updated weights, if those go to host memory.
+    weights: Option<Tensor>,
+}
+
+impl Chunk {
+    /// Memory for updated weights `range` of a parameter that begins at element `start` of the shard, of `dtype`, which is no
+    /// wider than the model's.
+    fn weight(&self, start: usize, range: &Range<usize>, dtype: DType) -> Result<Option<Tensor>> {
+        let Some(memory) = &self.weights else { return Ok(None) };
+        let at = (start + range.start - self.range.start) * memory.numel() / self.range.len();
+        Ok(Some(memory.narrow(0, at, range.len() * dtype.size())?.with_dtype(dtype)?))
+    }
 }
 
 /// A range of a parameter that is updated, with its state.
@@ -70,15 +97,17 @@ pub(crate) fn streamed_bytes(longest: usize, each: f64) -> usize {
 }
 
 impl StateStream {
-    /// Slots for chunks of states with elements of these sizes.
-    pub(super) fn new(rank: &Rank, longest: usize, sizes: &[usize]) -> Result<StateStream> {
+    /// Slots for chunks with elements of these sizes.
+    pub(super) fn new(rank: &Rank, longest: usize, sizes: &InSlot<usize>) -> Result<StateStream> {
         let stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.compute.rank()));
         let chunk = chunk_elements(longest);
         let memory =
             |size: &usize| Tensor::empty(&rank.compute, &[chunk * size], DType::U8, Category::Workspace);
         let mut slots = Vec::with_capacity(SLOTS);
         for _ in 0..SLOTS {
-            slots.push((sizes.iter().map(memory).collect::<Result<_, _>>()?, None));
+            let states = sizes.states.iter().map(memory).collect::<Result<_, _>>()?;
+            let (grads, weights) = (memory(&sizes.grads)?, memory(&sizes.weights)?);
+            slots.push((InSlot { states, grads, weights }, None));
         }
         let slots = Mutex::new(Slots { slots, next: 0, last: None });
         Ok(StateStream { to_host: stream(OFFLOAD[0])?, from_host: stream(OFFLOAD[1])?, chunk, slots })
@@ -105,10 +134,51 @@ impl StateStream {
 }
 
 impl Optimizer {
-    /// Whether the state of a parameter is in host memory.
+    /// Whether the state, the gradient or the weights of a parameter are in host memory.
     pub(super) fn is_streamed(&self, param: usize) -> bool {
         let bucket = self.pieces[param].bucket;
-        self.stream.is_some() && self.states().iter().any(|s| s.is_on_host(bucket))
+        self.stream.is_some()
+            && (self.scheme.host.any() || self.states().iter().any(|s| s.is_on_host(bucket)))
+    }
+
+    /// Bytes of an element in a slot, of what is in host memory.
+    pub(super) fn slot_sizes(&self, params: &Params) -> InSlot<usize> {
+        let (host, buckets) = (self.scheme.host, params.plan().buckets().len());
+        let on_host = |s: &OptimizerState| (0..buckets).any(|b| s.is_on_host(b));
+        let size = |s: &&OptimizerState| if on_host(s) { s.widest() } else { 0 };
+        // f32 weights are states.
+        let weights = host.weights && params.dtype() != DType::F32;
+        InSlot {
+            states: self.states().iter().map(size).collect(),
+            grads: if host.gradients { DType::F32.size() } else { 0 },
+            weights: if weights { params.dtype().size() } else { 0 },
+        }
+    }
+
+    /// Where the update writes elements `range` of a parameter's shard: weights, or FP8 values; none where it writes neither.
+    fn written(
+        &self,
+        params: &Params,
+        (step_state, looks): (&StepState, bool),
+        (i, range): (usize, &Range<usize>),
+    ) -> Result<Option<Tensor>> {
+        if params.specs()[i].fp8_resident() {
+            let begin = self.pieces[i].param_range.start;
+            let inside = begin + range.start..begin + range.end;
+            let outputs = match looks {
+                true => params.precomputed(step_state, ParamId(i), &inside)?,
+                false => None,
+            };
+            return Ok(outputs.and_then(|p| p.fp8().cloned()));
+        }
+        Ok(Some(self.weight(params, i)?.narrow(0, range.start, range.len())?))
+    }
+
+    /// Where the update of a piece puts what goes to `memory`: there, or in a slot on the way to host memory.
+    pub(super) fn through_slot(&self, piece: &StatePiece, memory: Tensor) -> Result<Tensor> {
+        let start = self.pieces[piece.param].local_range.start;
+        let slot = piece.chunk.map(|c| c.weight(start, &piece.range, memory.dtype())).transpose()?.flatten();
+        Ok(slot.unwrap_or(memory))
     }
 
     /// All of a parameter's shard, with its state where it is.
@@ -148,7 +218,21 @@ impl Optimizer {
                 if parts.is_empty() {
                     continue;
                 }
-                let (chunk, slot) = self.load_chunk(rank, stream, bucket, range)?;
+                let grad = grads.on_host(rank, bucket)?;
+                let (chunk, slot) = self.load_chunk(rank, stream, (bucket, grad.as_ref()), range)?;
+                let mut stored = Vec::new();
+                for (i, range) in parts.iter().filter(|_| chunk.weights.is_some()) {
+                    if let Some(host) = self.written(params, (step_state, looks), (*i, range))? {
+                        let start = self.pieces[*i].local_range.start;
+                        let slot = chunk.weight(start, range, host.dtype())?;
+                        stored.extend(slot.map(|slot| (slot, host)));
+                    }
+                }
+                if self.masters.kind() == StateKind::Remainders {
+                    // Remainders complete the weights, which the update reads.
+                    stored.iter().try_for_each(|(slot, host)| stream.from_host.copy(host, slot))?;
+                    rank.compute.wait(&stream.from_host.record()?)?;
+                }
                 for (index, group) in rules.iter().enumerate() {
                     let of_group = |(i, _): &&(usize, Range<usize>)| params.specs()[*i].group.index == index;
                     let piece = |(i, range): &(usize, Range<usize>)| StatePiece {
@@ -161,7 +245,8 @@ impl Optimizer {
                         self.elementwise_step(rank, params, (step_state, looks), grads, (group, &list))?;
                     }
                 }
-                self.store_chunk(rank, stream, &chunk, slot)?;
+                let done = self.store_chunk(rank, stream, (&chunk, &stored), slot)?;
+                params.weights_stored(done);
             }
         }
         Ok(())
@@ -172,7 +257,7 @@ impl Optimizer {
         &self,
         rank: &Rank,
         stream: &StateStream,
-        bucket: usize,
+        (bucket, grads): (usize, Option<&Tensor>),
         range: Range<usize>,
     ) -> Result<(Chunk, usize)> {
         let mut slots = stream.lock();
@@ -184,23 +269,34 @@ impl Optimizer {
             from_host.wait(free)?;
         }
         let mut states = Vec::new();
-        for (state, memory) in self.states().into_iter().zip(&slots.slots[slot].0) {
+        let memory = &slots.slots[slot].0;
+        let load = |all: &Tensor, memory: &Tensor| -> Result<Tensor> {
+            let host = all.narrow(0, range.start, range.len())?;
+            let there = memory.narrow(0, 0, host.bytes())?.with_dtype(host.dtype())?;
+            from_host.copy(&host, &there)?;
+            Ok(there)
+        };
+        for (state, memory) in self.states().into_iter().zip(&memory.states) {
             states.push(match state.is_on_host(bucket) {
                 false => None,
-                true => {
-                    let host = state.bucket(bucket).narrow(0, range.start, range.len())?;
-                    let there = memory.narrow(0, 0, host.bytes())?.with_dtype(host.dtype())?;
-                    from_host.copy(&host, &there)?;
-                    Some(there)
-                }
+                true => Some(load(state.bucket(bucket), memory)?),
             });
         }
+        let grads = grads.map(|all| load(all, &memory.grads)).transpose()?;
+        let size = memory.weights.numel() / stream.chunk;
+        let weights = (size > 0).then(|| memory.weights.narrow(0, 0, range.len() * size)).transpose()?;
         rank.compute.wait(&from_host.record()?)?;
-        Ok((Chunk { bucket, range, states }, slot))
+        Ok((Chunk { bucket, range, states, grads, weights }, slot))
     }
 
-    /// Copies the updated state of a chunk back to the host.
-    fn store_chunk(&self, rank: &Rank, stream: &StateStream, chunk: &Chunk, slot: usize) -> Result<()> {
+    /// Copies the updated state and weights of a chunk to the host, the latter each to its place; returns the end of it.
+    fn store_chunk(
+        &self,
+        rank: &Rank,
+        stream: &StateStream,
+        (chunk, weights): (&Chunk, &[(Tensor, Tensor)]),
+        slot: usize,
+    ) -> Result<Event> {
         let mut slots = stream.lock();
         let to_host = &stream.to_host;
         to_host.wait(&rank.compute.record()?)?;
@@ -210,10 +306,11 @@ impl Optimizer {
                 to_host.copy(updated, &host)?;
             }
         }
+        weights.iter().try_for_each(|(updated, host)| to_host.copy(updated, host))?;
         let done = to_host.record()?;
         slots.slots[slot].1 = Some(done.clone());
-        slots.last = Some(done);
-        Ok(())
+        slots.last = Some(done.clone());
+        Ok(done)
     }
 
     /// State `index` of a piece: values, and block scales of a packed moment.
@@ -237,6 +334,14 @@ impl Optimizer {
 
     /// Gradient of a piece.
     pub(super) fn grad_of(&self, rank: &Rank, grads: &GradBuffer, piece: &StatePiece) -> Result<Tensor> {
+        if let Some((chunk, memory)) = piece.chunk.and_then(|c| Some((c, c.grads.as_ref()?))) {
+            let held = &self.pieces[piece.param].local_range;
+            return Ok(memory.narrow(
+                0,
+                held.start + piece.range.start - chunk.range.start,
+                piece.range.len(),
+            )?);
+        }
         let whole = grads.piece(rank, ParamId(piece.param))?.1;
         Ok(whole.narrow(0, piece.range.start, piece.range.len())?)
     }

@@ -41,12 +41,13 @@ impl ModelState {
     }
 }
 
-/// What `parallel.zero` and `parallel.fsdp_outer` shard over the data-parallel replicas.
+/// What `parallel.zero` and `parallel.fsdp_outer` shard over the data-parallel replicas, and what of it is in host memory.
 pub(super) fn sharding(rank: &Rank, r: &Resolved) -> ShardingStrategy {
-    match r.config.parallel.fsdp_outer {
+    let scheme = match r.config.parallel.fsdp_outer {
         FsdpOuter::Optimizer if groups(rank) > 1 => ShardingStrategy::hybrid(),
         _ => ShardingStrategy::zero(r.config.parallel.zero, replicas(rank)),
-    }
+    };
+    scheme.with_host(r.config.offload.host_shards())
 }
 
 /// Groups of data-parallel ranks that hold the same shards.

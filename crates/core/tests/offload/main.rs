@@ -8,6 +8,7 @@
 mod matrix;
 mod memory;
 mod optimizer;
+mod shards;
 
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;

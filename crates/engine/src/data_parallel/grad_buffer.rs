@@ -1,9 +1,9 @@
 //! f32 gradient accumulation in buckets.
 
-use super::{BucketPlan, Placement, ShardingStrategy, bucket_elements};
+use super::{BucketPlan, HostLink, Placement, ShardingStrategy, bucket_elements};
 use crate::{ParamId, ParamSpec, Params, Rank};
 use ferrotron_comm::InFlight;
-use ferrotron_tensor::{Category, DType, Error, Result, Tensor};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
@@ -23,6 +23,8 @@ pub struct GradBuffer {
     pub(crate) in_flight: VecDeque<(usize, InFlight<()>)>,
     /// Bytes that may be reduced at a time, where their memory is freed afterwards.
     pub(crate) comm_unit: usize,
+    /// Where shards are in host memory: their way there and back.
+    pub(super) link: Option<Arc<HostLink>>,
 }
 
 #[derive(Clone)]
@@ -38,8 +40,15 @@ struct Slot {
 pub(crate) struct Memory {
     /// Gradients of this rank's own data.
     pub(crate) whole: Option<Tensor>,
-    /// This rank's shard of the reduced gradients, where they are sharded between micro-batches (ZeRO-2).
+    /// This rank's shard of the reduced gradients, where they are sharded between micro-batches (ZeRO-2), or what is
+    /// accumulated so far, in host memory.
     pub(crate) shard: Option<Tensor>,
+    /// End of the copy of a shard in host memory to `whole`, until the compute stream has waited for it.
+    pub(super) loaded: Option<Event>,
+    /// End of the last copy to the shard in host memory.
+    pub(super) stored: Option<Event>,
+    /// Copies of this step to it.
+    pub(super) stores: usize,
 }
 
 impl GradBuffer {
@@ -51,7 +60,9 @@ impl GradBuffer {
 
     /// Buffers with the buckets of `params`, sharded as `scheme` says. Allocates nothing yet.
     pub fn of(params: &Params, scheme: ShardingStrategy) -> GradBuffer {
-        GradBuffer::over(params.plan().clone(), params.specs().to_vec(), scheme, params.comm_unit())
+        let (plan, specs) = (params.plan().clone(), params.specs().to_vec());
+        let link = params.link().filter(|_| scheme.host.gradients).cloned();
+        GradBuffer { link, ..GradBuffer::over(plan, specs, scheme, params.comm_unit()) }
     }
 
     fn over(
@@ -63,13 +74,15 @@ impl GradBuffer {
         let slots = vec![Slot { arrived: 0, fresh: true }; specs.len()];
         let buckets = plan.buckets().iter().map(|_| Memory::default()).collect();
         let (micro_batches, started, in_flight) = (None, 0, VecDeque::new());
-        GradBuffer { plan, scheme, specs, slots, buckets, micro_batches, started, in_flight, comm_unit }
+        let link = None;
+        GradBuffer { plan, scheme, specs, slots, buckets, micro_batches, started, in_flight, comm_unit, link }
     }
 
     /// Begins a step of `micro_batches` backward passes, in any order. Nothing is zeroed: the first write of each gradient
     /// overwrites.
     pub fn begin_step(&mut self, micro_batches: usize) {
         self.slots.iter_mut().for_each(|s| (s.fresh, s.arrived) = (true, 0));
+        self.buckets.iter_mut().for_each(|b| b.stores = 0);
         (self.micro_batches, self.started) = (Some(micro_batches), 0);
     }
 
@@ -92,8 +105,8 @@ impl GradBuffer {
 
     /// Memory of a bucket for the gradients of this rank's own data.
     pub(crate) fn whole(&mut self, rank: &Rank, bucket: usize) -> Result<Tensor> {
-        if let Some(whole) = &self.buckets[bucket].whole {
-            return Ok(whole.clone());
+        if let Some(whole) = self.load_whole(rank, bucket)? {
+            return Ok(whole);
         }
         let layout = &self.plan.buckets()[bucket];
         let whole = Tensor::empty(&rank.compute, &[layout.len], DType::F32, Category::Gradients)?;
@@ -116,12 +129,26 @@ impl GradBuffer {
     /// Counts a contribution and starts the reductions that are now possible.
     pub(crate) fn ready(&mut self, rank: &Rank, id: ParamId) -> Result<()> {
         self.slots[id.0].arrived += 1;
-        if self.micro_batches.is_some() { self.reduce_ready(rank, false) } else { Ok(()) }
+        if self.micro_batches.is_none() {
+            return Ok(());
+        }
+        self.reduce_ready(rank, false)?;
+        self.store_if_complete(rank, self.plan.slot(id).0)
     }
 
     /// Whether every use of the parameter has contributed in this many micro-batches.
     pub(crate) fn arrived(&self, id: ParamId, micro_batches: usize) -> bool {
         self.slots[id.0].arrived >= micro_batches * self.specs[id.0].uses as usize
+    }
+
+    /// Whether every parameter of a bucket has contributed in this many micro-batches.
+    pub(super) fn is_complete(&self, bucket: usize, micro_batches: usize) -> bool {
+        self.plan.buckets()[bucket].spans.iter().all(|s| self.arrived(s.param, micro_batches))
+    }
+
+    /// Whether every gradient of a bucket was written in this step.
+    pub(super) fn is_written(&self, bucket: usize) -> bool {
+        self.plan.buckets()[bucket].spans.iter().all(|s| !self.slots[s.param.0].fresh)
     }
 
     /// Whether every use of the parameter has contributed in all micro-batches of the step.

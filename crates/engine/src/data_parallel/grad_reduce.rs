@@ -1,5 +1,6 @@
 //! Gradient reduction over the ranks that share weights or data, overlapped with backward.
 
+use super::host_shards::{on_device, to_device};
 use super::{FlatBuffer, GradBuffer, ParamShard, Placement, gather_from_optimizer, group_rank};
 use crate::{ParamId, Rank};
 use ferrotron_comm::{InFlight, ReduceOp};
@@ -9,6 +10,8 @@ use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor};
 #[path = "grad_reduce_tests.rs"]
 mod tests;
 
+/// Name of the reductions over data-parallel ranks.
+pub(super) const LABEL: &str = "gradients";
 /// Gradients of replicated weights below this size are all-reduced together.
 const SMALL: usize = 1 << 16;
 
@@ -41,9 +44,7 @@ impl GradBuffer {
         while self.started < buckets * rounds {
             let (round, bucket) = (self.started / buckets, self.started % buckets);
             let needed = if rounds > 1 { round + 1 } else { self.micro_batches.unwrap_or(1) };
-            let complete =
-                |b: usize| self.plan.buckets()[b].spans.iter().all(|s| self.arrived(s.param, needed));
-            if !all && !complete(bucket) {
+            if !all && !self.is_complete(bucket, needed) {
                 break;
             }
             self.reduce_bucket(rank, bucket, round)?;
@@ -54,7 +55,9 @@ impl GradBuffer {
 
     /// Reduces one bucket: over tensor-parallel ranks that hold the same weights, then over the data-parallel group.
     fn reduce_bucket(&mut self, rank: &Rank, bucket: usize, round: usize) -> Result<()> {
-        const LABEL: &str = "gradients";
+        if self.accumulates_on_host() {
+            return self.reduce_accumulated(rank, bucket);
+        }
         let sharded = !self.scheme.grad.is_full_size();
         let whole = self.whole(rank, bucket)?;
         self.complete(rank, bucket, sharded)?;
@@ -69,6 +72,9 @@ impl GradBuffer {
             })?;
             self.in_flight.push_back((0, reduction));
             return Ok(());
+        }
+        if self.link.is_some() {
+            return self.reduce_to_host(rank, (bucket, round), own);
         }
         let shard = match &self.buckets[bucket].shard {
             Some(shard) => shard.clone(),
@@ -92,7 +98,12 @@ impl GradBuffer {
                 rank.kernels.add_assign(s, &shard, to.memory())
             }
         })?;
-        self.in_flight.push_back((bytes, reduction));
+        self.hold_back(rank, (bytes, reduction))
+    }
+
+    /// Keeps the memory of a reduction until its end, and no more of them than the budget allows.
+    pub(super) fn hold_back(&mut self, rank: &Rank, reduction: (usize, InFlight<()>)) -> Result<()> {
+        self.in_flight.push_back(reduction);
         // One is always in flight, however large.
         while self.in_flight.len() > 1 && self.in_flight.iter().map(|r| r.0).sum::<usize>() > self.comm_unit {
             self.wait_for_oldest(rank)?;
@@ -105,7 +116,7 @@ impl GradBuffer {
     }
 
     /// Sums over the tensor-parallel ranks that hold the same weights but saw other tokens or heads.
-    fn reduce_over_tp(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
+    pub(super) fn reduce_over_tp(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
         let tp_group = rank.tp_group(self.plan.buckets()[bucket].experts);
         let (here, s) = (group_rank(tp_group), &rank.compute);
         if here.size == 1 {
@@ -157,21 +168,21 @@ impl GradBuffer {
         for bucket in 0..self.buckets.len() {
             let replicas = rank.shard_replica_group(self.plan.buckets()[bucket].experts);
             if replicas.size() > 1 {
-                let shard = self.outer_shard(rank, bucket)?;
-                let to = shard.view_as(self.scheme.outer_optimizer, group_rank(replicas))?;
-                shard.redistribute(rank, replicas, &to, &rank.compute, "gradients of replicated shards")?;
+                on_device(&rank.compute, &self.shard(rank, bucket)?, |memory| {
+                    let shard = self.outer_shard(rank, bucket, memory);
+                    let to = shard.view_as(self.scheme.outer_optimizer, group_rank(replicas))?;
+                    shard.redistribute(rank, replicas, &to, &rank.compute, "gradients of replicated shards")
+                })?;
             }
         }
         // A tied parameter is alone in its bucket, so that first and last stage have the same shard.
         for bucket in 0..self.buckets.len() {
             if self.plan.buckets()[bucket].tied_across_stages {
                 let part = self.local(rank, bucket)?;
-                rank.embedding_group.all_reduce(
-                    &rank.compute,
-                    &part,
-                    ReduceOp::Sum,
-                    "gradient of tied embeddings",
-                )?;
+                on_device(&rank.compute, &part, |part| {
+                    let (s, label) = (&rank.compute, "gradient of tied embeddings");
+                    Ok(rank.embedding_group.all_reduce(s, part, ReduceOp::Sum, label)?)
+                })?;
             }
         }
         Ok(())
@@ -183,15 +194,20 @@ impl GradBuffer {
             return self.shard(rank, bucket);
         }
         let outer = group_rank(rank.shard_replica_group(self.plan.buckets()[bucket].experts));
-        let piece = self.outer_shard(rank, bucket)?.view_as(self.scheme.outer_optimizer, outer)?;
+        let shard = self.outer_shard(rank, bucket, &self.shard(rank, bucket)?);
+        let piece = shard.view_as(self.scheme.outer_optimizer, outer)?;
         Ok(piece.memory().clone())
     }
 
     /// This rank's shard of a bucket as a partial sum over the groups that hold the same shards.
-    fn outer_shard(&self, rank: &Rank, bucket: usize) -> Result<FlatBuffer> {
+    fn outer_shard(&self, rank: &Rank, bucket: usize, memory: &Tensor) -> FlatBuffer {
         let inner = group_rank(rank.dp_group(self.plan.buckets()[bucket].experts));
-        let memory = self.shard(rank, bucket)?;
-        Ok(FlatBuffer::of_shard(&self.plan, bucket, inner, Placement::Partial, &memory))
+        FlatBuffer::of_shard(&self.plan, bucket, inner, Placement::Partial, memory)
+    }
+
+    /// The gradients of a bucket that the optimizer of this rank uses, where they are in host memory.
+    pub fn on_host(&self, rank: &Rank, bucket: usize) -> Result<Option<Tensor>> {
+        self.link.is_some().then(|| self.local(rank, bucket)).transpose()
     }
 
     /// This rank's shard of the gradients of a bucket, reduced over the ranks that shard them.
@@ -247,7 +263,7 @@ impl GradBuffer {
     pub fn gathered(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut buckets = Vec::new();
         for bucket in 0..self.buckets.len() {
-            let (at, mine) = ((&self.plan, bucket), self.local(rank, bucket)?);
+            let (at, mine) = ((&self.plan, bucket), to_device(&rank.compute, &self.local(rank, bucket)?)?);
             buckets.push(gather_from_optimizer(rank, at, &self.scheme, &mine, "whole gradients")?);
         }
         let view = |(i, spec): (usize, &crate::ParamSpec)| {

@@ -1,20 +1,30 @@
-use crate::data_parallel::{Placement, ShardingStrategy};
-use crate::{Declarations, GradBuffer, Init, ParamId, ParamSpec, Params, Part, Rank, Split, WeightGrad};
+use crate::data_parallel::{BucketLimit, HostShards, Placement, ShardingStrategy};
+use crate::{
+    Declarations, GradBuffer, Init, ParamId, ParamLayout, ParamSpec, Params, Part, Rank, Split, WeightGrad,
+};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_tensor::{Category, DType, Instrumentation};
 use std::time::Duration;
 
 const SIZES: [usize; 4] = [70, 5, 130, 64];
 const SCHEMES: [ShardingStrategy; 3] = {
+    let host = HostShards { weights: false, gradients: false };
     use Placement::{Flat, Partial, Replicate, TensorAtomic};
     [
-        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat, outer_optimizer: Replicate },
-        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat, outer_optimizer: Replicate },
+        ShardingStrategy {
+            param: Replicate,
+            grad: Partial,
+            optimizer: Flat,
+            outer_optimizer: Replicate,
+            host,
+        },
+        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat, outer_optimizer: Replicate, host },
         ShardingStrategy {
             param: Replicate,
             grad: TensorAtomic,
             optimizer: TensorAtomic,
             outer_optimizer: Replicate,
+            host,
         },
     ]
 };
@@ -30,6 +40,15 @@ fn specs(tied: Option<bool>) -> Vec<ParamSpec> {
         d.mark_tied_across_stages(ParamId(0), mirror);
     }
     d.finish()
+}
+
+const GRADIENTS: HostShards = HostShards { weights: false, gradients: true };
+
+/// In buckets of 100 elements.
+fn params(rank: &Rank, tied: Option<bool>, scheme: &ShardingStrategy) -> Params {
+    let (placement, bucket) = (Placement::Replicate, BucketLimit::Elements(100));
+    let layout = ParamLayout { placement, bucket, comm_unit: 800, outer_pieces: 1, host: scheme.host };
+    Params::new(rank, specs(tied), DType::F32, layout).unwrap()
 }
 
 /// Ranks as threads: `ends` pipeline stages of `copies` data-parallel ranks each.
@@ -92,8 +111,10 @@ fn interleaved_micro_batches_add_up() {
     const MICRO: usize = 3;
     for copies in [1, 2, 3] {
         each_rank(copies, 1, |rank| {
-            for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES) {
-                let params = Params::in_buckets(rank, specs(None), DType::F32, 100).unwrap();
+            let on_host = if copies == 1 { ShardingStrategy::REPLICATED } else { SCHEMES[1] };
+            let on_host = [on_host, SCHEMES[2]].map(|s| s.with_host(GRADIENTS));
+            for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES).chain(on_host) {
+                let params = params(rank, None, &scheme);
                 let mut grads = GradBuffer::of(&params, scheme);
                 let me = rank.dp_cp_group.rank();
                 for step in 0..2 {
@@ -124,8 +145,9 @@ fn interleaved_micro_batches_add_up() {
 fn tied_gradients_are_those_of_both_ends() {
     each_rank(2, 2, |rank| {
         let (me, end) = (rank.dp_cp_group.rank(), rank.embedding_group.rank());
-        for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES) {
-            let params = Params::in_buckets(rank, specs(Some(end == 1)), DType::F32, 100).unwrap();
+        let on_host = [1, 2].map(|i| SCHEMES[i].with_host(GRADIENTS));
+        for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES).chain(on_host) {
+            let params = params(rank, Some(end == 1), &scheme);
             let mut grads = GradBuffer::of(&params, scheme);
             grads.begin_step(1);
             (0..SIZES.len()).rev().for_each(|p| contribute(rank, &mut grads, p, 0, 2 * end + me));

@@ -1,5 +1,6 @@
 //! All-gather of updated weights over the data-parallel ranks, overlapped with the next forward pass.
 
+use super::host_shards::on_device;
 use super::units::UnitLayout;
 use super::{FlatBuffer, ParamShard, Placement, ShardingStrategy, group_rank};
 use crate::{GroupRank, ParamId, Params, Rank, StepState};
@@ -71,6 +72,7 @@ impl Params {
             return Ok(());
         }
         let s = rank.dp_comm_stream()?;
+        self.host_weights().map_or(Ok(()), |link| link.wait_weights(s))?;
         for bucket in buckets.rev() {
             match hybrid {
                 true => self.all_gather_shard(rank, bucket, scheme, s)?,
@@ -80,6 +82,9 @@ impl Params {
                 self.pending.lock()[bucket] = Some(s.record()?);
             }
         }
+        if let Some(link) = self.host_weights() {
+            link.weights_stored(s.record()?);
+        }
         Ok(())
     }
 
@@ -87,6 +92,7 @@ impl Params {
     /// weights are gathered anew after this.
     pub fn wait_params(&self, rank: &Rank) -> Result<()> {
         self.units.as_ref().map_or(Ok(()), |units| units.invalidate(rank))?;
+        self.host_weights().map_or(Ok(()), |link| link.wait_weights(&rank.compute))?;
         self.pending.lock().iter_mut().filter_map(Option::take).try_for_each(|done| rank.compute.wait(&done))
     }
 
@@ -121,10 +127,11 @@ impl Params {
         let group = rank.shard_replica_group(layout.experts);
         let (inner, outer) = (group_rank(rank.dp_group(layout.experts)), group_rank(group));
         if self.splits[bucket].is_uniform() {
-            let memory = &self.buckets[bucket];
-            let all = FlatBuffer::of_shard(self.plan(), bucket, inner, Placement::Replicate, memory);
-            let own = all.view_as(scheme.outer_optimizer, outer)?;
-            return own.redistribute(rank, group, &all, s, LABEL);
+            return on_device(s, &self.buckets[bucket], |memory| {
+                let all = FlatBuffer::of_shard(self.plan(), bucket, inner, Placement::Replicate, memory);
+                let own = all.view_as(scheme.outer_optimizer, outer)?;
+                own.redistribute(rank, group, &all, s, LABEL)
+            });
         }
         let held = |rank| {
             let place = scheme.optimizer_place(inner, GroupRank { rank, ..outer });
@@ -146,8 +153,10 @@ impl Params {
         let gather = |memory: &Tensor, part: &dyn Fn(usize) -> Range<usize>| {
             let counts: Vec<usize> = (0..group.size()).map(|r| part(r).len()).collect();
             let mine = part(group.rank());
-            let mine = memory.narrow(0, mine.start - part(0).start, mine.len())?;
-            group.all_gather_v(s, &mine, memory, &counts, LABEL)
+            on_device(s, memory, |memory| {
+                let mine = memory.narrow(0, mine.start - part(0).start, mine.len())?;
+                Ok(group.all_gather_v(s, &mine, memory, &counts, LABEL)?)
+            })
         };
         gather(&self.buckets[bucket], &|r| split.rest(&held(r)))?;
         if let Some(fp8) = self.fp8_params().gathered_memory(bucket)? {
@@ -157,7 +166,8 @@ impl Params {
     }
 
     /// All-gathers the buckets of a unit from their shards into the memory of a slot, after the work given to the compute
-    /// stream so far; returns the end of it where it overlaps computation.
+    /// stream so far; shards in host memory are copied to their place in the slot first. Returns the end of it where it
+    /// overlaps computation.
     pub(crate) fn all_gather_unit(
         &self,
         rank: &Rank,
@@ -165,24 +175,55 @@ impl Params {
         slot: &[Tensor; 2],
     ) -> Result<Option<Event>> {
         let s = rank.dp_comm_stream()?;
+        let from_host = self.host_weights().map(|link| link.fetch_weights(rank)).transpose()?;
+        let mut gathers = false;
         for (bucket, ranges) in &unit.buckets {
             let (split, layout) = (&self.splits[*bucket], &self.plan().buckets()[*bucket]);
             let group = rank.dp_group(layout.experts);
-            let [fp8, rest] = [0, 1].map(|k| slot[k].narrow(0, ranges[k].start, ranges[k].len()));
-            let (fp8, rest) = (fp8?, rest?);
-            if split.is_uniform() {
-                let all = FlatBuffer::of(self.plan(), *bucket, Placement::Replicate, &rest);
-                self.bucket(*bucket)?.redistribute(rank, group, &all, s, LABEL)?;
-                continue;
-            }
             let held = |rank| layout.held(self.placement(), GroupRank { rank, size: group.size() });
+            let [fp8, rest] = [0, 1].map(|k| slot[k].narrow(0, ranges[k].start, ranges[k].len()));
+            let (fp8, rest) = (fp8?.as_bytes()?, rest?);
+            let mut mine = self.buckets[*bucket].clone();
+            let mut mine_fp8 = match split.is_uniform() {
+                true => None,
+                false => Some(self.fp8_params().bucket(*bucket).as_bytes()?),
+            };
+            if let Some(h) = from_host {
+                let here = held(group.rank());
+                mine = copy_to(h, &mine, &rest, split.rest(&here))?;
+                mine_fp8 = mine_fp8.map(|from| copy_to(h, &from, &fp8, split.separate(&here))).transpose()?;
+                if group.size() == 1 {
+                    continue;
+                }
+                s.wait(&h.record()?)?;
+                gathers = true;
+            }
+            let Some(mine_fp8) = mine_fp8 else {
+                let all = FlatBuffer::of(self.plan(), *bucket, Placement::Replicate, &rest);
+                let mine = FlatBuffer::of(self.plan(), *bucket, self.placement(), &mine);
+                mine.redistribute(rank, group, &all, s, LABEL)?;
+                continue;
+            };
             let counts = |part: &dyn Fn(&Range<usize>) -> Range<usize>| -> Vec<usize> {
                 (0..group.size()).map(|r| part(&held(r)).len()).collect()
             };
-            group.all_gather_v(s, &self.buckets[*bucket], &rest, &counts(&|r| split.rest(r)), LABEL)?;
-            let mine = self.fp8_params().bucket(*bucket).as_bytes()?;
-            group.all_gather_v(s, &mine, &fp8.as_bytes()?, &counts(&|r| split.separate(r)), LABEL)?;
+            group.all_gather_v(s, &mine, &rest, &counts(&|r| split.rest(r)), LABEL)?;
+            group.all_gather_v(s, &mine_fp8, &fp8, &counts(&|r| split.separate(r)), LABEL)?;
+        }
+        match from_host {
+            Some(h) if !gathers => return h.record().map(Some),
+            Some(h) => s.wait(&h.record()?)?,
+            None => {}
         }
         if rank.overlaps_dp_comm() { s.record().map(Some) } else { Ok(None) }
     }
+}
+
+/// Copies a shard to its place `range` of a buffer, and returns that.
+fn copy_to(s: &Stream, shard: &Tensor, all: &Tensor, range: Range<usize>) -> Result<Tensor> {
+    let place = all.narrow(0, range.start, range.len())?;
+    if !range.is_empty() {
+        s.copy(shard, &place)?;
+    }
+    Ok(place)
 }

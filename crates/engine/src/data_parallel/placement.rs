@@ -1,5 +1,6 @@
 //! Placements of buckets over the data-parallel ranks, and the ZeRO stages as choices of placements.
 
+use super::HostShards;
 use crate::data_parallel::group_rank;
 use crate::{GroupRank, Rank};
 
@@ -35,6 +36,8 @@ pub struct ShardingStrategy {
     /// Of a shard's master weights and moments over the groups that hold the same shards of weights (HSDP). Over them weights
     /// are replicated, and gradients are partial until the last micro-batch.
     pub outer_optimizer: Placement,
+    /// Which shards are in host memory.
+    pub host: HostShards,
 }
 
 /// ZeRO stages 0 to 3, by `parallel.zero`, and HFSDP.
@@ -46,7 +49,8 @@ const SCHEMES: [ShardingStrategy; 5] = {
         optimizer: Placement,
         outer_optimizer: Placement,
     ) -> ShardingStrategy {
-        ShardingStrategy { param, grad, optimizer, outer_optimizer }
+        let host = HostShards { weights: false, gradients: false };
+        ShardingStrategy { param, grad, optimizer, outer_optimizer, host }
     }
     [
         scheme(Replicate, Partial, Replicate, Replicate),
@@ -73,6 +77,13 @@ impl ShardingStrategy {
     /// HFSDP: weights and gradients are sharded inside groups, optimizer state over all data-parallel ranks.
     pub const fn hybrid() -> ShardingStrategy {
         SCHEMES[HFSDP]
+    }
+
+    /// The same with shards in host memory. Weights there are a shard even where one rank holds all of it: units of them are
+    /// copied to the device for use.
+    pub fn with_host(self, host: HostShards) -> ShardingStrategy {
+        let param = if host.weights { Placement::Flat } else { self.param };
+        ShardingStrategy { param, host, ..self }
     }
 
     /// Pieces that a shard of the optimizer state is cut into, with `groups` that hold the same shards.

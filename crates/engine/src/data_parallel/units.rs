@@ -4,8 +4,10 @@
 //! next. A unit stays in its slot until another one needs that, so the last layers of forward are there for backward.
 //! While a pass computes with a unit, the next ones are gathered on the communication stream, as far as the slots'
 //! bytes stay within the budget (`parallel.comm_unit`) and one unit. [`UnitSlots`] is the rule, this file its memory.
+//! Shards in host memory are copied to the slot first, in the same order and under the same budget.
 
-use super::{BucketPlan, BucketSplit, UnitSlots};
+use super::host_shards::HostEdge;
+use super::{BucketPlan, BucketSplit, HostLink, UnitSlots};
 use crate::{ParamSpec, Rank, UnitId};
 use ferrotron_tensor::{Category, DType, Event, Result, Tensor};
 use std::ops::Range;
@@ -16,6 +18,8 @@ pub(crate) struct ShardedUnits {
     units: Vec<UnitLayout>,
     /// Dtypes of a slot: of FP8-resident weights, and of all others.
     dtypes: [DType; 2],
+    /// The way of shards in host memory.
+    link: Option<Arc<HostLink>>,
     state: Mutex<State>,
 }
 
@@ -28,7 +32,8 @@ pub(crate) struct UnitLayout {
 }
 
 impl UnitLayout {
-    /// The units of the buckets of `plan`, each of one unit; `gathered` says which of them are sharded over several ranks.
+    /// The units of the buckets of `plan`, each of one unit; `gathered` says which of them are sharded over several ranks or
+    /// in host memory.
     pub(crate) fn all(
         specs: &[ParamSpec],
         (plan, splits): (&BucketPlan, &[BucketSplit]),
@@ -84,15 +89,15 @@ impl UnitGuard {
 pub(crate) type GatherUnit<'a> = dyn Fn(&UnitLayout, &[Tensor; 2]) -> Result<Option<Event>> + 'a;
 
 impl ShardedUnits {
-    /// For `units` in memory of `dtypes`, with `budget` bytes of slots beyond the largest.
+    /// For `units` in memory of `dtypes`, with `budget` bytes of slots beyond the largest; shards may be in host memory.
     pub(crate) fn new(
         specs: &[ParamSpec],
         units: Vec<UnitLayout>,
         dtypes: [DType; 2],
-        budget: usize,
+        (budget, link): (usize, Option<Arc<HostLink>>),
     ) -> ShardedUnits {
         let slots = UnitSlots::new(specs, &units, dtypes.map(DType::size), budget);
-        ShardedUnits { units, dtypes, state: Mutex::new(State { slots, memory: Vec::new() }) }
+        ShardedUnits { units, dtypes, link, state: Mutex::new(State { slots, memory: Vec::new() }) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -113,23 +118,39 @@ impl ShardedUnits {
         next: &[UnitId],
         gather: &GatherUnit,
     ) -> Result<Option<UnitGuard>> {
+        let ahead = rank.overlaps_dp_comm() || (rank.overlap && self.link.is_some());
         let state = &mut *self.lock();
-        let Some(entered) = state.slots.enter(unit, next, rank.overlaps_dp_comm()) else { return Ok(None) };
+        let Some(entered) = state.slots.enter(unit, next, ahead) else { return Ok(None) };
         let zeros = |len, k: usize| rank.compute.zeros(&[len], self.dtypes[k], Category::Parameters);
         for [fp8, rest] in state.slots.slots().skip(state.memory.len()) {
             state.memory.push(SlotMemory { memory: [zeros(fp8, 0)?, zeros(rest, 1)?], gathered: None });
         }
         let (own, ahead): (Vec<_>, Vec<_>) = entered.gathers.into_iter().partition(|(_, u)| *u == unit);
-        own.into_iter().try_for_each(|at| self.fill(state, at, gather))?;
+        own.into_iter().try_for_each(|at| self.fill(rank, state, at, gather))?;
         let slot = &mut state.memory[entered.slot];
-        slot.gathered.take().map_or(Ok(()), |done| rank.compute.wait(&done))?;
+        match (slot.gathered.take(), &self.link) {
+            (Some(done), None) => rank.compute.wait(&done)?,
+            (Some(done), Some(link)) => link.order(HostEdge::Loaded, &rank.compute, &done)?,
+            (None, _) => {}
+        }
         let guard = UnitGuard { _users: entered.users, memory: slot.memory.clone() };
-        ahead.into_iter().try_for_each(|at| self.fill(state, at, gather))?;
+        ahead.into_iter().try_for_each(|at| self.fill(rank, state, at, gather))?;
         Ok(Some(guard))
     }
 
     /// Gathers a unit into a slot that nothing uses.
-    fn fill(&self, state: &mut State, (slot, unit): (usize, UnitId), gather: &GatherUnit) -> Result<()> {
+    fn fill(
+        &self,
+        rank: &Rank,
+        state: &mut State,
+        (slot, unit): (usize, UnitId),
+        gather: &GatherUnit,
+    ) -> Result<()> {
+        // A unit that was gathered ahead and never used: copies from the host follow the compute stream, all-gathers each
+        // other.
+        if let Some(unused) = state.memory[slot].gathered.take().filter(|_| self.link.is_some()) {
+            rank.compute.wait(&unused)?;
+        }
         let done = gather(&self.units[unit.0], &state.memory[slot].memory);
         state.memory[slot].gathered = done.inspect_err(|_| state.slots.forget(slot))?;
         Ok(())

@@ -3,11 +3,12 @@
 use super::{ParamId, ParamSpec, UnitId};
 use crate::Rank;
 use crate::data_parallel::{
-    BucketLimit, BucketPlan, BucketSplit, FlatBuffer, ParamShard, PendingGathers, Placement, ShardedUnits,
-    ShardingStrategy, UnitGuard, UnitLayout, UnitSlots, bucket_elements, group_rank,
+    BucketLimit, BucketPlan, BucketSplit, FlatBuffer, HostLink, HostShards, ParamShard, PendingGathers,
+    Placement, ShardedUnits, ShardingStrategy, UnitGuard, UnitLayout, UnitSlots, bucket_elements, group_rank,
+    zeroed_shard,
 };
 use crate::quant::Fp8Params;
-use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
+use ferrotron_tensor::{DType, Error, Event, Result, Tensor, shape_error};
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
@@ -33,6 +34,9 @@ pub struct Params {
     /// Where weights are sharded: their units.
     pub(crate) units: Option<ShardedUnits>,
     comm_unit: usize,
+    /// Which shards are in host memory, and how those get to the device and back.
+    host: HostShards,
+    link: Option<Arc<HostLink>>,
 }
 
 /// How weights are laid out in memory.
@@ -46,6 +50,8 @@ pub struct ParamLayout {
     pub comm_unit: usize,
     /// Pieces of a shard that the groups which hold it update (HFSDP); 1 where each updates all of it.
     pub outer_pieces: usize,
+    /// Which shards are in host memory.
+    pub host: HostShards,
 }
 
 impl ParamLayout {
@@ -59,13 +65,14 @@ impl ParamLayout {
         (specs, dtype): (&[ParamSpec], DType),
     ) -> ParamLayout {
         let (placement, outer_pieces) = (sharding.param, sharding.outer_pieces(groups));
-        if placement.is_full_size() {
+        let host = sharding.host;
+        if placement.is_full_size() && !host.gradients {
             let comm_unit = comm_unit.unwrap_or_else(|| 2 * GRADIENT_BYTES * bucket_elements(replicas));
             let bucket = BucketLimit::Elements((comm_unit / (2 * GRADIENT_BYTES)).max(1));
-            return ParamLayout { placement, bucket, comm_unit, outer_pieces };
+            return ParamLayout { placement, bucket, comm_unit, outer_pieces, host };
         }
         let comm_unit = comm_unit.unwrap_or_else(|| 2 * largest_layer(specs, dtype));
-        ParamLayout { placement, bucket: BucketLimit::Unit, comm_unit, outer_pieces }
+        ParamLayout { placement, bucket: BucketLimit::Unit, comm_unit, outer_pieces, host }
     }
 }
 
@@ -89,7 +96,7 @@ impl ParamLayout {
         let plan = self.plan(specs, replicas);
         let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
         let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
-        let gathered = |b: usize| replicas[usize::from(plan.buckets()[b].experts)] > 1;
+        let gathered = |b: usize| self.host.weights || replicas[usize::from(plan.buckets()[b].experts)] > 1;
         let units = UnitLayout::all(specs, (&plan, &splits), gathered);
         Some(UnitSlots::new(specs, &units, [DType::U8.size(), dtype.size()], self.comm_unit))
     }
@@ -137,7 +144,8 @@ impl Params {
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
         let bucket = BucketLimit::Elements(target);
         let (placement, comm_unit) = (Placement::Replicate, 2 * GRADIENT_BYTES * target);
-        Params::new(rank, specs, dtype, ParamLayout { placement, bucket, comm_unit, outer_pieces: 1 })
+        let host = HostShards::default();
+        Params::new(rank, specs, dtype, ParamLayout { placement, bucket, comm_unit, outer_pieces: 1, host })
     }
 
     /// Zeroed memory for the declared parameters in a given layout.
@@ -157,15 +165,17 @@ impl Params {
             .map(|b| b.held(layout.placement, group_rank(rank.dp_group(b.experts))))
             .collect();
         let zeros = |(s, held): (&BucketSplit, &Range<usize>)| {
-            rank.compute.zeros(&[s.rest(held).len()], dtype, Category::Parameters)
+            zeroed_shard(rank, s.rest(held).len(), dtype, layout.host.weights)
         };
         let buckets: Vec<Tensor> = splits.iter().zip(&held).map(zeros).collect::<Result<_>>()?;
-        let fp8_params = Fp8Params::new(rank, &specs, &plan, (&splits, &held))?;
+        let fp8_params = Fp8Params::new(rank, &specs, &plan, (&splits, &held), layout.host.weights)?;
+        let link = layout.host.any().then(|| HostLink::new(rank).map(Arc::new)).transpose()?;
         let units = (!layout.placement.is_full_size()).then(|| {
-            let gathered = |b: usize| rank.dp_group(plan.buckets()[b].experts).size() > 1;
+            let on_host = layout.host.weights;
+            let gathered = |b: usize| on_host || rank.dp_group(plan.buckets()[b].experts).size() > 1;
             let dtypes = [fp8_params.format(), dtype];
             let units = UnitLayout::all(&specs, (&plan, &splits), gathered);
-            ShardedUnits::new(&specs, units, dtypes, layout.comm_unit)
+            ShardedUnits::new(&specs, units, dtypes, (layout.comm_unit, link.clone().filter(|_| on_host)))
         });
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, range) = plan.slot(ParamId(i));
@@ -179,7 +189,8 @@ impl Params {
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         let pending = PendingGathers::new(buckets.len());
-        let ParamLayout { placement, comm_unit, .. } = layout;
+        let ParamLayout { placement, comm_unit, host, .. } = layout;
+
         Ok(Params {
             specs,
             plan,
@@ -193,6 +204,8 @@ impl Params {
             pending,
             units,
             comm_unit,
+            host,
+            link,
         })
     }
 
@@ -209,6 +222,28 @@ impl Params {
     /// Bytes in flight in each direction; see [`ParamLayout`].
     pub fn comm_unit(&self) -> usize {
         self.comm_unit
+    }
+
+    /// Which shards are in host memory.
+    pub fn host(&self) -> HostShards {
+        self.host
+    }
+
+    /// The way between shards in host memory and the device.
+    pub(crate) fn link(&self) -> Option<&Arc<HostLink>> {
+        self.link.as_ref()
+    }
+
+    /// The way of weights in host memory.
+    pub(crate) fn host_weights(&self) -> Option<&HostLink> {
+        self.link.as_deref().filter(|_| self.host.weights)
+    }
+
+    /// Updated weights are in host memory at `done`; passes fetch them after that.
+    pub fn weights_stored(&self, done: Event) {
+        if let Some(link) = self.host_weights() {
+            link.weights_stored(done);
+        }
     }
 
     /// A weight for use on the compute stream, which waits for its all-gather.
@@ -301,6 +336,10 @@ impl Params {
     pub fn optimizer_shard(&self, rank: &Rank, bucket: usize, scheme: &ShardingStrategy) -> Result<Tensor> {
         let experts = self.plan.buckets()[bucket].experts;
         let inner = group_rank(rank.dp_group(experts));
+        if scheme.optimizer.is_full_size() {
+            // Also of weights in host memory, which are a shard of one rank.
+            return Ok(self.bucket(bucket)?.memory().clone());
+        }
         let shard = self.bucket(bucket)?.view_as(scheme.optimizer, inner)?;
         if scheme.outer_optimizer.is_full_size() {
             return Ok(shard.memory().clone());

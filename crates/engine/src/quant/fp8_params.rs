@@ -4,7 +4,7 @@
 //! rounded to the compute dtype first. GEMMs, and everything after them, keep their bits.
 
 use super::{GemmOperand, QuantState, Recipe, Role};
-use crate::data_parallel::{BucketPlan, BucketSplit};
+use crate::data_parallel::{BucketPlan, BucketSplit, zeroed_shard};
 use crate::{ParamId, ParamSpec, Params, Rank, UnitGuard};
 use ferrotron_kernels::{ALIGN, BLOCK, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
@@ -53,12 +53,13 @@ impl Fp8Param {
 }
 
 impl Fp8Params {
-    /// Zeroed memory for the parameters whose spec asks for it.
+    /// Zeroed memory for the parameters whose spec asks for it; `on_host`: in host memory, except for scales.
     pub(crate) fn new(
         rank: &Rank,
         specs: &[ParamSpec],
         plan: &BucketPlan,
         (splits, held): (&[BucketSplit], &[Range<usize>]),
+        on_host: bool,
     ) -> Result<Fp8Params> {
         let recipe = specs.iter().filter(|s| s.fp8_resident()).find_map(|s| s.quant).map(|e| e.recipe);
         let Some(recipe) = recipe else {
@@ -73,7 +74,7 @@ impl Fp8Params {
         }
         let (s, format) = (&rank.compute, recipe.format(Role::Weight));
         let zeros = |(split, held): (&BucketSplit, &Range<usize>)| {
-            s.zeros(&[split.separate(held).len()], format, Category::Parameters)
+            zeroed_shard(rank, split.separate(held).len(), format, on_host)
         };
         let buckets: Vec<Tensor> = splits.iter().zip(held).map(zeros).collect::<Result<_>>()?;
         let scaling = recipe.scaling(Role::Weight);

@@ -79,6 +79,19 @@ pub struct Precomputed {
 }
 
 impl Precomputed {
+    /// Memory of its FP8 values, where the optimizer kernel writes them.
+    pub fn fp8(&self) -> Option<&Tensor> {
+        self.fp8.as_ref().map(|[data, ..]| data)
+    }
+
+    /// The same with other memory for FP8 values, which are copied from there.
+    pub fn through(mut self, memory: Tensor) -> Precomputed {
+        if let Some([data, ..]) = &mut self.fp8 {
+            *data = memory;
+        }
+        self
+    }
+
     /// As kernel arguments.
     pub fn kernel_outputs(&self) -> Fp8WeightOut<'_> {
         let fp8 = self.fp8.as_ref();

@@ -65,10 +65,12 @@ impl UpdatedParam<'_> {
         })
     }
 
-    /// FP8 memory for the elements of a run, flat: the weight's own, or workspace where this rank holds a shard of them.
+    /// FP8 memory for the elements of a run, flat: the weight's own, or workspace where this rank holds a shard of them, or
+    /// holds them in host memory.
     fn memory_of(&self, rank: &Rank, run: &Run) -> Result<Tensor> {
         let Fp8Param { held, start, .. } = self.fp8;
-        match *start <= run.elements.start && run.elements.end <= start + held.numel() {
+        let whole = *start <= run.elements.start && run.elements.end <= start + held.numel();
+        match whole && (self.precomputed || !held.is_on_host()) {
             true => self.fp8.elements(&run.elements),
             false => Tensor::empty(&rank.compute, &[run.elements.len()], held.dtype(), Category::Workspace),
         }
@@ -78,7 +80,7 @@ impl UpdatedParam<'_> {
     fn keep(&self, rank: &Rank, run: &Run, flat: &Tensor) -> Result<()> {
         let held = self.fp8.start..self.fp8.start + self.fp8.held.numel();
         let mine = held.start.max(run.elements.start)..held.end.min(run.elements.end);
-        if mine.is_empty() || mine == run.elements {
+        if mine.is_empty() || (mine == run.elements && (self.precomputed || !self.fp8.held.is_on_host())) {
             return Ok(());
         }
         let from = flat.narrow(0, mine.start - run.elements.start, mine.len())?;

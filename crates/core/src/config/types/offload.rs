@@ -2,7 +2,9 @@
 
 use super::choice;
 use crate::config::KeyType;
+use crate::config::OffloadSection;
 use ferrotron_engine::Module;
+use ferrotron_engine::data_parallel::HostShards;
 use ferrotron_engine::offload::OffloadChoice;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
@@ -55,6 +57,13 @@ impl OffloadModule {
             OffloadModule::MoeAct => Module::MoeAct,
             OffloadModule::ExpertFc2 => Module::ExpertFc2,
         }
+    }
+}
+
+impl OffloadSection {
+    /// Which shards of weights and gradients are in host memory.
+    pub fn host_shards(&self) -> HostShards {
+        HostShards { weights: self.weights, gradients: self.gradients }
     }
 }
 

@@ -6,7 +6,7 @@ use crate::model::{ModelConfig, ModelOptions, Stage};
 use crate::pipeline::ScheduleKind;
 use ferrotron_comm::Communicator;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::data_parallel::{ShardingStrategy, group_rank};
+use ferrotron_engine::data_parallel::{HostShards, ShardingStrategy, group_rank};
 use ferrotron_engine::{GroupRank, ParamLayout, ParamSpec, Rank, Recompute, Tokens};
 use ferrotron_tensor::DType;
 
@@ -310,6 +310,8 @@ pub struct StepShape {
     pub comm_unit: Option<usize>,
     /// HFSDP: groups that hold the same shards share their optimizer state.
     pub outer_optimizer: bool,
+    /// Which shards are in host memory.
+    pub host: HostShards,
     /// The pipeline schedule.
     pub schedule: ScheduleKind,
     /// Data-parallel communication overlaps computation.
@@ -351,10 +353,11 @@ impl StepShape {
 
     /// What the data-parallel ranks shard.
     pub fn sharding(&self) -> ShardingStrategy {
-        match self.outer_optimizer && self.ranks.shard_replicas[0].size > 1 {
+        let scheme = match self.outer_optimizer && self.ranks.shard_replicas[0].size > 1 {
             true => ShardingStrategy::hybrid(),
             false => ShardingStrategy::zero(self.zero, self.replicas()),
-        }
+        };
+        scheme.with_host(self.host)
     }
 
     /// This rank among those that shard the optimizer state of dense and of expert parameters.
