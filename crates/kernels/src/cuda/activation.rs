@@ -89,7 +89,10 @@ impl ActArgs {
         if u32::try_from(chunks).is_err() {
             return shape_error(
                 op,
-                format!("{} x {} elements are too many; use smaller batches", self.rows, self.width),
+                format!(
+                    "{} rows of {} are more than 2^32 chunks of 16 bytes; use smaller batches",
+                    self.rows, self.width
+                ),
             );
         }
         Ok(LaunchConfig { blocks: [blocks(op, chunks.div_ceil(256))?, 1, 1], threads: 256, shared: 0 })

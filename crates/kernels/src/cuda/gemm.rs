@@ -68,7 +68,8 @@ impl GemmKernels for CudaKernels {
         let input = g.a.dtype();
         // The algorithm, and so the rounding, depends on the number of matrices. f32 products are taken one by one: their
         // bits are those of any other grouping, such as that of another number of ranks.
-        let batched = matches!(input, DType::BF16 | DType::F16);
+        // The library counts them in 32 bits.
+        let batched = matches!(input, DType::BF16 | DType::F16) && i32::try_from(count).is_ok();
         if batched && count > 1 && [sizes.m, sizes.n, sizes.k].iter().all(|n| *n > 0) {
             let all = [g.a, g.b, g.c];
             let align = |t: &Tensor| {

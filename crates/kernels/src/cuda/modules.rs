@@ -2,6 +2,7 @@
 
 use super::args::DeviceType;
 use super::compile::Compiler;
+use super::grid::check_grid;
 use super::sources::{SOURCES, Source, Variant, variants};
 use super::{Kernel, LaunchConfig, cache};
 use cudarc::driver::sys::{self, CUresult};
@@ -134,6 +135,7 @@ impl Modules {
         if grid.blocks.contains(&0) || grid.threads == 0 {
             return Ok(());
         }
+        check_grid(l.op(), grid.blocks)?;
         let function = self.function(kernel, grid.shared)?;
         let stream = l.cuda_stream()?;
         let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];

@@ -85,7 +85,10 @@ impl MoveArgs {
             Err(_) => {
                 return shape_error(
                     op,
-                    format!("{rows} rows of {} are too many at once; use smaller batches", z.width),
+                    format!(
+                        "{rows} rows of {} are more than 2^31 chunks of 16 bytes; use smaller batches",
+                        z.width
+                    ),
                 );
             }
         };

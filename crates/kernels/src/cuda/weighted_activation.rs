@@ -90,7 +90,10 @@ impl CudaKernels {
         let chunks = rows.saturating_mul(f.div_ceil(vec_width(dtype)));
         // Threads index chunks with 32 bits.
         if i32::try_from(chunks).is_err() {
-            return shape_error(OP, format!("{rows} rows of {f} are too many at once; use smaller batches"));
+            return shape_error(
+                OP,
+                format!("{rows} rows of {f} are more than 2^31 chunks of 16 bytes; use smaller batches"),
+            );
         }
         let mut args = vec![read(x), read(p), write(y)];
         args.extend(amax.map(write));

@@ -14,6 +14,8 @@ use std::f32::consts::LOG2_E;
 
 /// Sequences up to this length keep every sum of positions within 32 bits.
 const MAX_SEQUENCE: usize = 1 << 28;
+/// Rows of a tile in the Hopper kernels' scratch space.
+const TILE_ROWS: usize = 128;
 /// An unbounded window.
 const UNBOUNDED: i32 = 1 << 29;
 
@@ -159,6 +161,7 @@ pub(super) fn problem(
         );
     }
     let instance = instance(op, f.q.dtype(), shape.d_qk, shape.d_v)?;
+    let heads = count(op, "heads", shape.heads)?;
     let (packed, batches, tokens) = match f.q.shape() {
         [b, t, ..] if matches!(sequences, Sequences::Batch) => (false, *b, *t),
         [t, ..] => (true, 1, *t),
@@ -168,6 +171,9 @@ pub(super) fn problem(
         [_, t, _, _] | [t, _, _] => *t,
         _ => 0,
     };
+    let batches = count(op, "batch entries", batches)?;
+    // In scratch space every packed sequence starts on a tile of its own.
+    count(op, "tokens", tokens.max(k_tokens) + (spans.len() + 1) * TILE_ROWS)?;
     let first = spans.first();
     let inside = match sequences {
         Sequences::Batch => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
@@ -185,8 +191,8 @@ pub(super) fn problem(
         tokens: tokens as i64,
         q_from: inside[0][0] as i64,
         q_to: inside[0][1] as i64,
-        batches: batches as i32,
-        heads: shape.heads as i32,
+        batches,
+        heads,
         group: (shape.heads / shape.kv_heads) as i32,
         d_qk: shape.d_qk as i32,
         d_v: shape.d_v as i32,
@@ -305,10 +311,33 @@ impl AttentionProblem {
     }
 }
 
+/// A size that the kernels count in 32 bits.
+fn count(op: &'static str, what: &str, n: usize) -> Result<i32> {
+    match i32::try_from(n) {
+        Ok(n) => Ok(n),
+        Err(_) => {
+            shape_error(op, format!("{n} {what} are more than the {} of a launch; split them", i32::MAX))
+        }
+    }
+}
+
 /// A number of blocks that the kernels can count in 32 bits.
 pub(super) fn blocks(n: usize) -> Result<u32> {
     match i32::try_from(n) {
         Ok(n) => Ok(n as u32),
         Err(_) => shape_error("attention", format!("{n} blocks exceed a CUDA grid; use smaller batches")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_beyond_32_bits_are_refused_not_wrapped() {
+        assert_eq!(count("attention_forward", "heads", i32::MAX as usize).unwrap(), i32::MAX);
+        let error = count("attention_forward", "heads", (1 << 32) + 4).unwrap_err().to_string();
+        assert!(error.contains("attention_forward") && error.contains("4294967300 heads"), "{error}");
+        assert!(blocks(1 << 31).is_err() && blocks((1 << 32) + 1).is_err());
     }
 }
