@@ -56,6 +56,7 @@ fn counted(rank: &Rank, resolved: &Resolved, shape: &StepShape) -> ferrotron_cor
         input.moe.as_ref().map(|moe| MoeBatch { input: moe, step: 0, rows: &rows, micro_batch_weight: 1.0 });
     let context = StepContext {
         recompute: shape.recompute,
+        mlp_chunk: shape.mlp_chunk,
         moe,
         ..StepContext::new(rank, &trainer.model.params, &trainer.model.step_state)
     };
@@ -107,6 +108,7 @@ fn dense_models() {
     let plain = check("tp=1", &[]);
     for set in [
         &["model.tied=false"][..],
+        &["train.mlp_chunk=12"],
         &["model.qk_norm=true"],
         &["model.norm=layernorm", "model.positions=learned", "model.qkv_bias=true"],
         &["model.gated=false", "model.activation=gelu_tanh"],

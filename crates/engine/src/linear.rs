@@ -238,6 +238,14 @@ impl Linear {
         Ok((y, saved))
     }
 
+    /// What [`Linear::forward`] saves of its input, without the output: of a linear whose input is not gathered.
+    pub(crate) fn save_input(&self, p: &StepContext, x: &WithAmax) -> Result<LinearSaved> {
+        match self.quant {
+            Some(e) if !p.state.quant().is_some_and(|s| s.is_calibrating()) => self.save_input_fp8(p, e, x),
+            _ => Ok(LinearSaved::of(&x.values)),
+        }
+    }
+
     /// [`Linear::forward`] and the activation function of its output: `h [tokens, out]` and `act(h)`, with amax if
     /// `measure`.
     pub(crate) fn forward_act(

@@ -29,6 +29,8 @@ pub struct StepContext<'a> {
     pub saved_routing: Option<&'a SavedRouting>,
     /// Offloading of saved activations.
     pub offload: Option<&'a ActivationOffload>,
+    /// Tokens of this rank that a dense MLP computes at a time, at most. Backward recomputes it chunk by chunk.
+    pub mlp_chunk: Option<usize>,
     /// How often the same layer ran before in this pass (shared MTP layers): its random numbers are those of a layer that
     /// many positions further on.
     pub repeat: u32,
@@ -75,6 +77,7 @@ impl<'a> StepContext<'a> {
             recomputing: false,
             saved_routing: None,
             offload: None,
+            mlp_chunk: None,
             repeat: 0,
         }
     }

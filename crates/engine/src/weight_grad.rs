@@ -2,9 +2,9 @@
 
 use crate::data_parallel::GradBuffer;
 use crate::quant::{GemmOperand, GemmOptions, LinearGemm};
-use crate::{ParamId, Rank};
+use crate::{ParamId, Rank, StepContext};
 use ferrotron_kernels::{Gemm, LinearWgrad};
-use ferrotron_tensor::{Result, Tensor};
+use ferrotron_tensor::{DType, Result, Tensor};
 
 /// A deferred weight-gradient computation. It owns its operands, so it can run later: while the next module's backward is
 /// under way, or in a pipeline bubble. Only running it marks gradients as ready.
@@ -96,44 +96,85 @@ impl WeightGrad {
                 continue;
             }
             let (grad, accumulate) = grads.main_grad(rank, param)?;
-            let (k, s) = (&rank.kernels, &rank.compute);
             match work {
-                Work::Gemm { dy, x } => k.gemm(
-                    s,
-                    &Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate, c: &grad },
-                )?,
                 Work::Linear { dy, x, bias } if grads.is_frozen(bias) => {
-                    let g = Gemm {
-                        a: &dy,
-                        trans_a: true,
-                        b: &x,
-                        trans_b: false,
-                        bias: None,
-                        accumulate,
-                        c: &grad,
-                    };
-                    k.gemm(s, &g)?;
+                    Work::Gemm { dy, x }.run(rank, &grad, accumulate)?;
                     grads.ready(rank, bias)?;
                 }
                 Work::Linear { dy, x, bias } => {
                     let (sums, onto) = grads.main_grad(rank, bias)?;
                     let (dw, db) = ((&grad, accumulate), (&sums, onto));
-                    k.linear_wgrad(s, &LinearWgrad { dy: &dy, x: &x, dw, db })?;
+                    rank.kernels.linear_wgrad(&rank.compute, &LinearWgrad { dy: &dy, x: &x, dw, db })?;
                     drop((dy, x));
                     grads.ready(rank, param)?;
                     grads.ready(rank, bias)?;
                     continue;
                 }
-                Work::QuantizedGemm(sides) => {
-                    let [dy, x] = *sides;
-                    let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
-                    dy.gemm(rank, &x, how, &grad)?;
-                }
-                Work::ColumnSums { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
-                Work::Deferred(f) => f(rank, &grad, accumulate)?,
+                other => other.run(rank, &grad, accumulate)?,
             }
             grads.ready(rank, param)?;
         }
         Ok(())
+    }
+}
+
+impl Work {
+    /// Writes or accumulates the gradient of a weight; of a linear without that of its bias.
+    fn run(self, rank: &Rank, grad: &Tensor, accumulate: bool) -> Result<()> {
+        let (k, s) = (&rank.kernels, &rank.compute);
+        match self {
+            Work::Gemm { dy, x } | Work::Linear { dy, x, .. } => k.gemm(
+                s,
+                &Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate, c: grad },
+            ),
+            Work::QuantizedGemm(sides) => {
+                let [dy, x] = *sides;
+                let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
+                dy.gemm(rank, &x, how, grad)
+            }
+            Work::ColumnSums { dy } => k.column_sum(s, &dy, accumulate, grad),
+            Work::Deferred(f) => f(rank, grad, accumulate),
+        }
+    }
+}
+
+/// Sums of weight gradients over parts of a micro-batch, whose operands are freed part by part.
+#[derive(Default)]
+pub(crate) struct WeightGradSums {
+    /// f32, in the order of first use.
+    sums: Vec<(ParamId, Tensor)>,
+}
+
+impl WeightGradSums {
+    /// Computes the gradients of one part and adds them.
+    pub(crate) fn add(&mut self, p: &StepContext, grads: WeightGrad) -> Result<()> {
+        for Job { param, work } in grads.jobs {
+            if let Work::Linear { dy, bias, .. } = &work {
+                self.add_one(p, *bias, Work::ColumnSums { dy: dy.clone() })?;
+            }
+            self.add_one(p, param, work)?;
+        }
+        Ok(())
+    }
+
+    fn add_one(&mut self, p: &StepContext, param: ParamId, work: Work) -> Result<()> {
+        let spec = &p.params.specs()[param.0];
+        if let Some((_, sum)) = self.sums.iter().find(|(id, _)| *id == param) {
+            return if spec.group.frozen { Ok(()) } else { work.run(p.rank, sum, true) };
+        }
+        // Nothing is computed for a frozen parameter, but it is counted as ready.
+        let shape: &[usize] = if spec.group.frozen { &[0] } else { &spec.shape };
+        let sum = p.rank.activation(shape, DType::F32)?;
+        if !spec.group.frozen {
+            work.run(p.rank, &sum, false)?;
+        }
+        self.sums.push((param, sum));
+        Ok(())
+    }
+
+    /// The sums as gradients of the micro-batch.
+    pub(crate) fn into_weight_grad(self) -> WeightGrad {
+        let add = |all: WeightGrad, (param, sum)| all.and(WeightGrad::computed(param, sum));
+        self.sums.into_iter().fold(WeightGrad::default(), add)
     }
 }

@@ -42,6 +42,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("train.cuda_graph", ChangeEffect::None),
     ("train.recompute", ChangeEffect::None),
     ("train.loss_chunk", ChangeEffect::None),
+    ("train.mlp_chunk", ChangeEffect::None),
     ("precision.stats_every", ChangeEffect::None),
     ("eval.", ChangeEffect::None),
     ("checkpoint.", ChangeEffect::None),

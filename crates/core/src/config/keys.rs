@@ -202,6 +202,8 @@ keys! {
         /// Tokens whose logits exist at a time while the LM head computes the loss, which saves memory and computes logits
         /// twice; derived where the logits of a micro-batch would take more than 8 GiB, 0 means all tokens at once.
         loss_chunk: Option<usize> = None, "loss_chunk_size", "chunked_cross_entropy", "cross_entropy_chunk_size", "logits_chunk_size", "ce_chunk_size";
+        /// Tokens of a rank that a dense MLP computes at a time, for long sequences; backward recomputes them. Unset means all.
+        mlp_chunk: Option<usize> = None, "mlp_chunk_size", "tiled_mlp", "mlp_chunks_for_prefill", "sequence_tiled_mlp";
         /// Label smoothing ε: the target is 1 - ε for the label and ε/(V - 1) for every other token, as in Megatron.
         label_smoothing: f64 = 0.0, "label_smoothing_factor", "smoothing";
         /// Activation recomputation (checkpointing): "none", "full" for whole layers, or a list of modules.

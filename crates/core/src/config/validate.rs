@@ -74,6 +74,7 @@ impl Recipe {
             ("data.seq_len", c.data.seq_len),
             ("train.global_batch", Some(c.train.global_batch)),
             ("train.micro_batch", c.train.micro_batch),
+            ("train.mlp_chunk", c.train.mlp_chunk),
         ] {
             if let Some(value) = value {
                 self.within(key, value as f64, 1.0, MAX_SIZE as f64)?;

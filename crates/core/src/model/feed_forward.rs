@@ -95,6 +95,14 @@ impl FeedForward {
         })
     }
 
+    /// What [`FeedForward::forward`] has saved, once more; yields while MoE tokens are dispatched.
+    pub async fn recompute(&self, p: &StepContext<'_>, x: impl Into<WithAmax>) -> Result<FeedForwardSaved> {
+        Ok(match self {
+            FeedForward::Dense(m) => FeedForwardSaved::Dense(Box::new(m.recompute(p, x)?)),
+            FeedForward::Moe(m) => FeedForwardSaved::Moe(Box::new(m.forward(p, x).await?.1)),
+        })
+    }
+
     /// Gradient of the input; yields while MoE gradients are dispatched.
     pub async fn backward(
         &self,

@@ -238,9 +238,14 @@ impl Layer {
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
         let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.needs_input_amax(p))?;
-        let (m, mut mlp) = self.mlp.forward(p, &normed).await?;
-        let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
-        let m = p.dropout(self.index, AFTER_MLP, m)?;
+        let (m, mut mlp, mlp_post) = if p.recomputing && self.mlp_post.is_none() {
+            // Backward does not read the layer's output.
+            (None, self.mlp.recompute(p, &normed).await?, None)
+        } else {
+            let (m, mlp) = self.mlp.forward(p, &normed).await?;
+            let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
+            (Some(p.dropout(self.index, AFTER_MLP, m)?), mlp, mlp_post)
+        };
         if p.recompute.norm {
             attn.drop_input();
             mlp.drop_input();
@@ -248,7 +253,7 @@ impl Layer {
         let attn = (!p.recompute.attention).then_some(attn);
         let routing = mlp.routing().filter(|_| p.recompute.mlp).cloned();
         let mlp = (!p.recompute.mlp).then_some(mlp);
-        let y = HiddenStates { x: r, pending: Some(m) };
+        let y = HiddenStates { x: r, pending: m };
         Ok((y, x, LayerSaved { mlp_post, mlp, routing, mlp_norm, attn_post, attn, attn_norm }))
     }
 
@@ -274,7 +279,7 @@ impl Layer {
             None => {
                 let measure = self.mlp.needs_input_amax(p);
                 let normed = self.mlp_norm.recompute(p, &s.mlp_norm, measure)?;
-                self.mlp.forward(&p.for_recompute(s.routing.as_ref()), normed).await?.1
+                self.mlp.recompute(&p.for_recompute(s.routing.as_ref()), normed).await?
             }
             Some(mut saved) => {
                 if p.recompute.norm && saved.needs_input() {

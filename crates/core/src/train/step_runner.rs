@@ -105,6 +105,7 @@ pub(super) struct StepRunner {
     /// The stream on which results of a step are read while the next one computes.
     pub(super) readback: Stream,
     recompute: Recompute,
+    mlp_chunk: Option<usize>,
     offload: Option<ActivationOffload>,
     /// What offloading does, once it has been measured.
     pub(super) offload_report: Option<OffloadReport>,
@@ -130,6 +131,7 @@ impl StepRunner {
             dropout: c.dropout.hidden as f32,
             readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
             recompute: c.train.recompute.modules(),
+            mlp_chunk: c.train.mlp_chunk,
             offload: activation_offload(rank, r, estimate)?,
             offload_report: None,
             offload_event: None,
@@ -168,6 +170,7 @@ impl StepRunner {
         }
         let ctx = StepContext {
             recompute: self.recompute,
+            mlp_chunk: self.mlp_chunk,
             offload: self.offload.as_ref(),
             ..StepContext::new(rank, params, step_state)
         };
@@ -209,7 +212,11 @@ impl StepRunner {
         let mut total = 0.0;
         if micro_batches > 0 {
             let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
-            let ctx = StepContext { train: false, ..StepContext::new(rank, &model.params, state) };
+            let ctx = StepContext {
+                train: false,
+                mlp_chunk: self.mlp_chunk,
+                ..StepContext::new(rank, &model.params, state)
+            };
             let mut load = |i: usize| load(rank, decoder, i);
             let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss)?;
             total = losses.iter().map(|l| super::read_scalar(rank, l)).sum::<Result<f64>>()?;

@@ -9,6 +9,7 @@ mod failures;
 mod forward_backward;
 mod fp8_scales;
 mod loss;
+mod mlp_chunk;
 mod optimizer_state;
 mod param_groups;
 mod ranks;

@@ -79,6 +79,23 @@ impl Linear {
         ))
     }
 
+    /// [`Linear::save_input`].
+    pub(crate) fn save_input_fp8(
+        &self,
+        p: &StepContext,
+        e: LinearQuant,
+        x: &WithAmax,
+    ) -> Result<LinearSaved> {
+        if !e.wgrad {
+            return Ok(LinearSaved::of(&x.values));
+        }
+        let amax = self.needs_input_amax(p).then(|| p.reduced_amax(x)).transpose()?;
+        let input = QuantInput::with_amax(&x.values, amax.as_ref());
+        let operand =
+            p.quantize(self.weight, Role::Input, input, Orientations::COLUMNWISE)?.take_columnwise()?;
+        Ok(LinearSaved::quantized(&operand))
+    }
+
     /// [`Linear::backward`].
     pub(crate) fn backward_fp8(
         &self,

@@ -40,7 +40,7 @@ pub(super) struct LayerBuilder<'a> {
     layer: LayerDescription,
     /// The part of the layer that is being described, and whether backward recomputes it.
     block: Block,
-    recomputed: bool,
+    pub(super) recomputed: bool,
     /// A detached MTP layer: embedding and LM head get no gradient from it.
     pub(super) detached: bool,
 }
@@ -100,7 +100,8 @@ impl<'a> LayerBuilder<'a> {
         match m.moe_layer(index) {
             None => {
                 self.begin(Block::Mlp, recomputed);
-                self.mlp(&format!("{name}.mlp"), self.norm_output("normed_mlp"));
+                // Of a whole layer a norm after the block reads the output.
+                self.mlp(&format!("{name}.mlp"), self.norm_output("normed_mlp"), r.layer && m.post_norms);
             }
             Some(moe) => {
                 self.begin(Block::Moe, recomputed);
@@ -281,7 +282,7 @@ impl<'a> LayerBuilder<'a> {
     }
 
     /// What wgrad needs of the input `[rows, k]`; `gathered`: it reads the rows of all tensor-parallel ranks.
-    fn save_input(&mut self, spec: &ParamSpec, input: Input, rows: usize, gathered: bool) {
+    pub(super) fn save_input(&mut self, spec: &ParamSpec, input: Input, rows: usize, gathered: bool) {
         let k = spec.shape[1];
         let name = match input {
             Input::Dropped => return,

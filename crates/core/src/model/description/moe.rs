@@ -50,7 +50,7 @@ impl LayerBuilder<'_> {
         if moe.shared_ffn.is_some() {
             let keep = self.shape.recompute.norm;
             let input = if keep { Input::Kept("normed_mlp") } else { Input::Saved("normed_mlp") };
-            self.mlp(&format!("{name}.shared"), input);
+            self.mlp(&format!("{name}.shared"), input, true);
         }
         if moe.shared_gate {
             self.linear(&format!("{name}.shared_gate"), Input::Kept("normed_mlp"));

@@ -302,6 +302,8 @@ pub struct StepShape {
     pub dtype: DType,
     /// What backward recomputes.
     pub recompute: Recompute,
+    /// Tokens that a dense MLP computes at a time.
+    pub mlp_chunk: Option<usize>,
     /// FP8 policy, MoE and MTP training options.
     pub options: ModelOptions,
     /// ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too, 3 weights too.
