@@ -33,7 +33,7 @@ fn assert_same_end(a: &Path, b: &Path) {
 }
 
 /// Configurations that are killed: what is added to the command line.
-const CONFIGURATIONS: [&[&str]; 15] = [
+const CONFIGURATIONS: [&[&str]; 17] = [
     &[],
     &["--set", "precision.dtype=f32", "--set", "checkpoint.every=1", "--set", "checkpoint.keep=1"],
     &["--set", "precision.dtype=f16"],
@@ -49,6 +49,17 @@ const CONFIGURATIONS: [&[&str]; 15] = [
     &["--set", "parallel.pp=2", "--ranks", "2"],
     &["--set", "parallel.zero=1", "--ranks", "2"],
     &["--set", "parallel.zero=2", "--set", "parallel.tp=2", "--ranks", "4"],
+    &["--set", "offload.activations=auto", "--set", "offload.min_bytes=1", "--set", "offload.optimizer=1"],
+    &[
+        "--set",
+        "parallel.zero=3",
+        "--set",
+        "offload.weights=true",
+        "--set",
+        "offload.gradients=true",
+        "--ranks",
+        "2",
+    ],
 ];
 
 /// At least 45 kills over all configurations; FERROTRON_SOAK multiplies them.
