@@ -49,6 +49,46 @@ impl Stream {
         args: &'a [Arg<'a>],
         kernel: impl FnOnce(&Launch<'a>) -> Result<()>,
     ) -> Result<()> {
+        self.check_launch(op, args)?;
+        let _borrow = Borrow::take(op, args)?;
+        let (device, cuda) = (&self.device().inner, self.cuda());
+        if let Some(cuda) = cuda {
+            cuda.context().enter()?;
+        }
+        let launch = Launch { op, args, threads: &device.threads, cuda, slices_taken: Default::default() };
+        device.timed(op, self, || kernel(&launch))
+    }
+
+    /// Runs a CPU kernel on `args` in this stream's order, also on a stream of a GPU, where all of them must be in host
+    /// memory ([`Tensor::host`]): the host does not wait, work that follows on the stream does, and an error is reported by
+    /// the next synchronization with the device.
+    pub fn launch_on_host<F>(&self, op: &'static str, args: &[Arg], kernel: F) -> Result<()>
+    where
+        F: FnOnce(&Launch) -> Result<()> + Send + 'static,
+    {
+        let Some(cuda) = self.cuda() else {
+            return self.launch(op, args, kernel);
+        };
+        if let Some(i) = args.iter().position(|a| a.tensor.numel() > 0 && !a.tensor.is_on_host()) {
+            let what = format!("argument {i} {:?} of a CPU kernel is not in host memory", args[i].tensor);
+            return Err(Error::Unsupported { op, what });
+        }
+        self.check_launch(op, args)?;
+        let owned: Vec<(Tensor, AccessKind)> = args.iter().map(|a| (a.tensor.clone(), a.access)).collect();
+        let (threads, mut kernel) = (self.device().threads().clone(), Some(kernel));
+        let work = move || {
+            let args: Vec<Arg> =
+                owned.iter().map(|(tensor, access)| Arg { tensor, access: *access }).collect();
+            let launch =
+                Launch { op, args: &args, threads: &threads, cuda: None, slices_taken: Default::default() };
+            kernel.take().map_or(Ok(()), |kernel| kernel(&launch))
+        };
+        self.device().inner.timed(op, self, || cuda.call_host(Box::new(work)))
+    }
+
+    /// Checks that the arguments of a launch belong to the device, that written ones overlap no other, and that events order
+    /// it after earlier accesses.
+    fn check_launch(&self, op: &'static str, args: &[Arg]) -> Result<()> {
         let device = &self.device().inner;
         if let Some(arg) = args.iter().position(|a| !Arc::ptr_eq(&a.tensor.buffer.device, device)) {
             return Err(Error::OtherDevice { op, arg });
@@ -73,14 +113,7 @@ impl Stream {
                 let (base, bytes) = (a.tensor.buffer.address(), a.tensor.byte_range());
                 c.access(base + bytes.start..base + bytes.end, access)
             })
-        })?;
-        let _borrow = Borrow::take(op, args)?;
-        let cuda = self.cuda();
-        if let Some(cuda) = cuda {
-            cuda.context().enter()?;
-        }
-        let launch = Launch { op, args, threads: &device.threads, cuda, slices_taken: Default::default() };
-        device.timed(op, self, || kernel(&launch))
+        })
     }
 }
 
@@ -126,7 +159,7 @@ impl<'a> Launch<'a> {
         }
         self.refuse_in_gaps(i, |other| other.access == AccessKind::Write)?;
         // SAFETY: `pointer` checked type and bounds; blocks are initialised and aligned; no other thread writes the
-        // buffer (borrow count), and no written argument of this launch has elements in this range, gaps included.
+        // buffer (borrow count; the order of streams where a GPU's stream calls the host), and no written argument of this launch has elements in this range, gaps included.
         Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
     }
 
@@ -139,7 +172,7 @@ impl<'a> Launch<'a> {
             return shape_error(self.op, format!("argument {i} was already taken as a mutable slice"));
         }
         self.refuse_in_gaps(i, |_| true)?;
-        // SAFETY: `pointer` checked type and bounds; the launch holds the buffer exclusively, no other argument
+        // SAFETY: `pointer` checked type and bounds; the launch holds the buffer exclusively (as above), no other argument
         // reaches into this range, and the slice is returned once.
         Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
     }

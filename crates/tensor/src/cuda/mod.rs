@@ -5,6 +5,7 @@
 //! thread.
 
 mod graph;
+mod host_calls;
 mod memory;
 mod segment;
 mod stream;
@@ -18,6 +19,7 @@ use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
 use memory::Staging;
 use std::ffi::CStr;
+use std::sync::{Mutex, PoisonError};
 
 /// File names under which the driver is looked for, for messages.
 pub const DRIVER: &str = "libcuda.so, libcuda.so.1";
@@ -46,6 +48,8 @@ pub(crate) struct CudaContext {
     staging: Staging,
     /// A mapped word in which kernels report invalid input: (host address, device address).
     fault: (usize, u64),
+    /// The first error of a host function.
+    host_error: Mutex<Option<Error>>,
 }
 
 // SAFETY: driver handles may be used from any thread once the context is current there.
@@ -143,7 +147,8 @@ impl CudaContext {
             check("context", sys::cuDevicePrimaryCtxRetain(&mut context, device))?;
             check("context", sys::cuCtxSetCurrent(context))?;
         }
-        Ok(CudaContext { info, context, staging: Staging::default(), fault: memory::mapped_word()? })
+        let (staging, fault) = (Staging::default(), memory::mapped_word()?);
+        Ok(CudaContext { info, context, staging, fault, host_error: Mutex::default() })
     }
 
     /// Makes the context current on this thread, which every driver call needs.
@@ -157,8 +162,17 @@ impl CudaContext {
         self.fault.1
     }
 
-    /// Reports and clears what kernels found wrong since the last call. Only complete after synchronizing with them.
+    /// Keeps the error of a host function for [`CudaContext::faults`].
+    fn report_host_error(&self, error: Error) {
+        self.host_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+    }
+
+    /// Reports and clears what kernels and host functions found wrong since the last call. Only complete after synchronizing
+    /// with them.
     pub(crate) fn faults(&self) -> Result<()> {
+        if let Some(error) = self.host_error.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Err(error);
+        }
         let word = self.fault.0 as *mut u32;
         // SAFETY: mapped memory of this device, never freed; kernels only store to it.
         let code = unsafe { word.read_volatile() };

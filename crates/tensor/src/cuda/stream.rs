@@ -1,5 +1,6 @@
 //! CUDA streams and events.
 
+use super::host_calls::HostCalls;
 use super::memory::PinnedMemory;
 use super::{CudaContext, check};
 use crate::{Error, Result};
@@ -23,6 +24,7 @@ pub(crate) struct CudaStream {
     capturing: AtomicBool,
     /// Host memory that the graph being captured reads at every launch.
     constants: Mutex<Vec<PinnedMemory>>,
+    host_calls: HostCalls,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -51,6 +53,7 @@ impl CudaStream {
             raw,
             capturing: AtomicBool::new(false),
             constants: Mutex::default(),
+            host_calls: HostCalls::default(),
         })
     }
 
@@ -65,6 +68,11 @@ impl CudaStream {
     /// Host memory that the graph being captured reads at every launch.
     pub(super) fn constants(&self) -> MutexGuard<'_, Vec<PinnedMemory>> {
         self.constants.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Host functions in this stream.
+    pub(super) fn host_calls(&self) -> &HostCalls {
+        &self.host_calls
     }
 
     pub(super) fn set_capturing(&self, on: bool) {
@@ -128,6 +136,10 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        if !self.host_calls.is_empty() {
+            // They are released with the stream.
+            self.drain();
+        }
         if self.context.enter().is_ok() {
             // SAFETY: created in `new`; the driver completes queued work before it releases the stream.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
