@@ -3,7 +3,7 @@
 use super::optimizer::UpdateSlices;
 use super::quant::{amax_row, encode_row};
 use super::rows::{PIECE, check_len};
-use super::{Isa, multiversion};
+use super::{CpuContext, Isa, multiversion};
 use crate::moments::BLOCK;
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{Float, Result, bf16, f16, shape_error};
@@ -292,6 +292,14 @@ pub(super) fn over_master(
             }
         }
     }
+}
+
+/// Rounds f32 values to `T`.
+pub fn round_rows<T: Float>(cpu: CpuContext, from: &[f32], to: &mut [T]) {
+    cpu.threads.parallel_chunks(to, PIECE, &|i, to| {
+        let start = i * PIECE;
+        round_to(cpu.isa, &from[start..start + to.len()], to);
+    });
 }
 
 multiversion! {

@@ -3,8 +3,8 @@
 
 use super::devices::*;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
-use ferrotron_kernels::{Adam, Moment, MomentOrder, ParamUpdate, Sgd, counter, scalars};
-use ferrotron_tensor::{Category, DType, Device, Tensor, Threads, bf16};
+use ferrotron_kernels::{Adam, Kernels, Lion, Moment, MomentOrder, ParamUpdate, Sgd, counter, scalars};
+use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, bf16};
 
 const MOMENTS: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::U8];
 /// Sizes with and without vectorized GPU accesses, and with a partial last block.
@@ -224,6 +224,98 @@ fn packed_moments_are_bit_equal_on_all_devices() {
                 assert!(ours == run(&h, dtype, split, adam, false), "{what}: other bits one by one");
                 assert_eq!(ours.1, counter::after(5, [0.9, 0.95]), "{what}");
             }
+        }
+    }
+}
+
+/// A step of a rule of single elements.
+#[derive(Clone, Copy, Debug)]
+enum Rule {
+    Adam(Adam),
+    Sgd(Sgd),
+    Lion(Lion),
+}
+
+impl Rule {
+    fn step(self, k: &dyn Kernels, s: &Stream, st: &Tensor, list: &[ParamUpdate]) {
+        match self {
+            Rule::Adam(adam) => k.adam(s, adam, st, list).unwrap(),
+            Rule::Sgd(sgd) => k.sgd(s, sgd, st, list).unwrap(),
+            Rule::Lion(lion) => k.lion(s, lion, st, list).unwrap(),
+        }
+    }
+}
+
+/// Optimizer state in host memory: CPU kernels in the order of a device's stream give the bits of the device's own kernels, for
+/// every rule, master and state dtype, and where the step is skipped.
+#[test]
+fn cpu_updates_in_host_memory_equal_those_of_the_device() {
+    let rules = [
+        Rule::Adam(ADAM),
+        Rule::Adam(Adam { decoupled: false, eps: 1e-3, ..ADAM }),
+        Rule::Sgd(Sgd { momentum: 0.9, dampening: 0.1, nesterov: true }),
+        Rule::Lion(Lion { beta1: 0.9, beta2: 0.99 }),
+    ];
+    let cpu = CpuKernels::detect();
+    for h in devices() {
+        let to_host = |t: &Tensor| {
+            let host = Tensor::host(&h.s, t.shape(), t.dtype()).unwrap();
+            h.s.copy(t, &host).unwrap();
+            host
+        };
+        let to_device = |t: &Tensor| {
+            let device = Tensor::empty(&h.s, t.shape(), t.dtype(), Category::Workspace).unwrap();
+            h.s.copy(t, &device).unwrap();
+            device
+        };
+        let each = |t: &Held, f: &dyn Fn(&Tensor) -> Tensor| {
+            let kept = |(values, scales): &Kept| (f(values), scales.as_ref().map(f));
+            let (first, second) = (kept(&t.first), kept(&t.second));
+            Held { master: f(&t.master), weight: f(&t.weight), grad: f(&t.grad), first, second }
+        };
+        for (dtype, split) in MOMENTS.into_iter().flat_map(|d| [(d, false), (d, true)]) {
+            for rule in rules {
+                let what = format!("{} {dtype} split {split} {rule:?}", h.name);
+                let two = matches!(rule, Rule::Adam(_));
+                let filled = (0..SIZES.len()).filter(|i| SIZES[*i] > 0);
+                let here: Vec<Held> = filled.map(|i| held(&h, i, dtype, split)).collect();
+                let host: Vec<Held> = here.iter().map(|t| each(t, &to_host)).collect();
+                for norm in [1.0, 1.0, f64::INFINITY, 1.0] {
+                    let st = step_scalars(&h, norm);
+                    let list = |all: &[Held], k: &dyn Kernels, st: &Tensor| {
+                        rule.step(k, &h.s, st, &all.iter().map(|t| update(t, two)).collect::<Vec<_>>());
+                    };
+                    list(&here, &*h.k, &st);
+                    let on_host = to_host(&st);
+                    list(&host, &cpu, &on_host);
+                    let skipped: Vec<ParamUpdate> = host.iter().map(|t| update(t, two)).collect();
+                    cpu.round_skipped_weights(&h.s, &on_host, &skipped).unwrap();
+                    for (a, b) in here.iter().zip(&host) {
+                        let same = bytes(&h, a) == bytes(&h, &each(b, &to_device));
+                        assert!(same, "{what}, norm {norm}: other bits of {} elements", a.grad.numel());
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Weights of a skipped step are written only where they are rounded masters, and only if the step is skipped.
+#[test]
+fn weights_of_a_skipped_step_are_the_rounded_masters() {
+    let cpu = CpuKernels::detect();
+    let s = Device::cpu(Threads::new(2).unwrap()).stream("compute").unwrap();
+    let h = TestDevice { name: "CPU".into(), k: Box::new(cpu), s };
+    for split in [false, true] {
+        let t = held(&h, 5, DType::F32, split);
+        for norm in [1.0, f64::NAN] {
+            h.s.zero(&t.weight).unwrap();
+            cpu.round_skipped_weights(&h.s, &step_scalars(&h, norm), &[update(&t, true)]).unwrap();
+            let masters: Vec<f64> = match split || norm == 1.0 {
+                true => vec![0.0; SIZES[5]],
+                false => h.host(&t.master).iter().map(|x| rounded(DType::BF16, *x)).collect(),
+            };
+            assert_eq!(h.host(&t.weight), masters, "split {split}, norm {norm}");
         }
     }
 }

@@ -1,9 +1,9 @@
-use super::{CpuKernels, same_contiguous};
+use super::{CpuKernels, floats, same_contiguous};
 use crate::checks::dtypes;
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use crate::cpu::lion::lion;
 use crate::cpu::optimizer::{AdamFactors, UpdateSlices, adam, adam_skipped, sgd};
-use crate::cpu::optimizer_chunks::{self, Fp8WeightSlices, Grad, Param, State};
+use crate::cpu::optimizer_chunks::{self, Fp8WeightSlices, Grad, Param, State, round_rows};
 use crate::cpu::optimizer_packed::{pack_nearest, unpack};
 use crate::grad_scaler::ScalerConfig;
 use crate::moments::{FirstMoment8, FirstMoment16, SecondMoment8, SecondMoment16, seed};
@@ -17,16 +17,81 @@ use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor,
 /// Parameters per launch, which takes at most 64 arguments: seven tensors each, or eleven with FP8 outputs.
 const PER_LAUNCH: usize = 9;
 const PER_LAUNCH_FP8: usize = 5;
+/// Weights per launch that are only rounded: two tensors each.
+const WEIGHTS_PER_LAUNCH: usize = 31;
+
+/// How one parameter of a batch is stored, and its factors.
+#[derive(Clone, Copy)]
+struct UpdateKind {
+    master: DType,
+    weight: Option<DType>,
+    first: DType,
+    second: Option<DType>,
+    /// Whether there are FP8 outputs, with data.
+    fp8: Option<bool>,
+    lr_mult: f32,
+    wd_mult: f32,
+}
+
+impl UpdateKind {
+    fn of(u: &ParamUpdate) -> UpdateKind {
+        UpdateKind {
+            master: u.master.dtype(),
+            weight: u.weight.map(Tensor::dtype),
+            first: u.first.values.dtype(),
+            second: u.second.map(|m| m.values.dtype()),
+            fp8: u.fp8.map(|n| n.data.is_some()),
+            lr_mult: u.lr_mult,
+            wd_mult: u.wd_mult,
+        }
+    }
+
+    /// The slices of a parameter whose arguments begin at the next of `at`; `values` are the step scalars.
+    fn slices<'a>(
+        &self,
+        l: &Launch<'a>,
+        at: &mut impl FnMut() -> usize,
+        values: &[f32],
+    ) -> Result<UpdateSlices<'a>> {
+        let master = at();
+        let grad = Grad::F32(l.slice(at())?);
+        let param = match (self.master, self.weight) {
+            (DType::I16, _) => Param::Split(l.slice_mut(at())?, l.slice_mut(master)?),
+            (_, None) => Param::Master(l.slice_mut(master)?),
+            (_, Some(DType::F16)) => Param::Half(l.slice_mut(master)?, l.slice_mut(at())?),
+            (_, Some(_)) => Param::Copied(l.slice_mut(master)?, l.slice_mut(at())?),
+        };
+        let first = state(l, at, Some(self.first))?;
+        let second = state(l, at, self.second)?;
+        let fp8 = match self.fp8 {
+            None => None,
+            Some(data) => Some(Fp8WeightSlices {
+                amax: &mut l.slice_mut(at())?[0],
+                bytes: match data {
+                    false => None,
+                    true => {
+                        let (data, scale) = (l.slice_mut(at())?, l.slice::<f32>(at())?[0]);
+                        Some((data, scale, &mut l.slice_mut(at())?[0]))
+                    }
+                },
+            }),
+        };
+        let lr = values[scalars::LR] * self.lr_mult;
+        let weight_decay = values[scalars::WEIGHT_DECAY] * self.wd_mult;
+        Ok(UpdateSlices { param, grad, first, second, lr, weight_decay, fp8 })
+    }
+}
 
 /// Runs `step` over the list in batches, with the step scalars and the slices of each parameter. `step` checks whether
-/// the gradient norm is finite. `two`: whether there are second moments.
+/// the gradient norm is finite. `two`: whether there are second moments. On a GPU's stream it runs on the host, on tensors in
+/// host memory.
 fn for_each_batch(
     s: &Stream,
     op: &'static str,
     scalars: &Tensor,
     list: &[ParamUpdate],
     two: bool,
-    step: impl Fn(&Launch, &[f32], Vec<UpdateSlices>) -> Result<()>,
+    step: impl Fn(&Launch, &[f32], Vec<UpdateSlices>) -> Result<()> + Copy + Send + 'static,
 ) -> Result<()> {
     check_scalars(op, scalars)?;
     list.iter().try_for_each(|u| check_update(op, u, two))?;
@@ -45,55 +110,55 @@ fn for_each_batch(
                 args.extend(n.data.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]));
             }
         }
-        s.launch(op, &args, |l| {
+        let kinds: Vec<UpdateKind> = batch.iter().map(UpdateKind::of).collect();
+        s.launch_on_host(op, &args, move |l| {
             let values = l.slice::<f32>(0)?;
-            let mut next = 1..args.len();
+            let mut next = 1..;
             let mut at = || next.next().unwrap_or_default();
-            let mut slices = Vec::with_capacity(batch.len());
-            for u in batch {
-                let master = at();
-                let grad = Grad::F32(l.slice(at())?);
-                let param = match (u.master.dtype(), u.weight) {
-                    (DType::I16, _) => Param::Split(l.slice_mut(at())?, l.slice_mut(master)?),
-                    (_, None) => Param::Master(l.slice_mut(master)?),
-                    (_, Some(w)) if w.dtype() == DType::F16 => {
-                        Param::Half(l.slice_mut(master)?, l.slice_mut(at())?)
-                    }
-                    (_, Some(_)) => Param::Copied(l.slice_mut(master)?, l.slice_mut(at())?),
-                };
-                let first = state(l, &mut at, Some(u.first))?;
-                let second = state(l, &mut at, u.second)?;
-                let fp8 = match &u.fp8 {
-                    None => None,
-                    Some(n) => Some(Fp8WeightSlices {
-                        amax: &mut l.slice_mut(at())?[0],
-                        bytes: match n.data {
-                            None => None,
-                            Some(_) => {
-                                let (data, scale) = (l.slice_mut(at())?, l.slice::<f32>(at())?[0]);
-                                Some((data, scale, &mut l.slice_mut(at())?[0]))
-                            }
-                        },
-                    }),
-                };
-                let lr = values[scalars::LR] * u.lr_mult;
-                let weight_decay = values[scalars::WEIGHT_DECAY] * u.wd_mult;
-                slices.push(UpdateSlices { param, grad, first, second, lr, weight_decay, fp8 });
-            }
+            let slices = kinds.iter().map(|k| k.slices(l, &mut at, values)).collect::<Result<_>>()?;
             step(l, values, slices)
         })?;
     }
     Ok(())
 }
 
-fn state<'a>(l: &Launch<'a>, at: &mut impl FnMut() -> usize, moment: Option<Moment>) -> Result<State<'a>> {
-    match moment.map(|m| m.values.dtype()) {
+fn state<'a>(l: &Launch<'a>, at: &mut impl FnMut() -> usize, moment: Option<DType>) -> Result<State<'a>> {
+    match moment {
         None => Ok(State::None),
         Some(DType::F32) => Ok(State::F32(l.slice_mut(at())?)),
         Some(DType::BF16) => Ok(State::Bf16(l.slice_mut(at())?)),
         Some(DType::F16) => Ok(State::F16(l.slice_mut(at())?, l.slice_mut(at())?)),
         Some(DType::U8) => Ok(State::Fp8(l.slice_mut(at())?, l.slice_mut(at())?)),
         Some(found) => Err(Error::DType { op: l.op(), found, wanted: DType::F32 }),
+    }
+}
+
+impl CpuKernels {
+    /// Where the step was skipped, writes the model weights of f32 masters all the same: `weight = master`, rounded. For
+    /// weights in memory that is copied to the model whether or not the step was skipped.
+    pub fn round_skipped_weights(&self, s: &Stream, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
+        const OP: &str = "round_skipped_weights";
+        check_scalars(OP, scalars)?;
+        let pairs = list.iter().filter(|u| u.master.dtype() == DType::F32);
+        let pairs: Vec<(&Tensor, &Tensor)> = pairs.filter_map(|u| Some((u.master, u.weight?))).collect();
+        pairs.iter().try_for_each(|(master, weight)| same_contiguous(OP, &[master, weight]))?;
+        for batch in pairs.chunks(WEIGHTS_PER_LAUNCH) {
+            let pairs = batch.iter().flat_map(|(master, weight)| [read(master), write(weight)]);
+            let args: Vec<Arg> = [read(scalars)].into_iter().chain(pairs).collect();
+            let (kernels, dtypes) = (*self, batch.iter().map(|(_, w)| w.dtype()).collect::<Vec<_>>());
+            s.launch_on_host(OP, &args, move |l| {
+                if l.slice::<f32>(0)?[scalars::GRAD_NORM].is_finite() {
+                    return Ok(());
+                }
+                dtypes.iter().enumerate().try_for_each(|(i, dtype)| {
+                    floats!(OP, *dtype, T => {
+                        round_rows(kernels.context(l), l.slice(1 + 2 * i)?, l.slice_mut::<T>(2 + 2 * i)?);
+                        Ok(())
+                    })
+                })
+            })?;
+        }
+        Ok(())
     }
 }
 
@@ -106,9 +171,10 @@ fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
 
 impl OptimizerKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
-        for_each_batch(s, "adam", scalars, list, true, |l, values, slices| {
+        let kernels = *self;
+        for_each_batch(s, "adam", scalars, list, true, move |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
-                return adam_skipped(self.context(l), slices);
+                return adam_skipped(kernels.context(l), slices);
             }
             let factors = AdamFactors {
                 beta1: a.beta1,
@@ -122,26 +188,28 @@ impl OptimizerKernels for CpuKernels {
                 grad_scale: values[scalars::CLIP],
                 seed: seed(values[scalars::STEPS_DONE]),
             };
-            adam(self.context(l), factors, slices)
+            adam(kernels.context(l), factors, slices)
         })
     }
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
-        for_each_batch(s, "sgd", scalars, list, false, |l, values, slices| {
+        let kernels = *self;
+        for_each_batch(s, "sgd", scalars, list, false, move |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
                 return Ok(());
             }
             let done = values[scalars::STEPS_DONE];
-            sgd(self.context(l), rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
+            sgd(kernels.context(l), rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
         })
     }
 
     fn lion(&self, s: &Stream, rule: Lion, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
-        for_each_batch(s, "lion", scalars, list, false, |l, values, slices| {
+        let kernels = *self;
+        for_each_batch(s, "lion", scalars, list, false, move |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
                 return Ok(());
             }
-            lion(self.context(l), rule, values[scalars::CLIP], seed(values[scalars::STEPS_DONE]), slices)
+            lion(kernels.context(l), rule, values[scalars::CLIP], seed(values[scalars::STEPS_DONE]), slices)
         })
     }
 
