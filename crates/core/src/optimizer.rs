@@ -1,7 +1,9 @@
 //! The optimizer: master weights, moments, and the update step.
 
 mod blocks;
+mod executor;
 mod groups;
+mod host_update;
 mod loss_scale;
 mod muon;
 mod offload;
@@ -10,12 +12,13 @@ mod streamed;
 
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
+use executor::Executor;
 use ferrotron_comm::ReduceOp;
 use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, ShardingStrategy};
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
-use ferrotron_kernels::{Moment, ParamUpdate, counter, scalars};
-use ferrotron_tensor::{Category, DType, Tensor};
+use ferrotron_kernels::{Kernels, Moment, ParamUpdate, counter, scalars};
+use ferrotron_tensor::{Category, DType, Stream, Tensor};
 pub use groups::{GroupRule, ParamGroups, UpdateRule};
 pub use loss_scale::{LossScale, SavedLossScale};
 use muon::LineMoments;
@@ -27,8 +30,8 @@ pub use state::OptimizerState;
 use state::{StateKind, StoredAs};
 use std::ops::Range;
 use std::sync::Arc;
-pub(crate) use streamed::streamed_bytes;
-use streamed::{StatePiece, StateStream};
+use streamed::{StatePiece, StateStream, StreamedSizes};
+pub(crate) use streamed::{staged_bytes, streamed_bytes};
 
 /// Result of a step: consecutive f32 step scalars.
 pub mod outcome {
@@ -154,7 +157,14 @@ impl Optimizer {
         optimizer.set_steps(rank, 0)?;
         if on_host.contains(&true) || scheme.host.any() {
             let longest = params.plan().buckets().iter().map(held).max().unwrap_or(0);
-            optimizer.stream = Some(StateStream::new(rank, longest, &optimizer.slot_sizes(params))?);
+            let most = params.plan().buckets().iter().map(|b| b.spans.len()).max().unwrap_or(0);
+            let sizes = StreamedSizes {
+                bucket: (longest, most),
+                slot: optimizer.slot_sizes(params),
+                params: params.specs().len(),
+                clocks: optimizer.clocks.len(),
+            };
+            optimizer.stream = Some(StateStream::new(rank, storage.compute, sizes)?);
         }
         Ok(optimizer)
     }
@@ -301,7 +311,7 @@ impl Optimizer {
     }
 
     /// Makes the compute stream wait for state on its way to the host.
-    fn wait_state(&self, rank: &Rank) -> Result<()> {
+    pub(crate) fn wait_state(&self, rank: &Rank) -> Result<()> {
         self.stream.as_ref().map_or(Ok(()), |stream| stream.wait(rank))
     }
 
@@ -318,8 +328,12 @@ impl Optimizer {
 
     /// The step scalars of a rule.
     fn scalars_of(&self, rule: &UpdateRule) -> &Tensor {
-        let clock = self.clocks.iter().find(|c| rule.betas().is_none_or(|betas| betas == c.betas));
-        clock.map_or(self.scalars(), |c| &c.scalars)
+        &self.clocks[self.clock_of(rule)].scalars
+    }
+
+    /// The step clock of a rule.
+    fn clock_of(&self, rule: &UpdateRule) -> usize {
+        self.clocks.iter().position(|c| rule.betas().is_none_or(|betas| betas == c.betas)).unwrap_or(0)
     }
 
     /// Second moments of NorMuon: their parameter, and their name in checkpoints.
@@ -384,7 +398,11 @@ impl Optimizer {
         if looks {
             params.begin_update(rank, step_state, self.scalars())?;
         }
-        self.stream.as_ref().map_or(Ok(()), |stream| stream.begin_step(rank))?;
+        let scalars: Vec<&Tensor> = self.clocks.iter().map(|c| &c.scalars).collect();
+        let executor = match &self.stream {
+            Some(stream) => stream.begin_step(rank, &scalars)?,
+            None => Executor::Device,
+        };
         for buckets in params.update_order(rank, step_state, self.scheme.optimizer) {
             for (index, group) in self.groups.rules().iter().enumerate().filter(|(_, g)| !g.frozen) {
                 let is_muon = matches!(group.rule, UpdateRule::Muon(_));
@@ -403,7 +421,7 @@ impl Optimizer {
                     }
                 }
             }
-            self.streamed_step(rank, params, (step_state, looks), grads, buckets.clone())?;
+            self.streamed_step(rank, params, (step_state, looks), grads, (buckets.clone(), executor))?;
             if step_state.quant().is_some() {
                 // Weights are quantized from their masters.
                 self.wait_state(rank)?;
@@ -425,7 +443,26 @@ impl Optimizer {
         grads: &GradBuffer,
         (group, list): (&GroupRule, &[StatePiece]),
     ) -> Result<()> {
-        let (k, s, scalars) = (&rank.kernels, &rank.compute, self.scalars_of(&group.rule));
+        let pieces = self.updated_pieces(rank, params, (step_state, looks), grads, (group, list))?;
+        if params.host().weights && self.masters.kind() == StateKind::Masters {
+            // A skipped step leaves the slot as it is, which is copied to the host all the same.
+            for (master, weight) in pieces.iter().filter_map(|p| Some((&p.master, p.weight.as_ref()?))) {
+                rank.kernels.copy(&rank.compute, master, weight)?;
+            }
+        }
+        let list: Vec<ParamUpdate> = pieces.iter().filter_map(|p| p.update(group)).collect();
+        group.rule.launch(&*rank.kernels, &rank.compute, self.scalars_of(&group.rule), &list)
+    }
+
+    /// The tensors of a group's pieces.
+    fn updated_pieces<'a>(
+        &self,
+        rank: &Rank,
+        params: &'a Params,
+        (step_state, looks): (&StepState, bool),
+        grads: &GradBuffer,
+        (group, list): (&GroupRule, &[StatePiece]),
+    ) -> Result<Vec<UpdatedPiece<'a>>> {
         let narrow = params.dtype() != DType::F32;
         let named = |name: &str| self.moments.iter().position(|m| m.name() == name);
         let states: Vec<usize> = group.states().iter().filter_map(|(n, _)| named(n)).map(|i| 1 + i).collect();
@@ -454,23 +491,10 @@ impl Optimizer {
                 None => None,
             };
             let (master, grad) = (self.state_of(0, piece)?.0, self.grad_of(rank, grads, piece)?);
-            if let (Some(weight), StateKind::Masters, true) =
-                (&weight, self.masters.kind(), params.host().weights)
-            {
-                // A skipped step leaves the slot as it is, which is copied to the host all the same.
-                k.copy(s, &master, weight)?;
-            }
             let moments = states.iter().map(|m| self.state_of(*m, piece)).collect::<Result<Vec<_>>>()?;
             pieces.push(UpdatedPiece { spec, master, weight, grad, moments, fp8 });
         }
-        let list: Vec<ParamUpdate> = pieces.iter().filter_map(|p| p.update(group)).collect();
-        match group.rule {
-            UpdateRule::Adam(adam) => k.adam(s, adam, scalars, &list)?,
-            UpdateRule::Sgd(sgd) => k.sgd(s, sgd, scalars, &list)?,
-            UpdateRule::Lion(lion) => k.lion(s, lion, scalars, &list)?,
-            UpdateRule::Muon(_) => {}
-        }
-        Ok(())
+        Ok(pieces)
     }
 
     /// Number of zero elements in the reduced gradients of the model. Collective, and slow.
@@ -496,6 +520,19 @@ impl Optimizer {
         values[scalars::LR] = rates.lr as f32;
         values[scalars::WEIGHT_DECAY] = rates.weight_decay as f32;
         values
+    }
+}
+
+impl UpdateRule {
+    /// A step of a rule that updates every element by itself.
+    fn launch(&self, k: &dyn Kernels, s: &Stream, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
+        match *self {
+            UpdateRule::Adam(adam) => k.adam(s, adam, scalars, list)?,
+            UpdateRule::Sgd(sgd) => k.sgd(s, sgd, scalars, list)?,
+            UpdateRule::Lion(lion) => k.lion(s, lion, scalars, list)?,
+            UpdateRule::Muon(_) => {}
+        }
+        Ok(())
     }
 }
 

@@ -3,9 +3,9 @@
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, FsdpOuter,
-    MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerKind, Packing, ParamGroupList,
-    PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy,
-    StateDtype, WeightDecayStyle, WsdStyle,
+    MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerCompute, OptimizerKind, Packing,
+    ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision,
+    SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -375,6 +375,9 @@ keys! {
         /// Fraction of the optimizer state (master weights and moments) kept in host memory, from 0 to 1: whole buckets of
         /// parameters. A step reads and writes it there over the link.
         optimizer: f64 = 0.0, "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_optimizer", "cpu_offload";
+        /// What updates optimizer state in host memory: "device" streams it through the device in chunks, "cpu" updates it in
+        /// place with the CPU, and "auto" measures both in the first steps of a run on a GPU and takes the faster.
+        optimizer_compute: OptimizerCompute = OptimizerCompute::Device, "optimizer_offload_compute", "offload_compute";
         /// Weights kept in host memory, with parallel.zero = 3 and any number of ranks: passes fetch them unit by unit, ahead of
         /// their use as parallel.comm_unit allows, and updated weights are copied back.
         weights: bool = false, "offload_weights", "cpu_offloading_weights", "param_offload", "offload_param";

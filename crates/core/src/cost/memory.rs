@@ -6,9 +6,9 @@
 
 use super::offload::OffloadSettings;
 use crate::Result;
-use crate::config::{MasterDtype, PipelineSchedule, Resolved, StateDtype};
+use crate::config::{MasterDtype, OptimizerCompute, PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{Lifetime, ModelDescription, StepShape};
-use crate::optimizer::{UpdateRule, buckets_on_host, muon_workspace_bytes, streamed_bytes};
+use crate::optimizer::{UpdateRule, buckets_on_host, muon_workspace_bytes, staged_bytes, streamed_bytes};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement};
 use ferrotron_engine::{GroupRank, ParamId, ParamSpec};
 use ferrotron_tensor::DType;
@@ -159,13 +159,18 @@ impl MemoryEstimate {
         }
         let longest = states.iter().map(|(_, elements)| *elements).max().unwrap_or(0);
         let widest = states.iter().map(|(each, _)| *each).fold(0.0, f64::max);
+        // Slots of either executor; "auto" begins with both.
+        let compute = self.offload.optimizer_compute;
         let streamed = [
-            (on_host.contains(&true), widest),
+            (on_host.contains(&true) && compute != OptimizerCompute::Cpu, widest),
             (shape.host.weights, shape.dtype.size() as f64),
             (shape.host.gradients, DType::F32.size() as f64),
         ];
         let each = streamed.iter().filter(|(moves, _)| *moves).map(|(_, bytes)| bytes).sum();
         out.optimizer += streamed_bytes(longest, each);
+        if on_host.contains(&true) && compute != OptimizerCompute::Device {
+            out.host += staged_bytes(longest);
+        }
         out.update = muon_update(shape, &description.params, &plan)?;
         let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
         let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();

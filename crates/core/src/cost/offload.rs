@@ -2,7 +2,7 @@
 
 use super::MemoryEstimate;
 use crate::Result;
-use crate::config::Resolved;
+use crate::config::{OptimizerCompute, Resolved};
 use crate::model::description::{
     Block, LayerDescription, Lifetime, ModelDescription, SavedTensor, StepShape,
 };
@@ -21,6 +21,8 @@ pub(super) struct OffloadSettings {
     min_bytes: usize,
     /// Fraction of the optimizer state.
     pub(super) optimizer: f64,
+    /// What updates it.
+    pub(super) optimizer_compute: OptimizerCompute,
 }
 
 /// Stored activations of the layers of one micro-batch, all chunks of a rank together.
@@ -39,6 +41,7 @@ impl OffloadSettings {
             activations: c.activations.choice(),
             min_bytes: c.min_bytes.0 as usize,
             optimizer: c.optimizer,
+            optimizer_compute: c.optimizer_compute,
         }
     }
 

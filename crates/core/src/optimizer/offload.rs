@@ -1,11 +1,11 @@
 //! Which optimizer state is in host memory.
 //!
 //! Offloaded buckets are tensors in pinned host memory. Rules of single elements stream them through the device in chunks
-//! ([`super::streamed`]); Muon, which needs whole matrices, reads and writes its momentum over the link. Bits do not depend on
-//! where state is.
+//! ([`super::streamed`]) or update them in place with the CPU ([`super::host_update`]); Muon, which needs whole matrices, reads
+//! and writes its momentum over the link. Bits do not depend on where state is, nor on what updates it.
 
 use super::ParamGroups;
-use crate::config::MasterDtype;
+use crate::config::{MasterDtype, OptimizerCompute};
 use ferrotron_engine::Params;
 use ferrotron_engine::data_parallel::{Bucket, ShardingStrategy};
 use ferrotron_tensor::DType;
@@ -19,6 +19,8 @@ pub struct StateStorage {
     pub master: MasterDtype,
     /// Fraction of its bytes in host memory.
     pub on_host: f64,
+    /// What updates state in host memory.
+    pub compute: OptimizerCompute,
 }
 
 impl StateStorage {

@@ -5,11 +5,14 @@
 //! copies out of different chunks run at the same time, and both directions of the link are busy. Copies out may still run
 //! when the next step computes; whoever reads the state or fetches the weights waits for them.
 
+use super::executor::{Executor, ExecutorChoice, Stage};
+use super::host_update::HostUpdate;
 use super::{GroupRule, Optimizer, OptimizerState, StateKind, UpdateRule};
 use crate::Result;
+use crate::config::OptimizerCompute;
 use ferrotron_engine::{GradBuffer, ParamId, Params, Rank, StepState};
-use ferrotron_kernels::Moment;
 use ferrotron_kernels::moments::BLOCK;
+use ferrotron_kernels::{Moment, scalars};
 use ferrotron_tensor::trace::OFFLOAD;
 use ferrotron_tensor::{Category, DType, Event, Stream, Tensor};
 use std::ops::Range;
@@ -30,7 +33,24 @@ pub(super) struct StateStream {
     from_host: Stream,
     /// Elements of a chunk.
     chunk: usize,
+    /// Bytes of an element in a slot.
+    sizes: InSlot<usize>,
     slots: Mutex<Slots>,
+    pub(super) choice: ExecutorChoice,
+    /// The CPU as executor, where it may be chosen.
+    pub(super) host: Option<HostUpdate>,
+}
+
+/// Sizes of what is streamed.
+pub(super) struct StreamedSizes {
+    /// Elements of the longest bucket, and parameters of the one with most.
+    pub(super) bucket: (usize, usize),
+    /// Bytes of an element in a slot.
+    pub(super) slot: InSlot<usize>,
+    /// Parameters in all.
+    pub(super) params: usize,
+    /// Step clocks.
+    pub(super) clocks: usize,
 }
 
 struct Slots {
@@ -96,21 +116,53 @@ pub(crate) fn streamed_bytes(longest: usize, each: f64) -> usize {
     SLOTS * (chunk_elements(longest) as f64 * each) as usize
 }
 
+/// Host memory of gradients and weights on their way, where the CPU updates.
+pub(crate) fn staged_bytes(longest: usize) -> usize {
+    HostUpdate::staged_bytes(chunk_elements(longest))
+}
+
+impl StatePiece<'_> {
+    /// A range with its state where it is kept.
+    pub(super) fn at_home(param: usize, range: Range<usize>) -> StatePiece<'static> {
+        StatePiece { param, range, chunk: None }
+    }
+}
+
 impl StateStream {
     /// Slots for chunks with elements of these sizes.
-    pub(super) fn new(rank: &Rank, longest: usize, sizes: &InSlot<usize>) -> Result<StateStream> {
+    pub(super) fn new(rank: &Rank, compute: OptimizerCompute, sizes: StreamedSizes) -> Result<StateStream> {
         let stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.compute.rank()));
+        let (longest, params) = sizes.bucket;
         let chunk = chunk_elements(longest);
-        let memory =
-            |size: &usize| Tensor::empty(&rank.compute, &[chunk * size], DType::U8, Category::Workspace);
-        let mut slots = Vec::with_capacity(SLOTS);
-        for _ in 0..SLOTS {
-            let states = sizes.states.iter().map(memory).collect::<Result<_, _>>()?;
-            let (grads, weights) = (memory(&sizes.grads)?, memory(&sizes.weights)?);
-            slots.push((InSlot { states, grads, weights }, None));
+        let (to_host, from_host) = (stream(OFFLOAD[0])?, stream(OFFLOAD[1])?);
+        let choice = ExecutorChoice::new(rank, compute);
+        let host = match choice.may_be(Executor::Cpu) {
+            true => Some(HostUpdate::new(rank, &to_host, (sizes.clocks, sizes.params), (chunk, params))?),
+            false => None,
+        };
+        let slots = Mutex::new(Slots { slots: Vec::new(), next: 0, last: None });
+        let stream = StateStream { to_host, from_host, chunk, sizes: sizes.slot, slots, choice, host };
+        if stream.choice.may_be(Executor::Device) {
+            stream.allocate(rank, &mut stream.lock())?;
         }
-        let slots = Mutex::new(Slots { slots, next: 0, last: None });
-        Ok(StateStream { to_host: stream(OFFLOAD[0])?, from_host: stream(OFFLOAD[1])?, chunk, slots })
+        Ok(stream)
+    }
+
+    /// Allocates the slots, once.
+    fn allocate(&self, rank: &Rank, slots: &mut Slots) -> Result<()> {
+        let memory =
+            |size: &usize| Tensor::empty(&rank.compute, &[self.chunk * size], DType::U8, Category::Workspace);
+        while slots.slots.len() < SLOTS {
+            let states = self.sizes.states.iter().map(memory).collect::<Result<_, _>>()?;
+            let (grads, weights) = (memory(&self.sizes.grads)?, memory(&self.sizes.weights)?);
+            slots.slots.push((InSlot { states, grads, weights }, None));
+        }
+        Ok(())
+    }
+
+    /// Streams to the host and from it.
+    pub(super) fn streams(&self) -> (&Stream, &Stream) {
+        (&self.to_host, &self.from_host)
     }
 
     fn lock(&self) -> MutexGuard<'_, Slots> {
@@ -118,12 +170,31 @@ impl StateStream {
     }
 
     /// Before the first chunk of a step: copies to the device follow those of the last step to the host, and whatever else
-    /// has changed the state.
-    pub(super) fn begin_step(&self, rank: &Rank) -> Result<()> {
+    /// has changed the state. Returns what updates in this step; `step` has the scalars of its clocks.
+    pub(super) fn begin_step(&self, rank: &Rank, step: &[&Tensor]) -> Result<Executor> {
         if let Some(done) = &self.lock().last {
             self.from_host.wait(done)?;
         }
-        Ok(self.from_host.wait(&rank.compute.record()?)?)
+        self.from_host.wait(&rank.compute.record()?)?;
+        let is_skipped = || {
+            let values = rank.compute.download::<f32>(step[0])?;
+            Ok(!values[scalars::GRAD_NORM].is_finite())
+        };
+        let (executor, chosen) = self.choice.of_step(is_skipped)?;
+        if chosen && executor == Executor::Cpu {
+            // The device memory of slots is free after the last copies out of it.
+            self.wait(rank)?;
+            self.lock().slots.clear();
+        }
+        if let (Executor::Cpu, Some(host)) = (executor, &self.host) {
+            host.begin_step(rank, &self.to_host, step)?;
+        }
+        Ok(executor)
+    }
+
+    /// Makes the compute stream wait for weights that the CPU updates.
+    pub(super) fn wait_weights(&self, rank: &Rank) -> Result<()> {
+        self.host.as_ref().map_or(Ok(()), |host| host.wait(rank))
     }
 
     /// Makes the compute stream wait for copies to the host: before anything but a streamed update uses the state.
@@ -193,9 +264,12 @@ impl Optimizer {
         params: &Params,
         (step_state, looks): (&StepState, bool),
         grads: &GradBuffer,
-        buckets: Range<usize>,
+        (buckets, executor): (Range<usize>, Executor),
     ) -> Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
+        // The device updates where weights or gradients are in host memory, too.
+        let by_cpu = executor == Executor::Cpu && !self.scheme.host.any();
+        let host = stream.host.as_ref().filter(|_| by_cpu);
         let rules = self.groups.rules();
         let elementwise = |g: &GroupRule| !g.frozen && !matches!(g.rule, UpdateRule::Muon(_));
         for bucket in buckets {
@@ -216,6 +290,10 @@ impl Optimizer {
                 };
                 let parts: Vec<(usize, Range<usize>)> = list.iter().filter_map(part).collect();
                 if parts.is_empty() {
+                    continue;
+                }
+                if let Some(host) = host {
+                    self.host_update(rank, params, (step_state, looks), grads, (stream, host, &parts))?;
                     continue;
                 }
                 let grad = grads.on_host(rank, bucket)?;
@@ -249,7 +327,7 @@ impl Optimizer {
                 params.weights_stored(done);
             }
         }
-        Ok(())
+        stream.wait_weights(rank)
     }
 
     /// Copies a chunk's state to a slot, for which the compute stream waits.
@@ -261,6 +339,7 @@ impl Optimizer {
         range: Range<usize>,
     ) -> Result<(Chunk, usize)> {
         let mut slots = stream.lock();
+        stream.allocate(rank, &mut slots)?;
         let slot = slots.next;
         slots.next = (slot + 1) % SLOTS;
         let from_host = &stream.from_host;
@@ -268,6 +347,7 @@ impl Optimizer {
         if let Some(free) = &slots.slots[slot].1 {
             from_host.wait(free)?;
         }
+        let begin = stream.choice.begin(from_host)?;
         let mut states = Vec::new();
         let memory = &slots.slots[slot].0;
         let load = |all: &Tensor, memory: &Tensor| -> Result<Tensor> {
@@ -283,6 +363,9 @@ impl Optimizer {
             });
         }
         let grads = grads.map(|all| load(all, &memory.grads)).transpose()?;
+        let bytes = states.iter().flatten().chain(&grads).map(Tensor::bytes).sum();
+        let stage = Stage { name: "in", elements: range.len(), bytes };
+        stream.choice.end((Executor::Device, stage), begin, from_host)?;
         let size = memory.weights.numel() / stream.chunk;
         let weights = (size > 0).then(|| memory.weights.narrow(0, 0, range.len() * size)).transpose()?;
         rank.compute.wait(&from_host.record()?)?;
@@ -300,6 +383,7 @@ impl Optimizer {
         let mut slots = stream.lock();
         let to_host = &stream.to_host;
         to_host.wait(&rank.compute.record()?)?;
+        let begin = stream.choice.begin(to_host)?;
         for (state, updated) in self.states().into_iter().zip(&chunk.states) {
             if let Some(updated) = updated {
                 let host = state.bucket(chunk.bucket).narrow(0, chunk.range.start, chunk.range.len())?;
@@ -307,6 +391,10 @@ impl Optimizer {
             }
         }
         weights.iter().try_for_each(|(updated, host)| to_host.copy(updated, host))?;
+        let copied = chunk.states.iter().flatten().chain(weights.iter().map(|(updated, _)| updated));
+        let bytes = copied.map(Tensor::bytes).sum();
+        let stage = Stage { name: "out", elements: chunk.range.len(), bytes };
+        stream.choice.end((Executor::Device, stage), begin, to_host)?;
         let done = to_host.record()?;
         slots.slots[slot].1 = Some(done.clone());
         slots.last = Some(done.clone());

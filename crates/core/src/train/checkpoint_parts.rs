@@ -65,6 +65,8 @@ impl OwnParts {
     pub(super) fn stage(&self, t: &Trainer, buffer: &mut HostBuffer) -> Result<Event> {
         let (rank, params, copies) = (&t.rank, &t.model.params, &t.staging);
         params.wait_params(rank)?;
+        // State on its way to host memory is there before it is copied from there.
+        t.optimizer.wait_state(rank)?;
         copies.wait(&rank.compute.record()?)?;
         let (mut at, mut current) = (0, None);
         for (part, origin) in self.parts.iter().zip(&self.origins) {

@@ -33,7 +33,7 @@ pub struct Trainer {
     pub rank: Rank,
     /// Modules, parameters and gradient buckets.
     pub model: ModelState,
-    pub(super) optimizer: Optimizer,
+    pub(crate) optimizer: Optimizer,
     pub(super) runner: StepRunner,
     pub(super) hooks: StepHooks,
     memory_estimate: MemoryEstimate,
@@ -65,7 +65,13 @@ impl Trainer {
         let clip = (o.clip > 0.0).then_some(o.clip as f32);
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
         let groups = r.param_groups();
-        let storage = StateStorage { sharding, master: o.master_dtype, on_host: r.config.offload.optimizer };
+        let offload = &r.config.offload;
+        let storage = StateStorage {
+            sharding,
+            master: o.master_dtype,
+            on_host: offload.optimizer,
+            compute: offload.optimizer_compute,
+        };
         let optimizer =
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;

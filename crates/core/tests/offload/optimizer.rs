@@ -1,7 +1,7 @@
 //! Optimizer state in host memory: the same bits for every rule, state dtype and sharding, and the same checkpoints.
 
 use super::*;
-use ferrotron_core::checkpoint::{self, Saver};
+use ferrotron_core::checkpoint::{self, Item, Saver};
 use ferrotron_tensor::Category;
 
 /// Small buckets, so that fractions are met.
@@ -72,9 +72,11 @@ fn bits_do_not_depend_on_where_state_is() {
 fn checkpoints_do_not_depend_on_where_state_is() {
     let set = ["precision.dtype=bf16", "optimizer.state_dtype=bf16", BUCKETS];
     let dir = tempfile::tempdir().unwrap();
-    let fractions = ["0", "0.5", "1"];
-    let save = |fraction: &str, from: Option<&str>, to: &str, steps: u64| {
-        let resolved = with(&set, &[&format!("offload.optimizer={fraction}")]);
+    let places = [("0", "device"), ("0.5", "device"), ("0.5", "cpu"), ("1", "cpu")];
+    let save = |(fraction, compute): (&str, &str), from: Option<&str>, to: &str, steps: u64| {
+        let offload =
+            [format!("offload.optimizer={fraction}"), format!("offload.optimizer_compute={compute}")];
+        let resolved = with(&set, &offload.each_ref().map(String::as_str));
         let mut trainer = Trainer::new(Rank::cpu(1, 1234).unwrap(), &resolved).unwrap();
         if let Some(from) = from {
             let loaded =
@@ -89,12 +91,98 @@ fn checkpoints_do_not_depend_on_where_state_is() {
         let file = checkpoint::latest(&dir.path().join(to)).unwrap().unwrap();
         ["model.safetensors", "optimizer.safetensors"].map(|f| std::fs::read(file.join(f)).unwrap())
     };
-    let whole = save("0", None, "whole", 4);
-    for first in fractions {
-        save(first, None, &format!("half-{first}"), 2);
-        for second in fractions {
-            let resumed = save(second, Some(&format!("half-{first}")), &format!("{first}-{second}"), 2);
-            assert!(resumed == whole, "saved with {first}, continued with {second}");
+    let whole = save(places[0], None, "whole", 4);
+    for (i, first) in places.into_iter().enumerate() {
+        save(first, None, &format!("half-{i}"), 2);
+        for (j, second) in places.into_iter().enumerate() {
+            let resumed = save(second, Some(&format!("half-{i}")), &format!("{i}-{j}"), 2);
+            assert!(resumed == whole, "saved with {first:?}, continued with {second:?}");
+        }
+    }
+}
+
+/// What a rank has after some steps: bits of the losses, whether each step was skipped, and weights and optimizer state as
+/// checkpoints hold them.
+type RankState = (Vec<u64>, Vec<bool>, Vec<Item>);
+
+fn states(resolved: &Resolved, steps: usize) -> Vec<RankState> {
+    let work = |rank: Rank| {
+        let sources = source::open(resolved)?;
+        let mut trainer = Trainer::new(rank, resolved)?;
+        let mut reports = Vec::new();
+        for _ in 0..steps {
+            reports.push(trainer.train_step(&*sources.train)?);
+        }
+        let losses = reports.iter().map(|r| r.loss.to_bits()).collect();
+        let skipped = reports.iter().map(|r| !r.grad_norm.is_finite()).collect();
+        Ok((losses, skipped, trainer.snapshot()?.items))
+    };
+    let layout = resolved.config.parallel.layout();
+    let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
+    if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+        let rank = Rank::cuda(0, 2, 1234, watch).unwrap().0;
+        return on_one_device(&layout, DEFAULT_TIMEOUT, &rank, work).unwrap();
+    }
+    on_threads(&layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work).unwrap()
+}
+
+/// What updates state in host memory changes no bit of weights and state, under the race checker.
+#[test]
+fn bits_do_not_depend_on_what_updates() {
+    let mut cases = settings();
+    for state in ["bf16", "f16", "fp8"] {
+        for master in ["f32", "remainder"] {
+            let set = [format!("optimizer.state_dtype={state}"), format!("optimizer.master_dtype={master}")];
+            let set: Vec<&'static str> = set.into_iter().map(|s| &*s.leak()).collect();
+            cases.push(("state dtypes", [&["precision.dtype=bf16"], &set[..]].concat()));
+        }
+    }
+    cases.push((
+        "groups",
+        vec![
+            "precision.dtype=bf16",
+            "optimizer.weight_decay=0.3",
+            "optimizer.groups=[{ params = \"embedding\", lr_factor = 0.3 }, { params = \"layers.1.*\", frozen = true }]",
+        ],
+    ));
+    cases.push(("remainders of experts", {
+        vec![
+            "precision.dtype=bf16",
+            "optimizer.master_dtype=remainder",
+            "moe.experts=4",
+            "moe.topk=2",
+            "moe.ffn=64",
+        ]
+    }));
+    for recipe in ["fp8-current", "fp8-delayed", "fp8-block"] {
+        let recipe: &'static str = format!("precision.recipe={recipe}").leak();
+        cases.push(("fp8 GEMMs, bf16 weights", vec!["precision.dtype=bf16", recipe]));
+    }
+    cases.push(("fp8 experts", {
+        let fp8 = ["precision.dtype=bf16", "precision.recipe=fp8-delayed", "precision.fp8_params=true"];
+        [&fp8[..], &["moe.experts=4", "moe.topk=2", "moe.ffn=64"]].concat()
+    }));
+    cases.push(("skipped steps", vec!["precision.dtype=f16", "precision.loss_scale=4194304"]));
+    let layouts = [
+        vec![],
+        vec!["parallel.dp=2", "parallel.zero=1"],
+        vec!["parallel.dp=2", "parallel.zero=2"],
+        vec!["parallel.dp=2", "parallel.zero=3"],
+        vec!["parallel.zero=3"],
+    ];
+    for (i, (name, set)) in cases.iter().enumerate() {
+        let layout = &layouts[i % layouts.len()];
+        let set = [&set[..], layout, &[BUCKETS]].concat();
+        let wanted = states(&with(&set, &[]), 5);
+        let skipped = &wanted[0].1;
+        let both = skipped.contains(&true) && skipped.contains(&false);
+        assert!(*name != "skipped steps" || both, "{skipped:?}: choose another loss scale");
+        for (compute, fraction) in [("device", "1"), ("cpu", "0.3"), ("cpu", "1")] {
+            let offload =
+                [format!("offload.optimizer={fraction}"), format!("offload.optimizer_compute={compute}")];
+            let offload: Vec<&str> = offload.iter().map(String::as_str).collect();
+            let found = states(&with(&set, &offload), 5);
+            assert!(wanted == found, "{name}, {layout:?}, {compute}, {fraction}: other bits");
         }
     }
 }

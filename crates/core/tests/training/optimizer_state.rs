@@ -167,6 +167,21 @@ fn steps_without_finite_gradients_are_skipped() {
             "optimizer.master_dtype=remainder",
             "model.ffn=64",
         ],
+        &["precision.dtype=bf16", "offload.optimizer=1", "offload.optimizer_compute=cpu"],
+        &[
+            "optimizer.kind=sgd",
+            "precision.dtype=bf16",
+            "offload.optimizer=1",
+            "offload.optimizer_compute=cpu",
+        ],
+        &[
+            "precision.dtype=bf16",
+            "optimizer.state_dtype=fp8",
+            "optimizer.master_dtype=remainder",
+            "model.ffn=64",
+            "offload.optimizer=1",
+            "offload.optimizer_compute=cpu",
+        ],
     ] {
         let r = recipe(&[changes, &["optimizer.skip_nonfinite=true", "train.steps=20"]].concat());
         let mut t = trainer(&r);

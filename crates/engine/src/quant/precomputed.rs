@@ -73,9 +73,10 @@ pub(super) fn holds_whole_experts(rank: &Rank, scheme: &ShardingStrategy) -> boo
 
 /// Where the optimizer kernel writes the amax and FP8 values of an updated weight.
 pub struct Precomputed {
-    amax: Tensor,
+    /// f32 `[1]`, raised to the weight's amax.
+    pub amax: Tensor,
     /// FP8 data, scale, inverse scale.
-    fp8: Option<[Tensor; 3]>,
+    pub fp8: Option<[Tensor; 3]>,
 }
 
 impl Precomputed {

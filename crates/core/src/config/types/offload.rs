@@ -40,6 +40,18 @@ choice! {
     }
 }
 
+choice! {
+    /// What updates optimizer state that is in host memory.
+    OptimizerCompute {
+        /// The faster of both, by rates measured in the first steps.
+        Auto = "auto",
+        /// The device: state streams through it in chunks.
+        Device = "device",
+        /// The CPU, in place: gradients are copied to the host and weights back.
+        Cpu = "cpu",
+    }
+}
+
 impl OffloadModule {
     fn module(self) -> Module {
         match self {
