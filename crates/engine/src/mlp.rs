@@ -36,6 +36,7 @@ pub struct Mlp {
 }
 
 /// What [`Mlp::backward`] needs.
+#[expect(clippy::large_enum_variant, reason = "handles of a few words, once a layer")]
 pub enum MlpSaved {
     /// Inputs of both linears and of the activation function.
     Whole {
