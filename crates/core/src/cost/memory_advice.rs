@@ -7,6 +7,7 @@ use crate::config::{PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{ModelDescription, StepShape};
 use crate::{Error, Result};
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::data_parallel::HostShards;
 use ferrotron_engine::offload::OffloadChoice;
 use ferrotron_engine::{Rank, Recompute};
 use ferrotron_tensor::{Error as TensorError, format_bytes};
@@ -74,7 +75,11 @@ impl MemoryEstimate {
         let bf16 = MemoryEstimate { moments: Some(StateDtype::Bf16), ..full.clone() };
         out.push((and("train.recompute=full optimizer.state_dtype=bf16"), bf16));
         let all = full.offloading(1.0, Some(usize::MAX));
-        out.push((and("train.recompute=full offload.activations=auto offload.optimizer=1"), all));
+        let most = "train.recompute=full offload.activations=auto offload.optimizer=1";
+        out.push((and(most), all.clone()));
+        let host = HostShards { weights: true, gradients: true };
+        let shards = "parallel.zero=3 offload.weights=true offload.gradients=true";
+        out.push((and(&format!("{most} {shards}")), all.with(|s| (s.zero, s.host) = (3, host))));
         out
     }
 
@@ -112,8 +117,12 @@ impl MemoryEstimate {
         let mut most = 0;
         for shape in &self.stages {
             let moved = self.offload.activations(shape, &ModelDescription::new(shape)?).moved;
-            let state = self.stage(shape)?.host.saturating_sub(moved);
-            most = most.max(moved * shape.micro_batches + state);
+            let (host, without) =
+                (self.stage(shape)?.host, StepShape { host: HostShards::default(), ..shape.clone() });
+            // Every micro-batch fetches weights for forward and backward, and gradients once.
+            let shards = host.saturating_sub(self.stage(&without)?.host);
+            let state = host.saturating_sub(moved + shards);
+            most = most.max((moved + 2 * shards) * shape.micro_batches + state);
         }
         Ok(format!(
             ", and {} on the host; {} each way in a step, {:.1} s at {:.0} GB/s if nothing hides them",
@@ -174,6 +183,22 @@ mod tests {
         assert!(e.contains("--set train.micro_batch=") && e.contains("60"), "{e}");
         let e = refusal(&set, 1, 1 << 30).unwrap();
         assert!(e.contains("a smaller model"), "{e}");
+    }
+
+    /// Where nothing else fits, weights and gradients leave the device.
+    #[test]
+    fn weights_and_gradients_are_the_last_to_move() {
+        let set = ["train.micro_batch=1", "train.global_batch=8"];
+        let mut recipe = workload("llama-1b").unwrap();
+        set.iter().for_each(|s| recipe.set(s).unwrap());
+        let changes = MemoryEstimate::of(&recipe.resolve(None).unwrap()).unwrap().changes();
+        let total = |(_, e): &(String, MemoryEstimate)| e.largest().unwrap().total();
+        let (last, others) = changes.split_last().unwrap();
+        let before = others.last().unwrap();
+        assert!(total(last) < total(before) / 10 * 9, "{} of {}", total(last), total(before));
+        let e = refusal(&set, 1, total(before)).unwrap();
+        let keys = "--set parallel.zero=3 --set offload.weights=true --set offload.gradients=true";
+        assert!(e.contains(keys), "{e}");
     }
 
     /// Two ranks as threads need about twice the memory of one.

@@ -263,7 +263,10 @@ impl GradBuffer {
     pub fn gathered(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut buckets = Vec::new();
         for bucket in 0..self.buckets.len() {
-            let (at, mine) = ((&self.plan, bucket), to_device(&rank.compute, &self.local(rank, bucket)?)?);
+            let (at, mut mine) = ((&self.plan, bucket), self.local(rank, bucket)?);
+            if !self.scheme.optimizer.is_full_size() {
+                mine = to_device(&rank.compute, &mine)?;
+            }
             buckets.push(gather_from_optimizer(rank, at, &self.scheme, &mine, "whole gradients")?);
         }
         let view = |(i, spec): (usize, &crate::ParamSpec)| {
