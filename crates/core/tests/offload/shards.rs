@@ -17,7 +17,16 @@ const MODES: [(&str, &[&str]); 4] = [
     ("weights and gradients", &[WEIGHTS, GRADIENTS]),
     ("weights", &[WEIGHTS]),
     ("gradients", &[GRADIENTS]),
-    ("everything", &[WEIGHTS, GRADIENTS, "offload.activations=3", "offload.optimizer=1"]),
+    (
+        "everything",
+        &[
+            WEIGHTS,
+            GRADIENTS,
+            "offload.activations=3",
+            "offload.optimizer=1",
+            "offload.optimizer_compute=cpu",
+        ],
+    ),
 ];
 
 /// One rank with four micro-batches, and layouts with at least two.
