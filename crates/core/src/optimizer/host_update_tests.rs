@@ -29,6 +29,8 @@ dtype = \"bf16\"
 [offload]
 optimizer = 1.0
 optimizer_compute = \"cpu\"
+[generate]
+tokens = 0
 ";
 
 /// Weights and state after some steps.
