@@ -10,7 +10,7 @@ mod offload;
 mod state;
 mod streamed;
 
-use crate::config::{MasterDtype, StateDtype};
+use crate::config::{MasterDtype, OptimizerCompute, StateDtype};
 use crate::{Error, Result};
 use executor::Executor;
 use ferrotron_comm::ReduceOp;
@@ -164,7 +164,9 @@ impl Optimizer {
                 params: params.specs().len(),
                 clocks: optimizer.clocks.len(),
             };
-            optimizer.stream = Some(StateStream::new(rank, storage.compute, sizes)?);
+            // The device updates where weights or gradients are in host memory, too.
+            let compute = if scheme.host.any() { OptimizerCompute::Device } else { storage.compute };
+            optimizer.stream = Some(StateStream::new(rank, compute, sizes)?);
         }
         Ok(optimizer)
     }

@@ -159,8 +159,9 @@ impl MemoryEstimate {
         }
         let longest = states.iter().map(|(_, elements)| *elements).max().unwrap_or(0);
         let widest = states.iter().map(|(each, _)| *each).fold(0.0, f64::max);
-        // Slots of either executor; "auto" begins with both.
-        let compute = self.offload.optimizer_compute;
+        // Slots of either executor; "auto" begins with both. The device updates where weights or gradients are on the host, too.
+        let compute =
+            if shape.host.any() { OptimizerCompute::Device } else { self.offload.optimizer_compute };
         let streamed = [
             (on_host.contains(&true) && compute != OptimizerCompute::Cpu, widest),
             (shape.host.weights, shape.dtype.size() as f64),

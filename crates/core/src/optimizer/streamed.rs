@@ -148,8 +148,11 @@ impl StateStream {
         Ok(stream)
     }
 
-    /// Allocates the slots, once.
+    /// Allocates the slots, once. Copies to them follow what has used that memory before.
     fn allocate(&self, rank: &Rank, slots: &mut Slots) -> Result<()> {
+        if slots.slots.len() == SLOTS {
+            return Ok(());
+        }
         let memory =
             |size: &usize| Tensor::empty(&rank.compute, &[self.chunk * size], DType::U8, Category::Workspace);
         while slots.slots.len() < SLOTS {
@@ -157,7 +160,7 @@ impl StateStream {
             let (grads, weights) = (memory(&self.sizes.grads)?, memory(&self.sizes.weights)?);
             slots.slots.push((InSlot { states, grads, weights }, None));
         }
-        Ok(())
+        Ok(self.from_host.wait(&rank.compute.record()?)?)
     }
 
     /// Streams to the host and from it.
@@ -267,9 +270,7 @@ impl Optimizer {
         (buckets, executor): (Range<usize>, Executor),
     ) -> Result<()> {
         let Some(stream) = &self.stream else { return Ok(()) };
-        // The device updates where weights or gradients are in host memory, too.
-        let by_cpu = executor == Executor::Cpu && !self.scheme.host.any();
-        let host = stream.host.as_ref().filter(|_| by_cpu);
+        let host = stream.host.as_ref().filter(|_| executor == Executor::Cpu);
         let rules = self.groups.rules();
         let elementwise = |g: &GroupRule| !g.frozen && !matches!(g.rule, UpdateRule::Muon(_));
         for bucket in buckets {
