@@ -81,9 +81,12 @@ impl PassRecorder {
         self.pass.copies[1].extend(layer.loaded().map(|events| (events, layer.bytes())));
     }
 
-    /// The pass is complete.
+    /// The pass is complete. In a pipeline several passes of a chunk begin before the first one ends; that one counts.
     pub fn finish(self) {
-        self.sink.lock().unwrap_or_else(PoisonError::into_inner).push((self.chunk, self.pass));
+        let mut passes = self.sink.lock().unwrap_or_else(PoisonError::into_inner);
+        if passes.iter().all(|(chunk, _)| *chunk != self.chunk) {
+            passes.push((self.chunk, self.pass));
+        }
     }
 }
 
