@@ -115,3 +115,23 @@ fn an_automatic_choice_is_made_and_reported() {
     assert!(report.measured_stall.is_some() && report.moved * 3 == report.movable, "{report:?}");
     assert!(reports("offload.activations=off").iter().all(Option::is_none));
 }
+
+/// Several passes of a chunk are in flight in a pipeline; the report is of one micro-batch.
+#[test]
+fn a_report_is_of_one_micro_batch() {
+    let movable = |more: &str| {
+        let r = recipe(&["offload.activations=1", "precision.dtype=f32", more]);
+        let work = |rank: Rank| {
+            let sources = source::open(&r)?;
+            let mut trainer = Trainer::new(rank, &r)?;
+            for _ in 0..4 {
+                trainer.train_step(&*sources.train)?;
+            }
+            Ok(trainer.offload_report().map(|report| report.movable))
+        };
+        on_threads(&r.config.parallel.layout(), || Ok(Rank::cpu(1, 0)?), work).unwrap()
+    };
+    let [Some(all)] = movable("parallel.pp=1")[..] else { panic!("no report") };
+    // Three of six layers on each stage.
+    assert_eq!(movable("parallel.pp=2"), [Some(all / 2); 2]);
+}
