@@ -81,6 +81,9 @@ pub struct Train {
     pub trace: trace::TraceArgs,
 }
 
+/// Bytes of a copy to measure the link to host memory with.
+const LINK_BYTES: usize = 256 << 20;
+
 /// Bytes to measure memory bandwidth with: far more than any cache, and on a GPU enough to make launch latency
 /// negligible.
 fn memory_bytes(rank: &Rank) -> usize {
@@ -155,6 +158,8 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let forced = train_force_balanced(args, &rank, &resolved, global)?;
     let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
+    let offloads = b.memory.host.peak > 0 && rank.device().gpu().is_some();
+    let link = offloads.then(|| bench::link_rates(&rank, LINK_BYTES)).transpose()?;
     let categories: serde_json::Map<_, _> =
         Category::ALL.iter().zip(b.memory.peak).map(|(c, bytes)| (c.name().into(), bytes.into())).collect();
     if global.json {
@@ -186,6 +191,11 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
                 "from_host_gb_s": o.link.from_host / 1e9,
                 "expected_stall_ms": o.expected_stall * 1e3,
                 "measured_stall_ms": o.measured_stall.map(|s| s * 1e3),
+            })),
+            "link_gb_s": link.map(|l| serde_json::json!({
+                "to_host": l.to_host / 1e9,
+                "from_host": l.from_host / 1e9,
+                "both_at_once": l.both / 1e9,
             })),
             "start_s": b.start_s,
             "first_step_s": b.first_step_s,
@@ -253,6 +263,11 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     rows.push(vec!["reserved".into(), format_bytes(b.memory.reserved_peak)]);
     if b.memory.host.peak > 0 {
         rows.push(vec!["peak host".into(), format_bytes(b.memory.host.peak)]);
+    }
+    if let Some(l) = link {
+        let [to, from, both] = [l.to_host, l.from_host, l.both].map(|rate| rate / 1e9);
+        let text = format!("{to:.1} GB/s to the host, {from:.1} GB/s back; both at once {both:.1} GB/s each");
+        rows.push(vec!["link".into(), text]);
     }
     output::print(&format!(
         "{} in {} on {}\n{}",

@@ -6,6 +6,7 @@ mod comm;
 mod custom;
 mod gpus;
 mod kernels;
+mod link;
 mod roofline;
 mod train;
 mod yardsticks;
@@ -15,6 +16,7 @@ pub use ceiling::{attention_ceiling, fp8_gemm_ceiling, gemm_ceiling, gemm_ceilin
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, max_over_ranks, sizes};
 pub use gpus::gpus_of_all_ranks;
 pub use kernels::{KernelBench, KernelWork, kernels, names};
+pub use link::{LinkRates, link_rates};
 pub use roofline::{RooflinePart, roofline};
 pub use train::{RandomTokens, RoutingReport, TrainBench, train, train_with_observer};
 pub use yardsticks::{fixes_batch, workload};

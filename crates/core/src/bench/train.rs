@@ -127,8 +127,8 @@ impl TrainBench {
     }
 }
 
-/// Steps after which the trainer has decided whether to replay a CUDA graph.
-const GRAPH_DECIDED: usize = 4;
+/// Steps after which the trainer has decided at the latest whether to replay a CUDA graph.
+const GRAPH_DECIDED: u64 = 8;
 /// Steps after which the trainer has chosen what to offload.
 const OFFLOAD_CHOSEN: usize = 8;
 
@@ -147,11 +147,9 @@ pub fn train(
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
     let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-    // Timed steps are all replayed or all launched: that is decided before them, after the same number of steps
-    // either way.
-    let least = if trainer.rank.device().gpu().is_some() { GRAPH_DECIDED } else { 0 };
-    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < 2 * GRAPH_DECIDED as u64;
-    while trainer.step() < warmup.max(least) as u64 || graph_undecided(&trainer) {
+    // Timed steps are all replayed or all launched: that is decided before them.
+    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < GRAPH_DECIDED;
+    while trainer.step() < warmup as u64 || graph_undecided(&trainer) {
         trainer.train_step(&data)?;
         note_first_step();
         trainer.share_gemm_choices()?;
