@@ -7,6 +7,7 @@ mod host_update;
 mod loss_scale;
 mod muon;
 mod offload;
+mod saved;
 mod state;
 mod streamed;
 
@@ -26,6 +27,8 @@ pub use muon::MuonRule;
 pub(crate) use muon::{TpMode, is_normuon, line_name, workspace_bytes as muon_workspace_bytes};
 pub use offload::StateStorage;
 pub(crate) use offload::on_host as buckets_on_host;
+use saved::StateReads;
+pub(crate) use saved::{SavedBucket, StateRead};
 pub use state::OptimizerState;
 use state::{StateKind, StoredAs};
 use std::ops::Range;
@@ -55,6 +58,8 @@ pub struct Optimizer {
     moments: Vec<OptimizerState>,
     /// Where state is in host memory: how it gets to the device and back.
     stream: Option<StateStream>,
+    /// Who else reads that state.
+    reads: StateReads,
     /// Second moments of NorMuon.
     lines: LineMoments,
     /// Step counts; the first belongs to the rule of ungrouped parameters.
@@ -149,6 +154,7 @@ impl Optimizer {
             masters,
             moments,
             stream: None,
+            reads: StateReads::default(),
             lines,
             clocks,
             max_norm,
@@ -184,6 +190,7 @@ impl Optimizer {
     /// Draws the declared initial values of the master weights on the device and copies them to the model's weights.
     pub fn initialise(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
+        self.reads.wait(rank)?;
         self.wait_state(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let (master, mut at) = (self.master_f32(rank, i)?, 0);
@@ -212,6 +219,7 @@ impl Optimizer {
     /// Sets the master weights to `values` of the logical tensors and copies them to the model's weights.
     pub fn fill(&self, rank: &Rank, params: &Params, step_state: &StepState, values: &Values) -> Result<()> {
         params.wait_params(rank)?;
+        self.reads.wait(rank)?;
         self.wait_state(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
@@ -233,6 +241,7 @@ impl Optimizer {
         i: usize,
         values: &[f32],
     ) -> Result<()> {
+        self.reads.wait(rank)?;
         self.wait_state(rank)?;
         let wide = rank.compute.upload(values, &[values.len()], Category::Workspace)?;
         state.put(rank, &self.weight(params, i)?, i, &wide)
@@ -300,16 +309,21 @@ impl Optimizer {
         self.scheme.optimizer
     }
 
-    /// This rank's shard of a bucket of state `index`, as checkpoints hold it, and whether it is the state's own memory.
+    /// This rank's shard of a bucket of state `index`, as checkpoints hold it.
     pub(crate) fn saved_bucket(
         &self,
         rank: &Rank,
         params: &Params,
         index: usize,
         bucket: usize,
-    ) -> Result<(Tensor, bool)> {
+    ) -> Result<SavedBucket> {
         self.wait_state(rank)?;
         self.states()[index].saved_bucket(rank, params, &self.scheme, bucket)
+    }
+
+    /// State in host memory is read on `stream`, by any thread, until what is returned is dropped: updates wait until then.
+    pub(crate) fn begin_read(&self, stream: &Stream) -> StateRead {
+        self.reads.begin(stream)
     }
 
     /// Makes the compute stream wait for state on its way to the host.
@@ -393,8 +407,9 @@ impl Optimizer {
             }
             k.advance_step(s, clock.betas, &clock.counter, &clock.scalars)?;
         }
-        // Nothing reads the old weights any more.
+        // Nothing reads the old weights any more, nor a checkpoint the old state.
         params.wait_params(rank)?;
+        self.reads.wait(rank)?;
         // Adam computes the amax of new FP8 weights (or casts them) in the same pass.
         let looks = self.groups.all_adam();
         if looks {

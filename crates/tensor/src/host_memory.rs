@@ -195,6 +195,32 @@ mod tests {
         Tensor::host(&s, &[3 * MIN_BYTES], DType::U8).unwrap();
     }
 
+    /// Memory that another thread reads is not written meanwhile, nor afterwards without an event.
+    #[test]
+    fn host_memory_is_read_in_order() {
+        let device = device();
+        let (compute, save) = (device.stream("compute").unwrap(), device.stream("checkpoint").unwrap());
+        let host = Tensor::host(&compute, &[4], DType::U8).unwrap();
+        compute.upload_into(&host, &[1u8, 2, 3, 4]).unwrap();
+        let e = save.read_host(&host, |_| ()).unwrap_err().to_string();
+        assert!(e.contains("no event between them"), "{e}");
+        save.wait(&compute.record().unwrap()).unwrap();
+        let part = host.narrow(0, 1, 2).unwrap();
+        let (seen, written) = save
+            .read_host(&part, |bytes| {
+                save.wait(&compute.record().unwrap()).unwrap();
+                (bytes.to_vec(), compute.zero(&host.narrow(0, 3, 1).unwrap()))
+            })
+            .unwrap();
+        assert_eq!(seen, [2, 3]);
+        assert!(written.unwrap_err().to_string().contains("another thread"));
+        assert!(compute.zero(&host).unwrap_err().to_string().contains("no event between them"));
+        compute.wait(&save.record().unwrap()).unwrap();
+        compute.zero(&host).unwrap();
+        let x = compute.zeros(&[1], DType::F32, Category::Workspace).unwrap();
+        save.read_host(&x, |_| ()).unwrap_err();
+    }
+
     #[test]
     fn a_block_reused_while_another_stream_copies_is_a_race() {
         let device = device();

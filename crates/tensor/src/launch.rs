@@ -1,6 +1,6 @@
 //! [`Stream::launch`], the only way to access tensor memory, and what a kernel sees of its arguments.
 
-use crate::cuda::CudaStream;
+use crate::cuda::{CudaEvent, CudaStream};
 use crate::race_checker::Access;
 use crate::{Element, Error, Result, Stream, Tensor, Threads, shape_error};
 use std::sync::Arc;
@@ -84,6 +84,26 @@ impl Stream {
             kernel.take().map_or(Ok(()), |kernel| kernel(&launch))
         };
         self.device().inner.timed(op, self, || cuda.call_host(Box::new(work)))
+    }
+
+    /// Calls `read_bytes` with the bytes of a contiguous tensor in host memory, after all work given to this stream so far,
+    /// for which it blocks. Until it returns, a launch of another thread that writes the allocation fails.
+    pub fn read_host<T>(&self, t: &Tensor, read_bytes: impl FnOnce(&[u8]) -> T) -> Result<T> {
+        const OP: &str = "read host memory";
+        if !t.is_on_host() {
+            return Err(Error::Unsupported { op: OP, what: format!("{t:?} is not in host memory") });
+        }
+        let bytes = t.as_bytes()?;
+        let args = [read(&bytes)];
+        self.check_launch(OP, &args)?;
+        let _borrow = Borrow::take(OP, &args)?;
+        if let Some(cuda) = self.cuda() {
+            cuda.context().enter()?;
+            CudaEvent::record(cuda)?.wait()?;
+        }
+        let threads = self.device().threads();
+        let launch = Launch { op: OP, args: &args, threads, cuda: None, slices_taken: Default::default() };
+        Ok(read_bytes(launch.slice::<u8>(0)?))
     }
 
     /// Checks that the arguments of a launch belong to the device, that written ones overlap no other, and that events order

@@ -11,7 +11,8 @@
 //!     model-rank-00001.safetensors      and so on; a run of one rank has model.safetensors and optimizer.safetensors
 //! ```
 //! Every rank writes parts of what it holds ([`share`] says which, where several hold the same), from a copy in host
-//! memory and on a thread of its own, while training goes on ([`Saver`]). A tensor's name, type and shape are those of the
+//! memory, or from host memory itself where it holds them there, and on a thread of its own, while training goes on
+//! ([`Saver`]). A tensor's name, type and shape are those of the
 //! logical tensor; its parts are slices of it ([`Slice`]), and a reader sees the tensor only: it asks for byte ranges with
 //! [`Loaded::read_runs`], whoever wrote them. Ranks share the verification with [`load_parallel`].
 //!
@@ -39,11 +40,11 @@ mod write;
 pub use compare::{Comparison, Difference, DifferenceKind, compare};
 pub use folder::{latest, list, name as folder_name};
 pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
-pub use saver::{Saver, Staged};
+pub use saver::{PartReader, Saver, Staged};
 pub use share::share;
 pub use single_file::{ListedFiles, SingleFile, check_folder_name, listed_files, write_single_file};
 pub use slice::Slice;
-pub use write::PartDecl;
+pub use write::{PartDecl, Sink};
 
 use crate::tensorfile::TensorDecl;
 use ferrotron_tensor::DType;

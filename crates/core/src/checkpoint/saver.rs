@@ -4,7 +4,7 @@
 //! writes the manifest and renames the folder. Between the phases the ranks exchange results, on the threads that train:
 //! a collective on another thread would race with those of a step.
 
-use super::write::{self, Writer, WrittenParts};
+use super::write::{self, Sink, Writer, WrittenParts};
 use super::{PartDecl, Snapshot, folder};
 use crate::error::{Error, Result};
 use crate::fs;
@@ -12,7 +12,6 @@ use ferrotron_comm::Communicator;
 use ferrotron_tensor::{Device, HostBuffer};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
@@ -36,12 +35,21 @@ pub struct Saver {
     _lock: Option<fs::FileLock>,
 }
 
-/// Parts of tensors in host memory, back to back in this order.
+/// Parts of tensors to be written.
 pub struct Staged {
     /// The parts.
     pub parts: Vec<PartDecl>,
-    /// Their bytes; copies into it may still be in progress.
+    /// Bytes of the parts without a reader, back to back; copies into it may still be in progress.
     pub buffer: HostBuffer,
+    /// For each part: what reads it where it is, when it is written. Dropped after the last part is written, or when that
+    /// fails.
+    pub readers: Vec<Option<Box<dyn PartReader>>>,
+}
+
+/// Reads a part on the thread that writes it.
+pub trait PartReader: Send {
+    /// Gives all bytes to `sink`, in order.
+    fn read(&self, sink: &mut Sink) -> Result<()>;
 }
 
 /// The checkpoint being written.
@@ -129,7 +137,8 @@ impl Saver {
         });
         self.begin(step, parts.iter().map(PartDecl::bytes).sum(), ready)??;
         let buffer = items.into_iter().flat_map(|i| i.bytes).collect::<Vec<u8>>().into();
-        self.write(state, Ok(Staged { parts, buffer }));
+        let readers = parts.iter().map(|_| None).collect();
+        self.write(state, Ok(Staged { parts, buffer, readers }));
         Ok(())
     }
 
@@ -189,20 +198,20 @@ impl Saver {
         step: u64,
         temporary: &Path,
         state: &Value,
-        mut staged: Staged,
+        staged: Staged,
     ) -> Result<JoinHandle<(Result<()>, HostBuffer)>> {
         let writer = Writer { rank: self.group.rank(), size: self.group.size() };
         let (temporary, shard_bytes) = (temporary.to_path_buf(), self.shard_bytes);
         // A rank alone needs nobody's word: it completes the checkpoint at once.
         let commit = (writer.size == 1).then(|| (self.dir.clone(), self.keep, state.clone()));
         let work = move || {
-            let done =
-                write_staged(&temporary, &mut staged, shard_bytes, writer).and_then(|written| match commit {
-                    None => write::write_index(&temporary, step, writer, written),
-                    Some((dir, keep, state)) => complete(&dir, keep, &temporary, step, state, written),
-                });
+            let (written, buffer) = write_staged(&temporary, staged, shard_bytes, writer);
+            let done = written.and_then(|written| match commit {
+                None => write::write_index(&temporary, step, writer, written),
+                Some((dir, keep, state)) => complete(&dir, keep, &temporary, step, state, written),
+            });
             tracing::debug!(step, ok = done.is_ok(), "parts of a checkpoint are written");
-            (done, staged.buffer)
+            (done, buffer)
         };
         self.spawn(work)
     }
@@ -319,26 +328,31 @@ fn open_folder(dir: &Path) -> Result<fs::FileLock> {
     Ok(lock)
 }
 
-/// Writes this rank's parts from host memory, after the copies into it.
+/// Writes this rank's parts, those in the buffer after the copies into it; returns the buffer.
 fn write_staged(
     folder: &Path,
-    staged: &mut Staged,
+    staged: Staged,
     shard_bytes: u64,
     writer: Writer,
-) -> Result<WrittenParts> {
-    let Staged { parts, buffer } = staged;
-    let bytes = buffer.bytes()?;
+) -> (Result<WrittenParts>, HostBuffer) {
+    let Staged { parts, mut buffer, readers } = staged;
     let mut end = 0;
     let mut ranges = Vec::with_capacity(parts.len());
-    for part in parts.iter() {
+    for (part, reader) in parts.iter().zip(&readers) {
         let start = end;
-        end += part.bytes() as usize;
+        end += if reader.is_none() { part.bytes() as usize } else { 0 };
         ranges.push(start..end);
     }
-    if end > bytes.len() {
-        return Err(Error::Invalid(format!("checkpoint: {end} bytes of parts in {} bytes", bytes.len())));
-    }
-    write::write_parts(folder, parts, shard_bytes, writer, &|i| Ok(Cow::Borrowed(&bytes[ranges[i].clone()])))
+    let written = buffer.bytes().map_err(Error::from).and_then(|bytes| {
+        if end > bytes.len() || readers.len() != parts.len() {
+            return Err(Error::Invalid(format!("checkpoint: {end} bytes of parts in {} bytes", bytes.len())));
+        }
+        write::write_parts(folder, &parts, shard_bytes, writer, &|i, sink| match &readers[i] {
+            Some(reader) => reader.read(sink),
+            None => sink(&bytes[ranges[i].clone()]),
+        })
+    });
+    (written, buffer)
 }
 
 /// Writes the manifest, makes the folder a checkpoint of `dir`, and prunes older ones.

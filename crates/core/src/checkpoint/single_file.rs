@@ -5,7 +5,6 @@ use super::{folder, load, manifest};
 use crate::error::{Error, Result};
 use crate::tensorfile::TensorDecl;
 use serde_json::Value;
-use std::borrow::Cow;
 use std::path::Path;
 
 /// The contents of such a checkpoint.
@@ -23,7 +22,7 @@ pub struct SingleFile<'a> {
 /// Writes the data files and the manifest into an existing folder, each synced.
 pub fn write_single_file(folder: &Path, contents: &SingleFile) -> Result<()> {
     let parts: Vec<PartDecl> = contents.tensors.iter().cloned().map(PartDecl::whole).collect();
-    let source = |i: usize| (contents.source)(&contents.tensors[i].name).map(Cow::Owned);
+    let source = |i: usize, sink: &mut write::Sink| sink(&(contents.source)(&contents.tensors[i].name)?);
     let written = write::write_parts(folder, &parts, write::SHARD_BYTES, write::Writer::ALONE, &source)?;
     write::write_manifest(folder, contents.step, contents.state.clone(), written)
 }

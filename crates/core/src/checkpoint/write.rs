@@ -6,7 +6,6 @@ use crate::error::{Error, Result};
 use crate::fs;
 use crate::tensorfile::{TensorDecl, TensorFileWriter};
 use serde_json::Value;
-use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -14,8 +13,11 @@ use std::path::{Path, PathBuf};
 /// Approximate size of data files before another is started.
 pub(super) const SHARD_BYTES: u64 = 4 << 30;
 
-/// Returns the bytes of a part by its index.
-pub(super) type Source<'a> = dyn Fn(usize) -> Result<Cow<'a, [u8]>> + 'a;
+/// Takes the bytes of a part, in pieces of any length.
+pub type Sink<'a> = dyn FnMut(&[u8]) -> Result<()> + 'a;
+
+/// Gives the bytes of a part, by its index, to a sink.
+pub(super) type Source<'a> = dyn Fn(usize, &mut Sink) -> Result<()> + 'a;
 
 /// A part of a logical tensor that is to be written.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,7 +140,7 @@ fn write_shard(
     let order: Vec<String> = out.tensors().iter().map(|t| t.name.clone()).collect();
     let order: Vec<(&String, usize)> = order.iter().map(|name| (name, by_name[name.as_str()])).collect();
     for (name, i) in &order {
-        out.write(name, &source(*i)?)?;
+        source(*i, &mut |bytes| out.write(name, bytes))?;
     }
     let (written, sums) = out.finish_with_checksums()?;
     let sums = order.iter().map(|(_, i)| *i).zip(sums).collect();

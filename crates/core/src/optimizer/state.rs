@@ -1,5 +1,6 @@
 //! One optimizer state (master weights or a moment): this rank's shard of every bucket and of every parameter in it.
 
+use super::SavedBucket;
 use crate::Result;
 use ferrotron_engine::data_parallel::{Bucket, ParamShard, ShardingStrategy, gather_from_optimizer};
 use ferrotron_engine::{Params, Rank};
@@ -151,7 +152,7 @@ impl OptimizerState {
     }
 
     /// Whether a bucket is in host memory.
-    pub(super) fn is_on_host(&self, bucket: usize) -> bool {
+    pub(crate) fn is_on_host(&self, bucket: usize) -> bool {
         self.buckets[bucket].is_on_host()
     }
 
@@ -180,34 +181,20 @@ impl OptimizerState {
         Ok(())
     }
 
-    /// This rank's shard of a bucket, as checkpoints hold it, and whether it is the state's own memory or a converted copy.
+    /// This rank's shard of a bucket, as checkpoints hold it.
     pub(super) fn saved_bucket(
         &self,
         rank: &Rank,
         params: &Params,
         scheme: &ShardingStrategy,
         bucket: usize,
-    ) -> Result<(Tensor, bool)> {
-        let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
-        if self.dtypes[bucket].is_none_or(|dtype| dtype == self.saved(bucket)) {
-            return Ok((held.clone(), true));
-        }
-        let wide = Tensor::empty(s, held.shape(), DType::F32, Category::Workspace)?;
-        match self.kind {
-            StateKind::Moment(order) => {
-                let scales = self.scales.0[bucket].as_ref();
-                k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
-            }
-            _ => {
-                k.join_master(s, &params.optimizer_shard(rank, bucket, scheme)?, held, &wide)?;
-            }
-        }
-        if self.saved(bucket) == DType::F32 {
-            return Ok((wide, false));
-        }
-        let narrow = Tensor::empty(s, held.shape(), self.saved(bucket), Category::Workspace)?;
-        k.copy(s, &wide, &narrow)?;
-        Ok((narrow, false))
+    ) -> Result<SavedBucket> {
+        let weights = match self.kind {
+            StateKind::Remainders => Some(params.optimizer_shard(rank, bucket, scheme)?),
+            _ => None,
+        };
+        let (held, scales) = (self.buckets[bucket].clone(), self.scales.0[bucket].clone());
+        Ok(SavedBucket { kind: self.kind, held, scales, weights, saved: self.saved(bucket) })
     }
 
     /// A full bucket, flat, as checkpoints hold it.
@@ -218,7 +205,8 @@ impl OptimizerState {
         scheme: &ShardingStrategy,
         bucket: usize,
     ) -> Result<Tensor> {
-        let (mut part, _) = self.saved_bucket(rank, params, scheme, bucket)?;
+        let saved = self.saved_bucket(rank, params, scheme, bucket)?;
+        let mut part = saved.elements(&*rank.kernels, &rank.compute, 0..saved.len())?;
         if part.is_on_host() {
             // Collectives take device memory.
             let copy = Tensor::empty(&rank.compute, part.shape(), part.dtype(), Category::Workspace)?;

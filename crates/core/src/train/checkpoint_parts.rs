@@ -1,13 +1,15 @@
 //! The parts of logical tensors that this rank holds, and their copy to the host for a checkpoint.
 
+use super::host_reader::HostReader;
 use super::{Trainer, fp8_scales, line_moments, moe_state};
 use crate::Result;
-use crate::checkpoint::{Item, PartDecl, Slice, share};
+use crate::checkpoint::{Item, PartDecl, Slice, Staged, share};
 use crate::tensorfile::TensorDecl;
 use ferrotron_engine::data_parallel::{Placement, group_rank};
 use ferrotron_engine::{ParamSpec, Part};
 use ferrotron_tensor::{Event, HostBuffer};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The parts that this rank writes.
 pub(super) struct OwnParts {
@@ -29,6 +31,11 @@ impl Origin {
             Origin::Bucket { state, bucket, .. } => Some((*state, *bucket)),
             Origin::Host(_) => None,
         }
+    }
+
+    /// Whether it is optimizer state in host memory.
+    fn is_host_state(&self, t: &Trainer) -> bool {
+        matches!(self, Origin::Bucket { state, bucket, .. } if t.optimizer.states()[*state].is_on_host(*bucket))
     }
 }
 
@@ -56,54 +63,84 @@ impl OwnParts {
         self.parts.iter().map(PartDecl::bytes).sum()
     }
 
-    /// Starts to copy the parts to host memory, back to back, without waiting for the device. The optimizer must wait
-    /// for the returned event before it changes its state.
+    /// Bytes that [`OwnParts::stage`] copies: all but those of state in host memory.
+    pub(super) fn staged_bytes(&self, t: &Trainer) -> usize {
+        let staged = self.parts.iter().zip(&self.origins).filter(|(_, origin)| !origin.is_host_state(t));
+        staged.map(|(part, _)| part.bytes() as usize).sum()
+    }
+
+    /// Starts to copy the parts to `buffer`, back to back, without waiting for the device. The optimizer must wait for the
+    /// returned event before it changes its state.
     ///
     /// What is saved as it is leaves on a stream of its own, while the compute stream goes on. What is converted first
     /// (master weights from remainders, packed moments) is copied on the compute stream, so that the converted bucket is
-    /// reused at once.
-    pub(super) fn stage(&self, t: &Trainer, buffer: &mut HostBuffer) -> Result<Event> {
+    /// reused at once. State in host memory is not copied: the thread that writes the checkpoint reads it there
+    /// ([`HostReader`]), and the next update waits for that thread.
+    pub(super) fn stage(self, t: &Trainer, mut buffer: HostBuffer) -> Result<(Staged, Event)> {
         let (rank, params, copies) = (&t.rank, &t.model.params, &t.staging);
         params.wait_params(rank)?;
         // State on its way to host memory is there before it is copied from there.
         t.optimizer.wait_state(rank)?;
         copies.wait(&rank.compute.record()?)?;
+        let host = self.origins.iter().any(|o| o.is_host_state(t)).then(|| Arc::new(HostReader::new(t)));
         let (mut at, mut current) = (0, None);
-        for (part, origin) in self.parts.iter().zip(&self.origins) {
-            let end = at + part.bytes() as usize;
+        let mut readers = Vec::with_capacity(self.parts.len());
+        for (part, origin) in self.parts.iter().zip(self.origins) {
+            let mut reader = None;
             match origin {
-                Origin::Host(bytes) => buffer.put(at, bytes)?,
+                Origin::Host(bytes) => buffer.put(at, &bytes)?,
                 Origin::Bucket { state, bucket, elements } => {
-                    let (saved, as_it_is) = match current.take() {
-                        Some((of, saved)) if of == (*state, *bucket) => saved,
-                        _ => t.optimizer.saved_bucket(rank, params, *state, *bucket)?,
+                    let (saved, converted) = match current.take() {
+                        Some((of, saved)) if of == (state, bucket) => saved,
+                        _ => (Arc::new(t.optimizer.saved_bucket(rank, params, state, bucket)?), None),
                     };
-                    let stream = if as_it_is { copies } else { &rank.compute };
-                    stream.copy_to_host(&saved.narrow(0, elements.start, elements.len())?, buffer, at)?;
-                    current = Some(((*state, *bucket), (saved, as_it_is)));
+                    let mut kept = converted;
+                    match &host {
+                        Some(host) if saved.is_on_host() => reader = Some(host.part(&saved, elements)),
+                        _ => {
+                            let stream = if saved.as_it_is() { copies } else { &rank.compute };
+                            let all = match kept.take() {
+                                Some(all) => all,
+                                None => saved.elements(&*rank.kernels, stream, 0..saved.len())?,
+                            };
+                            let part = all.narrow(0, elements.start, elements.len())?;
+                            stream.copy_to_host(&part, &mut buffer, at)?;
+                            kept = Some(all);
+                        }
+                    }
+                    current = Some(((state, bucket), (saved, kept)));
                 }
             }
-            at = end;
+            at += if reader.is_none() { part.bytes() as usize } else { 0 };
+            readers.push(reader);
         }
-        Ok(copies.record()?)
+        Ok((Staged { parts: self.parts, buffer, readers }, copies.record()?))
     }
+}
 
-    /// The parts, in the order of [`OwnParts::stage`].
-    pub(super) fn into_parts(self) -> Vec<PartDecl> {
-        self.parts
+/// The parts with their bytes.
+pub(super) fn items(staged: Staged) -> Result<Vec<Item>> {
+    let Staged { parts, mut buffer, readers } = staged;
+    let mut rest = buffer.bytes()?;
+    let mut items = Vec::with_capacity(parts.len());
+    for (part, reader) in parts.into_iter().zip(readers) {
+        let len = part.bytes() as usize;
+        let mut bytes = Vec::with_capacity(len);
+        match reader {
+            Some(reader) => reader.read(&mut |piece| {
+                bytes.extend_from_slice(piece);
+                Ok(())
+            })?,
+            None => {
+                let (own, more) = rest.split_at(len);
+                rest = more;
+                bytes.extend_from_slice(own);
+            }
+        }
+        let TensorDecl { name, dtype, shape } = part.tensor;
+        items.extend(dtype.native().map(|dtype| Item { name, dtype, shape, slice: part.slice, bytes }));
     }
-
-    /// The parts with their bytes, as [`OwnParts::stage`] copied them.
-    pub(super) fn items(&self, bytes: &[u8]) -> Vec<Item> {
-        let mut rest = bytes;
-        let item = |p: &PartDecl| {
-            let (own, more) = rest.split_at(p.bytes() as usize);
-            rest = more;
-            let TensorDecl { name, dtype, shape } = p.tensor.clone();
-            Some(Item { name, dtype: dtype.native()?, shape, slice: p.slice.clone(), bytes: own.to_vec() })
-        };
-        self.parts.iter().filter_map(item).collect()
-    }
+    Ok(items)
 }
 
 /// What this rank holds of one optimizer state.

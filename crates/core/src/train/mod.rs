@@ -10,6 +10,7 @@ mod gemm_choices;
 mod global_batch;
 mod graph_inputs;
 mod hooks;
+mod host_reader;
 mod line_moments;
 mod micro_batch;
 mod model_state;

@@ -65,11 +65,13 @@ impl Run {
         Ok(())
     }
 
-    /// Starts to copy this rank's parts to host memory.
+    /// Starts to copy this rank's parts to host memory, as far as they are not there.
     fn stage(&mut self, own: OwnParts) -> Result<Staged> {
-        let mut buffer = self.saver.buffer(self.trainer.rank.device(), own.bytes() as usize)?;
-        self.trainer.staged = Some(own.stage(&self.trainer, &mut buffer)?);
-        Ok(Staged { parts: own.into_parts(), buffer })
+        let bytes = own.staged_bytes(&self.trainer);
+        let buffer = self.saver.buffer(self.trainer.rank.device(), bytes)?;
+        let (staged, copied) = own.stage(&self.trainer, buffer)?;
+        self.trainer.staged = Some(copied);
+        Ok(staged)
     }
 
     /// Reports the checkpoint that was written in the meantime, if there is one. `all_idle`: no rank writes; all ranks agree

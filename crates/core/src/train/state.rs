@@ -1,6 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::checkpoint_parts::OwnParts;
+use super::checkpoint_parts::{OwnParts, items};
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
 use super::step_runner::{Progress, Schedules};
@@ -138,11 +138,10 @@ pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
 /// What this rank saves, copied to the host.
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     let own = OwnParts::of(t)?;
-    let mut buffer = HostBuffer::new(t.rank.device(), own.bytes() as usize)?;
-    let copied = own.stage(t, &mut buffer)?;
+    let buffer = HostBuffer::new(t.rank.device(), own.staged_bytes(t))?;
+    let (staged, copied) = own.stage(t, buffer)?;
     t.rank.compute.wait(&copied)?;
-    let items = own.items(buffer.bytes()?);
-    Ok(Snapshot { step: t.step(), state: state(t)?, items })
+    Ok(Snapshot { step: t.step(), state: state(t)?, items: items(staged)? })
 }
 
 /// The state of a checkpoint that holds a model's weights and nothing of a run.

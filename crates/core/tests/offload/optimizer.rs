@@ -1,5 +1,7 @@
 //! Optimizer state in host memory: the same bits for every rule, state dtype and sharding, and the same checkpoints.
 
+mod saves;
+
 use super::*;
 use ferrotron_core::checkpoint::{self, Item, Saver};
 use ferrotron_tensor::Category;
