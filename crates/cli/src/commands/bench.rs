@@ -187,6 +187,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
                 "movable_bytes": o.movable,
                 "moved_bytes": o.moved,
                 "peak_reduction_bytes": o.peak_reduction,
+                "window_bytes": o.window,
                 "to_host_gb_s": o.link.to_host / 1e9,
                 "from_host_gb_s": o.link.from_host / 1e9,
                 "expected_stall_ms": o.expected_stall * 1e3,

@@ -64,16 +64,16 @@ pub fn workload(name: &str) -> Result<Recipe> {
     if name.starts_with(custom::PREFIX) {
         return custom::recipe(name);
     }
-    let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else {
-        return Recipe::open(name).map_err(|e| match e {
-            Error::Config { file: None, key: None, .. } => unknown(name),
-            other => other,
-        });
-    };
-    let mut recipe = Recipe::open(y.recipe)?;
-    // Tokens are random; the recipe only has to name some data.
-    recipe.set("data.path=embedded")?;
-    for change in y.changes {
+    let yardstick = YARDSTICKS.iter().find(|y| y.name == name);
+    let mut recipe = Recipe::open(yardstick.map_or(name, |y| y.recipe)).map_err(|e| match e {
+        Error::Config { file: None, key: None, .. } => unknown(name),
+        other => other,
+    })?;
+    // Tokens are random; a recipe only has to name some data.
+    if yardstick.is_some() || recipe.config.data.path.0.is_empty() {
+        recipe.set("data.path=embedded")?;
+    }
+    for change in yardstick.iter().flat_map(|y| y.changes) {
         recipe.set(change)?;
     }
     Ok(recipe)

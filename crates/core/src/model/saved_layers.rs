@@ -49,7 +49,9 @@ impl SavedLayers {
             offload.note(&mut saved, recorder);
         }
         let moved = match (offload, self.plan.layer(self.layers.len())) {
-            (Some(offload), Some(m)) => Some(offload.start(&mut saved, m.count, self.recorder.as_mut())?),
+            (Some(offload), Some(m)) => {
+                Some(offload.start(&mut saved, m.allocations, self.recorder.as_mut())?)
+            }
             _ => None,
         };
         self.layers.push((saved, moved));

@@ -74,7 +74,12 @@ fn run(resolved: &Resolved, steps: usize) -> ferrotron_core::Result<(Outcome, Ve
         let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect();
         let all = trainer.gradients()?.into_iter().chain(trainer.weights()?);
         let tensors = all.map(|t| (t.name, bits(&t.values))).collect();
-        Ok((Outcome { losses, tensors }, trainer.rank.device().memory()))
+        // Ranks may share the device: nobody is still in a step, and nobody has dropped its state.
+        let all = trainer.rank.world.all();
+        all.barrier("steps are done")?;
+        let memory = trainer.rank.device().memory();
+        all.barrier("memory was read")?;
+        Ok((Outcome { losses, tensors }, memory))
     };
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     let all = if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {

@@ -1,7 +1,9 @@
 //! Which activations of a model are offloaded: as settings say, or as much as the link moves for free and as must move.
 
 use super::profile::{MeasuredPass, RecordedPasses};
-use super::{ChunkProfile, Expected, Link, OffloadPlan, OffloadedLayer, Offloader, PassRecorder};
+use super::{
+    AllocationSet, ChunkProfile, Expected, Link, OffloadPlan, OffloadedLayer, Offloader, PassRecorder,
+};
 use crate::{Module, Rank, Saved};
 use ferrotron_tensor::Result;
 use std::collections::BTreeMap;
@@ -24,8 +26,15 @@ pub enum OffloadChoice {
     },
 }
 
-/// Steps before the one that is measured: the first chooses GEMM algorithms.
-const WARM_UP: u64 = 1;
+/// Steps before the first one that is measured: the first chooses GEMM algorithms, and until memory of the device and of the host
+/// has been allocated, and launches no longer keep the device waiting, layers take longer.
+const WARM_UP: u64 = 3;
+/// Measured steps after which an automatic choice stays as it is.
+const ROUNDS: usize = 4;
+/// Of the computation: a longer stall makes the choice anew.
+const TOLERATED_STALL: f64 = 0.005;
+/// A choice that moves so much more replaces the one before.
+const WORTHWHILE: f64 = 1.05;
 /// Of the link's rate, which varies from step to step.
 const USABLE: f64 = 0.95;
 /// Seconds; below this a stall is what rounding leaves.
@@ -49,7 +58,8 @@ struct State {
     link: Option<Link>,
     /// Plans of the chunks, where they were chosen by measurement.
     plans: BTreeMap<usize, OffloadPlan>,
-    chosen: bool,
+    /// How often the plans were chosen.
+    rounds: usize,
     done: bool,
 }
 
@@ -62,6 +72,8 @@ pub struct OffloadReport {
     pub moved: usize,
     /// Bytes by which the resident activations are lower at their peak.
     pub peak_reduction: usize,
+    /// Bytes that the link can carry to the host between the end of the first layer's forward and the start of the last one's.
+    pub window: usize,
     /// Measured rates of the copies of a pass; 0 if nothing moves.
     pub link: Link,
     /// Seconds of computation.
@@ -100,6 +112,11 @@ impl ActivationOffload {
         }
     }
 
+    /// Whether nothing will be chosen any more.
+    pub fn is_settled(&self) -> bool {
+        self.lock().done
+    }
+
     /// A recorder of the pass that begins, if it is the first of its chunk in a step to be measured.
     pub fn recorder(&self, chunk: usize) -> Option<PassRecorder> {
         let state = self.lock();
@@ -113,14 +130,14 @@ impl ActivationOffload {
         self.passes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts to offload what a layer has saved: at most `count` allocations.
+    /// Starts to offload some allocations that a layer has saved.
     pub fn start(
         &self,
         saved: &mut impl Saved,
-        count: usize,
+        set: AllocationSet,
         recorder: Option<&mut PassRecorder>,
     ) -> Result<OffloadedLayer> {
-        let layer = self.offloader.offload(saved, &|module| self.wants(module), count)?;
+        let layer = self.offloader.offload(saved, &|module| self.wants(module), set)?;
         if let Some(recorder) = recorder {
             recorder.copied(&layer);
         }
@@ -141,7 +158,8 @@ impl ActivationOffload {
     }
 
     /// Before a step: when a measured step is complete on the device, chooses and reports. The report of an automatic choice
-    /// comes twice: as it is made, and when it has run.
+    /// comes as it is made, and when it has run; a choice that makes computation wait, or uses the link less than it could, is
+    /// made anew from the step that showed it.
     pub fn begin_step(&self) -> Result<Option<OffloadReport>> {
         let mut state = self.lock();
         let step = state.steps;
@@ -169,20 +187,28 @@ impl ActivationOffload {
         // A choice may be that nothing moves.
         let link = link(&measured).or(state.link).unwrap_or(Link { to_host: 0.0, from_host: 0.0 });
         state.link = Some(link);
-        let fixed = !matches!(self.choice, OffloadChoice::Auto { .. });
-        if fixed || state.chosen || link.to_host == 0.0 {
+        let OffloadChoice::Auto { needed, .. } = self.choice else {
+            state.done = true;
+            drop(state);
+            return Ok(Some(self.report(link, &measured, true)));
+        };
+        let each = needed.div_ceil(measured.len().max(1));
+        let plan = |(chunk, pass): &(usize, MeasuredPass)| (*chunk, choose(&pass.profile, link, each));
+        let next: BTreeMap<usize, OffloadPlan> = match link.to_host > 0.0 {
+            true => measured.iter().map(plan).collect(),
+            false => BTreeMap::new(),
+        };
+        let ran = state.rounds > 0;
+        if link.to_host == 0.0
+            || (ran && (state.rounds == ROUNDS || !is_better(&measured, &state.plans, &next)))
+        {
             state.done = true;
             drop(state);
             return Ok(Some(self.report(link, &measured, true)));
         }
-        if let OffloadChoice::Auto { needed, .. } = self.choice {
-            let each = needed.div_ceil(measured.len().max(1));
-            for (chunk, pass) in &measured {
-                state.plans.insert(*chunk, choose(&pass.profile, link, each));
-            }
-        }
         // One step settles under the new plan; the next one is measured.
-        state.chosen = true;
+        state.plans = next;
+        state.rounds += 1;
         state.recorded = Some(state.steps + 1);
         drop(state);
         Ok(Some(self.report(link, &measured, false)))
@@ -194,6 +220,7 @@ impl ActivationOffload {
             movable: 0,
             moved: 0,
             peak_reduction: 0,
+            window: 0,
             link,
             seconds: 0.0,
             expected_stall: 0.0,
@@ -209,6 +236,7 @@ impl ActivationOffload {
             out.movable += profile.movable();
             out.moved += profile.all_moved(&plan);
             out.peak_reduction += profile.movable().saturating_sub(expected.peak);
+            out.window += (profile.window() * link.to_host) as usize;
             out.seconds += profile.seconds();
             out.expected_stall += expected.stall;
             stall += waited;
@@ -216,6 +244,23 @@ impl ActivationOffload {
         out.measured_stall = ran.then_some(stall);
         out
     }
+}
+
+/// Whether other plans are worth a change after passes under the present ones: those make computation wait, and others would move
+/// less, or others would move clearly more.
+fn is_better(
+    passes: &[(usize, MeasuredPass)],
+    now: &BTreeMap<usize, OffloadPlan>,
+    next: &BTreeMap<usize, OffloadPlan>,
+) -> bool {
+    let moved = |plans: &BTreeMap<usize, OffloadPlan>| -> usize {
+        passes.iter().filter_map(|(c, p)| Some(p.profile.all_moved(plans.get(c)?))).sum()
+    };
+    let (stall, seconds) = passes
+        .iter()
+        .fold((0.0, 0.0), |(stall, seconds), (_, p)| (stall + p.stall, seconds + p.profile.seconds()));
+    let (now, next) = (moved(now), moved(next));
+    (stall > TOLERATED_STALL * seconds && next < now) || next as f64 > WORTHWHILE * now as f64
 }
 
 /// The rates of the copies of some passes, if there were any.
@@ -228,27 +273,29 @@ fn link(passes: &[(usize, MeasuredPass)]) -> Option<Link> {
     Some(Link { to_host: rate(0)?, from_host: rate(1)? })
 }
 
-/// Offloads as many allocations, from the first layer on, as can be copied before the last layer's forward without a wait,
-/// and more where the peak must be lower by `needed` bytes.
+/// Offloads the allocations, from the first layer on, that can be copied before the last layer's forward without a wait, and
+/// others where the peak must be lower by `needed` bytes.
 fn choose(chunk: &ChunkProfile, link: Link, needed: usize) -> OffloadPlan {
     let careful = Link { to_host: link.to_host * USABLE, from_host: link.from_host * USABLE };
     let count = chunk.layers.len();
     let (all, mut best) = (chunk.movable(), OffloadPlan { layers: vec![None; count] });
-    let mut chosen: Vec<(usize, usize)> = Vec::new();
+    let mut chosen: Vec<(usize, AllocationSet)> = Vec::new();
     for (l, layer) in chunk.layers.iter().enumerate().take(count.saturating_sub(1)) {
-        for of in 1..=layer.allocations.len() {
-            match chosen.last_mut() {
-                Some(last) if last.0 == l => last.1 = of,
-                _ => chosen.push((l, of)),
+        for i in 0..layer.allocations.len() {
+            let mut more = chosen.clone();
+            match more.last_mut() {
+                Some(last) if last.0 == l => last.1 = last.1.with(i),
+                _ => more.push((l, AllocationSet::default().with(i))),
             }
-            let plan = chunk.plan(&chosen, careful, LEAD);
+            let plan = chunk.plan(&more, careful, LEAD);
             let in_time = plan.layers.iter().flatten().all(|m| m.release_before < count);
             let Expected { peak, stall } = chunk.run(&plan, careful);
             let free = in_time && stall <= NO_STALL && peak < chunk.peak(&best);
-            if !free && all - chunk.peak(&best) >= needed {
-                return best;
+            // What is too large for the time that is left stays; something smaller may still move.
+            if free || all - chunk.peak(&best) < needed {
+                best = if free { plan } else { in_time_to_fit(plan) };
+                chosen = more;
             }
-            best = if free { plan } else { in_time_to_fit(plan) };
         }
     }
     best
@@ -280,10 +327,10 @@ mod tests {
     fn as_much_moves_as_is_free() {
         let link = Link { to_host: 1000.0, from_host: 1000.0 };
         let plan = choose(&chunk(), link, 0);
-        // 7,600 bytes of 30,000 at 95 % of the rate: two layers and two allocations of the third would be 8,000.
-        assert_eq!(chunk().all_moved(&plan), 6500);
+        // 7,600 bytes of 30,000 at 95 % of the rate: two layers, and of the third all but the largest allocation.
+        assert_eq!(chunk().all_moved(&plan), 7500);
         let e = chunk().run(&plan, link);
-        assert_eq!((e.peak, e.stall), (30_000 - 6500, 0.0));
+        assert_eq!((e.peak, e.stall), (30_000 - 7500, 0.0));
     }
 
     #[test]

@@ -24,7 +24,7 @@ mod profile;
 mod tests;
 
 pub use activations::{ActivationOffload, OffloadChoice, OffloadReport};
-pub use plan::{ChunkProfile, Expected, LayerMoves, LayerProfile, Link, OffloadPlan};
+pub use plan::{AllocationSet, ChunkProfile, Expected, LayerMoves, LayerProfile, Link, OffloadPlan};
 pub use profile::PassRecorder;
 
 use crate::{Module, OffloadClass, Rank, Saved};
@@ -113,22 +113,24 @@ impl Offloader {
         allocations.into_iter().rev().map(|(tensor, _)| tensor).collect()
     }
 
-    /// Starts to copy the first `count` allocations of a layer that `wanted` selects.
+    /// Starts to copy allocations of a layer: those in `set` of what `wanted` selects.
     pub fn offload(
         &self,
         saved: &mut impl Saved,
         wanted: &dyn Fn(Module) -> bool,
-        count: usize,
+        set: AllocationSet,
     ) -> Result<OffloadedLayer> {
         let (moved, phase) = (Vec::new(), Phase::Copying);
         let mut layer = OffloadedLayer { offloader: self.clone(), moved, begin: [None, None], phase };
-        let allocations = self.candidates(saved, wanted);
-        if allocations.is_empty() || count == 0 {
+        let mut allocations = self.candidates(saved, wanted);
+        let mut place = 0..;
+        allocations.retain(|_| place.next().is_some_and(|i| set.contains(i)));
+        if allocations.is_empty() {
             return Ok(layer);
         }
         self.order(Edge::Produced, &self.to_host, &self.compute.record()?)?;
         layer.begin[0] = Some(self.to_host.record()?);
-        for tensor in allocations.iter().take(count) {
+        for tensor in &allocations {
             let device = tensor.allocation()?;
             let host = Tensor::host(&self.to_host, device.shape(), DType::U8)?;
             self.to_host.copy(&device, &host)?;

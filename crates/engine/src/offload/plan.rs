@@ -3,12 +3,31 @@
 /// When an offloaded layer moves, in layers of its chunk: `0..L`, and `L` for the output (final norm, LM head) after them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayerMoves {
-    /// Allocations that move, at most: the first that forward wrote.
-    pub count: usize,
+    /// The allocations that move.
+    pub allocations: AllocationSet,
     /// Their device memory is released before the forward of this layer.
     pub release_before: usize,
     /// Their reload starts before the backward of this layer.
     pub reload_before: usize,
+}
+
+/// Some allocations of a layer, by their place in the order in which forward wrote them. Of a place past 63 all or none are in it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AllocationSet(u64);
+
+impl AllocationSet {
+    /// Every allocation.
+    pub const ALL: AllocationSet = AllocationSet(u64::MAX);
+
+    /// Whether the allocation at place `i` is in it.
+    pub fn contains(self, i: usize) -> bool {
+        if i < 64 { self.0 >> i & 1 == 1 } else { self == AllocationSet::ALL }
+    }
+
+    /// The set with the allocation at place `i` too; places past 63 are left out.
+    pub fn with(self, i: usize) -> AllocationSet {
+        AllocationSet(self.0 | if i < 64 { 1 << i } else { 0 })
+    }
 }
 
 /// The moves of each layer of a chunk; `None` for layers that stay.
@@ -57,16 +76,17 @@ pub struct Expected {
 }
 
 impl LayerProfile {
-    /// Bytes of its first `count` allocations.
-    fn bytes(&self, count: usize) -> usize {
-        self.allocations.iter().take(count).sum()
+    /// Bytes of some of its allocations.
+    fn bytes(&self, set: AllocationSet) -> usize {
+        let chosen = self.allocations.iter().enumerate().filter(|(i, _)| set.contains(*i));
+        chosen.map(|(_, bytes)| bytes).sum()
     }
 }
 
 impl ChunkProfile {
     /// Bytes of a layer that a plan moves.
     fn moved(&self, plan: &OffloadPlan, layer: usize) -> usize {
-        plan.layer(layer).map_or(0, |m| self.layers[layer].bytes(m.count))
+        plan.layer(layer).map_or(0, |m| self.layers[layer].bytes(m.allocations))
     }
 
     /// Bytes of all layers that a plan moves.
@@ -76,12 +96,18 @@ impl ChunkProfile {
 
     /// Bytes that all layers together could move.
     pub fn movable(&self) -> usize {
-        self.layers.iter().map(|l| l.bytes(usize::MAX)).sum()
+        self.layers.iter().map(|l| l.bytes(AllocationSet::ALL)).sum()
     }
 
     /// Seconds of computation.
     pub fn seconds(&self) -> f64 {
         self.layers.iter().map(|l| l.forward + l.backward).sum::<f64>() + self.output
+    }
+
+    /// Seconds between the end of the first layer's forward and the start of the last one's.
+    pub fn window(&self) -> f64 {
+        let between = self.layers.len().saturating_sub(2);
+        self.layers.iter().skip(1).take(between).map(|l| l.forward).sum()
     }
 
     /// Runs a plan in time: computation in order, each direction of the link in order, waits as [`super`] makes them.
@@ -115,7 +141,7 @@ impl ChunkProfile {
         let resident = |last: usize, there: &dyn Fn(LayerMoves) -> bool| -> usize {
             let of = |i: usize| {
                 let away = plan.layer(i).is_some_and(|m| !there(m));
-                self.layers[i].bytes(usize::MAX) - if away { self.moved(plan, i) } else { 0 }
+                self.layers[i].bytes(AllocationSet::ALL) - if away { self.moved(plan, i) } else { 0 }
             };
             (0..=last).map(of).sum()
         };
@@ -125,10 +151,10 @@ impl ChunkProfile {
         forward.chain(backward).max().unwrap_or(0)
     }
 
-    /// Plans the offload of the layers `chosen` (ascending), of each so many allocations: a layer is released when its copy,
+    /// Plans the offload of the layers `chosen` (ascending), of each some allocations: a layer is released when its copy,
     /// in the queue of all copies, is complete, and reloaded as late as its own copy and those after it allow, but `lead`
     /// layers earlier where the default schedule would do so too. Times count from when layers have run without waiting.
-    pub fn plan(&self, chosen: &[(usize, usize)], link: Link, lead: usize) -> OffloadPlan {
+    pub fn plan(&self, chosen: &[(usize, AllocationSet)], link: Link, lead: usize) -> OffloadPlan {
         let (layers, count) = (&self.layers, self.layers.len());
         // Start of each layer's forward, and the end of all of them.
         let mut starts = vec![0.0; count + 1];
@@ -152,7 +178,7 @@ impl ChunkProfile {
             let started = (0..count).find(|l| backward[*l] <= reload);
             let earlier = |l: usize| l.max((l + lead).min((count - 1 + at).saturating_sub(chosen.len())));
             let reload_before = started.map_or(count - 1, |l| earlier(l).max(i + 1).min(count - 1));
-            plan.layers[i] = Some(LayerMoves { count: of, release_before, reload_before });
+            plan.layers[i] = Some(LayerMoves { allocations: of, release_before, reload_before });
         }
         plan
     }
@@ -165,7 +191,7 @@ impl OffloadPlan {
     pub fn first(count: usize, layers: usize) -> OffloadPlan {
         let count = count.min(layers.saturating_sub(1));
         let moves = |i: usize| LayerMoves {
-            count: usize::MAX,
+            allocations: AllocationSet::ALL,
             release_before: layers - count + i,
             reload_before: layers - 1 - count + i,
         };
@@ -176,7 +202,7 @@ impl OffloadPlan {
     /// a whole layer after its own forward, and reloaded during the backward of the next one.
     pub fn streamed(layers: usize) -> OffloadPlan {
         let moves = |i: usize| LayerMoves {
-            count: usize::MAX,
+            allocations: AllocationSet::ALL,
             release_before: (i + 2).min(layers),
             reload_before: i + 1,
         };
@@ -225,8 +251,8 @@ mod tests {
         ChunkProfile { layers: vec![layer(1.0, bytes); count], output: 0.0 }
     }
 
-    fn whole(layers: std::ops::Range<usize>) -> Vec<(usize, usize)> {
-        layers.map(|l| (l, usize::MAX)).collect()
+    fn whole(layers: std::ops::Range<usize>) -> Vec<(usize, AllocationSet)> {
+        layers.map(|l| (l, AllocationSet::ALL)).collect()
     }
 
     fn moves(p: &OffloadPlan) -> (Vec<usize>, Vec<usize>) {
@@ -296,8 +322,12 @@ mod tests {
     fn a_part_of_a_layer_can_move() {
         let mut chunk = uniform(6, 1000);
         chunk.layers.iter_mut().for_each(|l| l.allocations = vec![300, 100, 600]);
-        let p = chunk.plan(&[(0, 3), (1, 2)], LINK, 0);
+        let some = AllocationSet::default().with(0).with(1);
+        let p = chunk.plan(&[(0, AllocationSet::ALL), (1, some)], LINK, 0);
         assert_eq!((chunk.all_moved(&p), chunk.peak(&p)), (1400, 4600));
+        assert!(
+            some.contains(1) && !some.contains(2) && !some.contains(64) && AllocationSet::ALL.contains(64)
+        );
         // The copy of the second layer takes 0.4 of a forward.
         assert_eq!(moves(&p), (vec![2, 3], vec![1, 2]));
     }

@@ -76,7 +76,7 @@ fn run(rank: &Rank, offloader: &Offloader, plan: &OffloadPlan, reads: bool) -> R
                 let mut saved = forward(rank, l)?;
                 let moved = plan
                     .layer(l)
-                    .map(|_| offloader.offload(&mut saved, &|_| true, usize::MAX))
+                    .map(|_| offloader.offload(&mut saved, &|_| true, AllocationSet::ALL))
                     .transpose()?;
                 bytes += moved.as_ref().map_or(0, OffloadedLayer::bytes);
                 layers.push((saved, moved));
@@ -132,7 +132,11 @@ fn small_tensors_and_small_parts_stay() {
     let rank = rank();
     let mut saved = forward(&rank, 1).unwrap();
     let offload = |min_bytes, saved: &mut Layer| {
-        Offloader::new(&rank, min_bytes).unwrap().offload(saved, &|_| true, usize::MAX).unwrap().bytes()
+        Offloader::new(&rank, min_bytes)
+            .unwrap()
+            .offload(saved, &|_| true, AllocationSet::ALL)
+            .unwrap()
+            .bytes()
     };
     assert_eq!(offload(2 * N * 4, &mut saved), 2 * N * 4);
     assert_eq!(offload(2 * N * 4 + 1, &mut saved), 0);
@@ -140,7 +144,10 @@ fn small_tensors_and_small_parts_stay() {
     let large = rank.compute.zeros(&[4 * N], DType::F32, Category::Activations).unwrap();
     saved.own = SavedTensor::activation(&large.narrow(0, 0, N).unwrap());
     assert_eq!(offload(0, &mut saved), 2 * N * 4);
-    let none = Offloader::new(&rank, 0).unwrap().offload(&mut saved, &|m| m == Module::CoreAttn, 9).unwrap();
+    let none = Offloader::new(&rank, 0)
+        .unwrap()
+        .offload(&mut saved, &|m| m == Module::CoreAttn, AllocationSet::ALL)
+        .unwrap();
     assert_eq!(none.bytes(), 0);
 }
 
