@@ -14,6 +14,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// Smallest block: a page.
 const MIN_BYTES: usize = 4096;
+const LARGE: usize = 64 << 20;
+const LARGE_PAGE: usize = 2 << 20;
 
 /// A block of host memory.
 pub(crate) struct HostBlock {
@@ -70,10 +72,18 @@ impl HostPool {
     /// A free block of the stream, or a new one within the budget.
     pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Result<HostBlock> {
         let class = size_class(bytes);
-        let reused = self.lock().get_mut(&(stream, class)).and_then(Vec::pop);
-        let block = reused.map_or_else(|| self.allocate(device, class), Ok)?;
+        let block = self.reuse(stream, class).map_or_else(|| self.allocate(device, class), Ok)?;
         self.peak.fetch_max(self.now.fetch_add(bytes, Relaxed) + bytes, Relaxed);
         Ok(block)
+    }
+
+    /// The smallest free block of the stream of which at most a fifth would be unused.
+    fn reuse(&self, stream: u32, bytes: usize) -> Option<HostBlock> {
+        let mut free = self.lock();
+        let fits = |s: u32, size: usize| s == stream && (bytes..=bytes + bytes / 4).contains(&size);
+        let found = free.iter().filter(|((s, size), blocks)| fits(*s, *size) && !blocks.is_empty());
+        let best = found.map(|(key, _)| *key).min_by_key(|(_, size)| *size)?;
+        free.get_mut(&best)?.pop()
     }
 
     pub(crate) fn free(&self, stream: u32, block: HostBlock, bytes: usize) {
@@ -129,9 +139,12 @@ impl HostPool {
 }
 
 /// Rounds up to a multiple of a quarter of the power of two below, so that sizes which vary a little share blocks and under
-/// a quarter is unused.
+/// a quarter is unused; of large blocks, which are most of the memory, to a large page.
 fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(MIN_BYTES);
+    if bytes >= LARGE {
+        return bytes.next_multiple_of(LARGE_PAGE);
+    }
     let step = ((bytes + 1).next_power_of_two() / 8).max(MIN_BYTES);
     bytes.next_multiple_of(step)
 }

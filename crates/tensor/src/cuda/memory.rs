@@ -1,5 +1,6 @@
 //! Copies and zero fills on the device, and the pinned host buffers that copies are staged through.
 
+use super::pinned_pages::{self, PinnedBy};
 use super::{CudaContext, CudaEvent, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys;
@@ -74,16 +75,14 @@ pub(crate) struct PinnedMemory {
     context: Arc<CudaContext>,
     host: usize,
     bytes: usize,
+    by: PinnedBy,
 }
 
 impl PinnedMemory {
     pub(crate) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<PinnedMemory> {
         context.enter()?;
-        let mut host = std::ptr::null_mut();
-        // SAFETY: the out-pointer is a local; the context is current. The driver returns mapped pages of the system,
-        // whose bytes have values.
-        check("pinned memory", unsafe { sys::cuMemHostAlloc(&mut host, bytes.max(1), 0) })?;
-        Ok(PinnedMemory { context: context.clone(), host: host as usize, bytes })
+        let (host, by) = pinned_pages::allocate(bytes)?;
+        Ok(PinnedMemory { context: context.clone(), host, bytes, by })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -129,8 +128,7 @@ impl PinnedMemory {
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: allocated in `new`; the owner has waited for the copies into it.
-            let _ = unsafe { sys::cuMemFreeHost(self.host as _) };
+            pinned_pages::free(self.host, self.bytes, self.by);
         }
     }
 }

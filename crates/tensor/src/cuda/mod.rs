@@ -7,6 +7,7 @@
 mod graph;
 mod host_calls;
 mod memory;
+mod pinned_pages;
 mod segment;
 mod stream;
 
