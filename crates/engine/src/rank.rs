@@ -24,6 +24,9 @@ pub struct Rank {
     pub kernels: Arc<dyn Kernels>,
     /// All ranks of the job.
     pub world: World,
+    /// All ranks, for small values that hosts read while a step computes. NCCL runs the operations of a communicator one after
+    /// another, whatever their streams: on the world's, such a value would wait for the gradient norm of the step.
+    pub control: Communicator,
     /// Tensor-parallel group.
     pub tp: Communicator,
     /// Context-parallel group: its ranks split every sequence.
@@ -96,6 +99,7 @@ impl Rank {
             overlap: true,
             seed,
             world: World::solo(),
+            control: solo(),
             tp: solo(),
             cp: solo(),
             dp: solo(),

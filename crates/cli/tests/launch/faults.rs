@@ -226,8 +226,8 @@ impl Observer for Faulty<'_> {
         // What follows fails, too: the job is over.
         let _ = match *fault {
             "another shape" => {
-                let wrong = s.zeros(&[7], DType::I32, Category::Communication).unwrap();
-                rank.world.all().all_reduce(s, &wrong, ReduceOp::Max, "stop")
+                let wrong = s.zeros(&[7], DType::F64, Category::Communication).unwrap();
+                rank.control.all_reduce(s, &wrong, ReduceOp::Sum, "requests")
             }
             // Goes on with the next step instead.
             _ => {

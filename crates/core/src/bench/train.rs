@@ -129,8 +129,8 @@ impl TrainBench {
 
 /// Steps after which the trainer has decided at the latest whether to replay a CUDA graph.
 const GRAPH_DECIDED: u64 = 8;
-/// Steps after which the trainer has chosen what to offload.
-const OFFLOAD_CHOSEN: usize = 8;
+/// Steps after which the trainer has chosen at the latest what to offload.
+const OFFLOAD_CHOSEN: u64 = 32;
 
 /// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens, packed into documents of `document`
 /// tokens if that is given. `begun` is when the process started.
@@ -156,7 +156,7 @@ pub fn train(
     }
     if r.config.offload.activations == OffloadedActivations::Auto {
         // Until the choice is made less moves, or more.
-        while trainer.step() < OFFLOAD_CHOSEN as u64 {
+        while !trainer.offload_is_settled() && trainer.step() < OFFLOAD_CHOSEN {
             trainer.train_step(&data)?;
         }
         trainer.rank.device().restart_memory_peaks();
@@ -164,8 +164,8 @@ pub fn train(
     let launched = trainer.step() - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
-    // As in a run: a rank that is alone launches a step before it reads the loss of the previous one.
-    let alone = trainer.rank.world.size() == 1;
+    // As in a run: on a GPU a step is launched before the loss of the previous one is read.
+    let ahead = trainer.rank.device().gpu().is_some();
     let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     let mut events = vec![trainer.rank.compute.record()?];
     let mut last = None;
@@ -179,7 +179,7 @@ pub fn train(
             trainer.end_step(last)?;
             note_first_step();
         }
-        if let Some(step) = last.take_if(|_| !alone) {
+        if let Some(step) = last.take_if(|_| !ahead) {
             let report = trainer.end_step(step)?;
             note_first_step();
             (tokens, loss) = (report.tokens, report.loss);
@@ -219,7 +219,8 @@ pub fn train(
     })
 }
 
-/// Runs `steps` optimizer steps on random tokens with an observer, after `warmup` without it.
+/// Runs `steps` optimizer steps on random tokens, after `warmup` others. An observer is told when the first begins and when the
+/// last has ended: on a GPU they are launched ahead, as in a run.
 pub fn train_with_observer(
     rank: Rank,
     r: &Resolved,
@@ -233,10 +234,15 @@ pub fn train_with_observer(
         trainer.train_step(&data)?;
         trainer.share_gemm_choices()?;
     }
-    for left in (1..=steps as u64).rev() {
-        observer.before_step(&trainer.rank, left)?;
-        trainer.train_step(&data)?;
-        observer.after_step(&trainer.rank, left)?;
+    let ahead = trainer.rank.device().gpu().is_some();
+    let mut last = None;
+    observer.before_step(&trainer.rank, steps as u64)?;
+    for _ in 0..steps {
+        let step = trainer.begin_step(&data)?;
+        last.replace(step).map(|done| trainer.end_step(done)).transpose()?;
+        last.take_if(|_| !ahead).map(|done| trainer.end_step(done)).transpose()?;
     }
-    Ok(())
+    last.map(|done| trainer.end_step(done)).transpose()?;
+    trainer.rank.compute.synchronize()?;
+    observer.after_step(&trainer.rank, steps as u64)
 }

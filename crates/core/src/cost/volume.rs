@@ -115,7 +115,7 @@ pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Result<Vec<C
     step.moe_counters();
     // Token counts over dp; losses and the squared gradient norm over all ranks.
     let losses = 8 * (1 + shape.model.mtp_depth());
-    for (group, bytes) in [(Group::Dp, losses), (Group::World, losses), (Group::World, 8)] {
+    for (group, bytes) in [(Group::Dp, losses), (Group::Control, losses), (Group::World, 8)] {
         step.all_reduce(group, bytes);
     }
     Ok(step.out)

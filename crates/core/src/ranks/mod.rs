@@ -65,6 +65,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     };
     Ok(Rank {
         world: world.clone(),
+        control: mine(Group::Control)?,
         shard_groups,
         shard_replica_groups,
         pp: mine(Group::Pp)?,

@@ -94,6 +94,9 @@ pub struct Run {
     pub resumed: Option<Resume>,
     /// Notes for the user about the folder of a new run; those of a resumed run are in [`Resume::notes`].
     pub notes: Vec<String>,
+    /// Launch a step before the results of the one before are read, so that a GPU never waits for the host. On the CPU, which
+    /// computes as it launches, that would only delay what is reported.
+    pub launches_ahead: bool,
     /// Energy meter of the GPUs, with `train.energy`.
     pub(super) energy: Option<Energy>,
     dir: PathBuf,
@@ -171,6 +174,7 @@ impl Run {
         }
         notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
+        let launches_ahead = trainer.rank.device().gpu().is_some();
         let saved = resumed.as_ref().map(|r: &Resume| r.step);
         let mut run = Run {
             trainer,
@@ -180,6 +184,7 @@ impl Run {
             sent,
             resumed,
             notes,
+            launches_ahead,
             energy,
             dir,
             writer: None,

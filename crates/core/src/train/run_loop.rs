@@ -1,20 +1,18 @@
 //! The training loop: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
 
-use super::InFlightStep;
 use super::energy::Energy;
 use super::run::{Observer, Outcome, Run};
 use super::run_save::Failure;
 use super::trainer::HostBatch;
+use super::{InFlightStep, StepReport};
 use crate::cost::Traffic;
 use crate::data::Batches;
 use crate::events::{self, Event};
 use crate::{Error, Result};
-use ferrotron_comm::ReduceOp;
-use ferrotron_tensor::Category;
 use std::time::Instant;
 
 /// A rank's request after a step. All ranks follow the most urgent one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 enum Request {
     GoOn,
     /// Save and go on.
@@ -64,113 +62,81 @@ impl Run {
     ) -> Result<(), Failure> {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
-        // A single rank on a GPU launches the next step before it reads back this one's loss, so that the GPU never idles.
-        let rank = &self.trainer.rank;
-        let alone = rank.world.size() == 1;
-        let ahead = rank.device().gpu().is_some() && alone && !observer.wants_single_steps();
-        let mut queued: Option<InFlightStep> = None;
-        // Prefetched data of the next step, or the error of reading it.
-        let mut next: Option<Result<HostBatch>> = None;
-        // A request that is not done yet; until then no further step is launched.
-        let mut pending = Request::GoOn;
+        let ahead = self.launches_ahead && !observer.wants_single_steps();
+        // The step that was launched and not read back yet.
+        let mut in_flight: Option<InFlightStep> = None;
+        let mut saved = None;
         self.energy.iter_mut().for_each(Energy::resume);
         // Steps are timed by the device, from the end of one to the end of the next.
-        let mut since = rank.compute.record().map_err(Error::from)?;
-        while queued.is_some() || self.trainer.step() < total {
-            let left = total - self.trainer.step() + u64::from(queued.is_some());
-            observer.before_step(&self.trainer.rank, left)?;
-            let before = Traffic::of(&self.trainer.rank);
-            let this = match queued.take() {
-                Some(step) => step,
-                None => {
-                    let batch = next.take().unwrap_or_else(|| self.trainer.read_batch(data));
-                    let batch = batch.map_err(|error| Failure { error, saveable: alone })?;
-                    self.trainer.begin_step_on(batch)?
+        let mut since = self.trainer.rank.compute.record().map_err(Error::from)?;
+        let mut counted = Traffic::of(&self.trainer.rank);
+        while in_flight.is_some() || self.trainer.step() < total {
+            let launched = self.trainer.step();
+            let due = |every: u64| every > 0 && launched.is_multiple_of(every);
+            let between = due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
+            let may_launch = launched < total && (in_flight.is_none() || (ahead && !between));
+            let mut next = None;
+            let mut asked = Request::GoOn;
+            let mut unread = None;
+            if may_launch {
+                let batch = self.trainer.read_batch(data);
+                // What was asked for before the first step waits for its end.
+                let may_ask = out.steps > 0 || in_flight.is_some();
+                asked = self.agree(request(&batch, may_ask, observer), observer)?;
+                match batch {
+                    Ok(batch) if asked == Request::GoOn => {
+                        observer.before_step(&self.trainer.rank, total - launched)?;
+                        next = Some(self.trainer.begin_step_on(batch)?);
+                    }
+                    Ok(_) => {}
+                    Err(e) => unread = Some(e),
                 }
-            };
-            let step = self.trainer.step();
-            let _span = tracing::error_span!("step", step).entered();
-            let due = |every: u64| every > 0 && step.is_multiple_of(every);
-            let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
-            if ahead && !between && pending == Request::GoOn {
-                match self.trainer.read_batch(data) {
-                    Ok(batch) => queued = Some(self.trainer.begin_step_on(batch)?),
-                    Err(e) => next = Some(Err(e)), // once this step has ended
-                }
-            }
-            let done = this.done().clone();
-            let report = self.trainer.end_step(this)?;
-            // Collectives of a job that has failed end without a result.
-            self.trainer.rank.world.check().map_err(Error::from)?;
-            self.sent = Traffic::of(&self.trainer.rank).since(&before);
-            let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
-            since = done;
-            tracing::debug!(
-                loss = report.loss,
-                grad_norm = report.grad_norm,
-                lr = report.lr,
-                seconds,
-                "step done"
-            );
-            observer.after_step(&self.trainer.rank, left)?;
-            out.steps += 1;
-            out.tokens += report.tokens;
-            out.seconds += seconds;
-            out.first.get_or_insert_with(Instant::now);
-            out.loss = Some(report.loss);
-            self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
-            let last = report.step == total;
-            if last || report.step % c.train.log_every.max(1) == 0 {
-                let mut more = self.trainer.take_moe_metrics()?;
-                if let Some(energy) = &mut self.energy {
-                    more.extend(energy.report(&self.trainer.rank)?);
-                }
-                self.emit(Event::Step(self.step_event(&report, seconds, more)), observer)?;
-            }
-            if let Some(offload) = self.trainer.runner.offload_event.take() {
-                self.emit(Event::Offload(offload), observer)?;
-            }
-            if let Some(seen) = self.trainer.take_statistics() {
-                self.emit(Event::Precision(seen), observer)?;
             }
             let mut paused = false;
-            if let Some(data) = eval
-                && c.eval.every > 0
-                && (last || report.step % c.eval.every == 0)
-            {
-                let loss = self.evaluate(data, c.eval.batches, observer);
-                out.eval =
-                    Some(loss.map_err(|error| Failure { error, saveable: alone && queued.is_none() })?);
-                paused = true;
-            }
-            if !last {
-                if !alone {
-                    // Read before the ranks agree, so that all of them save if one has no data.
-                    next = Some(self.trainer.read_batch(data));
+            if let Some(this) = std::mem::replace(&mut in_flight, next) {
+                let done = this.done().clone();
+                let report = self.trainer.end_step(this)?;
+                // Collectives of a job that has failed end without a result.
+                self.trainer.rank.world.check().map_err(Error::from)?;
+                let now = Traffic::of(&self.trainer.rank);
+                (self.sent, counted) = (now.since(&counted), now);
+                let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
+                since = done;
+                self.step_done(&report, seconds, out, observer)?;
+                let last = report.step == total;
+                if let Some(data) = eval
+                    && c.eval.every > 0
+                    && (last || report.step % c.eval.every == 0)
+                {
+                    let loss = self.evaluate(data, c.eval.batches, observer);
+                    let saveable = self.trainer.rank.world.size() == 1;
+                    out.eval = Some(loss.map_err(|error| Failure { error, saveable })?);
+                    paused = true;
                 }
-                let (request, all_idle) = self.agree(request(&next, alone, observer), observer)?;
-                pending = pending.max(request);
-                self.poll_save(all_idle, observer)?;
-            } else {
-                self.share_gemms(self.trainer.gemms.is_some(), observer)?;
+                if last {
+                    self.share_gemms(self.trainer.gemms.is_some(), observer)?;
+                }
+                let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
+                if due || (last && c.checkpoint.at_end) {
+                    self.save(data, observer)?;
+                    (saved, paused) = (Some(report.step), true);
+                }
             }
-            // A step that is already launched is ended first.
-            let asked = if queued.is_none() { pending } else { Request::GoOn };
-            let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
-            if due || asked > Request::GoOn || (last && c.checkpoint.at_end) {
+            // Once something is asked for no step is in flight.
+            let step = self.trainer.step();
+            if asked > Request::GoOn && saved != Some(step) && out.steps > 0 {
                 self.save(data, observer)?;
-                paused = true;
+                (saved, paused) = (Some(step), true);
             }
             match asked {
-                Request::GoOn => {}
-                Request::Save => pending = Request::GoOn,
+                Request::GoOn | Request::Save => {}
                 Request::Stop => {
                     out.finished = false;
                     break;
                 }
                 Request::Fail => {
                     self.wait_for_save(observer)?;
-                    if let Some(Err(e)) = next {
+                    if let Some(e) = unread {
                         return Err(e.into());
                     }
                     // The rank that failed says why.
@@ -181,28 +147,69 @@ impl Run {
             }
             if paused {
                 since = self.trainer.rank.compute.record().map_err(Error::from)?;
+                counted = Traffic::of(&self.trainer.rank);
             }
         }
         Ok(())
     }
 
-    /// The most urgent request of any rank, and whether no rank is writing a checkpoint. All then act on it after the same
-    /// step. Between steps, too, they share the GEMM algorithms that any of them has chosen.
-    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<(Request, bool)> {
-        let (rank, busy) = (&self.trainer.rank, self.saver.is_busy());
-        let has_gemms = self.trainer.has_new_gemm_choices();
-        if rank.world.size() == 1 {
-            self.share_gemms(has_gemms, observer)?;
-            return Ok((mine, !busy));
+    /// Counts and reports a step that has ended.
+    fn step_done(
+        &mut self,
+        report: &StepReport,
+        seconds: f64,
+        out: &mut Outcome,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let (step, total) = (report.step, self.resolved.plan.steps);
+        let _span = tracing::error_span!("step", step).entered();
+        tracing::debug!(
+            loss = report.loss,
+            grad_norm = report.grad_norm,
+            lr = report.lr,
+            seconds,
+            "step done"
+        );
+        observer.after_step(&self.trainer.rank, total + 1 - step.min(total))?;
+        out.steps += 1;
+        out.tokens += report.tokens;
+        out.seconds += seconds;
+        out.first.get_or_insert_with(Instant::now);
+        out.loss = Some(report.loss);
+        self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
+        if step == total || step.is_multiple_of(self.resolved.config.train.log_every.max(1)) {
+            let mut more = self.trainer.take_moe_metrics()?;
+            if let Some(energy) = &mut self.energy {
+                more.extend(energy.report(&self.trainer.rank)?);
+            }
+            self.emit(Event::Step(self.step_event(report, seconds, more)), observer)?;
         }
-        let mine = [mine as i32, i32::from(has_gemms), i32::from(busy)];
-        let asked = rank.compute.upload(&mine, &[mine.len()], Category::Communication)?;
-        let all = rank.world.all();
-        all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
-        let most = rank.compute.download::<i32>(&asked)?;
-        self.share_gemms(most[1] > 0, observer)?;
-        let known = [Request::Save, Request::Stop, Request::Fail];
-        Ok((known.into_iter().find(|r| *r as i32 == most[0]).unwrap_or(Request::GoOn), most[2] == 0))
+        if let Some(offload) = self.trainer.runner.offload_event.take() {
+            self.emit(Event::Offload(offload), observer)?;
+        }
+        if let Some(seen) = self.trainer.take_statistics() {
+            self.emit(Event::Precision(seen), observer)?;
+        }
+        Ok(())
+    }
+
+    /// The most urgent request of any rank before a step is launched, on which all then act. At the same time ranks learn
+    /// whether none of them is writing a checkpoint any more, and share the GEMM algorithms that any of them has chosen.
+    ///
+    /// Hosts wait for each other here, while the GPUs compute the step before.
+    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<Request> {
+        const REQUESTS: [Request; 3] = [Request::Fail, Request::Stop, Request::Save];
+        let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
+        let busy = self.saver.is_busy();
+        let mut mine: Vec<f64> = REQUESTS.iter().map(|r| f64::from(*r == mine)).collect();
+        mine.extend([f64::from(self.trainer.has_new_gemm_choices()), f64::from(busy)]);
+        // Numbers of ranks.
+        let all = runner.all_reduce(&rank.control, mine, "requests")?;
+        let (asking, others) = all.split_at(REQUESTS.len());
+        let most = REQUESTS.into_iter().zip(asking).find(|(_, ranks)| **ranks > 0.0);
+        self.share_gemms(others[0] > 0.0, observer)?;
+        self.poll_save(others[1] == 0.0, observer)?;
+        Ok(most.map_or(Request::GoOn, |(request, _)| request))
     }
 
     /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.
@@ -247,13 +254,13 @@ impl Run {
     }
 }
 
-/// This rank's request, before it launches the next step.
-fn request(next: &Option<Result<HostBatch>>, alone: bool, observer: &dyn Observer) -> Request {
-    let (stop, save) = (observer.stop(), observer.save());
-    match next {
-        Some(Err(_)) if !alone => Request::Fail,
-        _ if stop => Request::Stop,
-        _ if save => Request::Save,
-        _ => Request::GoOn,
+/// This rank's request before the step of `batch` is launched.
+fn request(batch: &Result<HostBatch>, may_ask: bool, observer: &dyn Observer) -> Request {
+    let (stop, save) = if may_ask { (observer.stop(), observer.save()) } else { (false, false) };
+    match batch {
+        Err(_) => Request::Fail,
+        Ok(_) if stop => Request::Stop,
+        Ok(_) if save => Request::Save,
+        Ok(_) => Request::GoOn,
     }
 }

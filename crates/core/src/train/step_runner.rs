@@ -227,6 +227,11 @@ impl StepRunner {
         Ok(total)
     }
 
+    /// Whether what is offloaded will not change any more.
+    pub(super) fn offload_is_settled(&self) -> bool {
+        self.offload.as_ref().is_none_or(ActivationOffload::is_settled)
+    }
+
     /// Counts a launched step of so many samples and tokens.
     pub(super) fn advance(&mut self, samples: u64, tokens: u64) {
         self.progress.step += 1;
@@ -261,14 +266,12 @@ impl StepRunner {
     /// The mean over all ranks.
     pub(super) fn mean_of_ranks<const N: usize>(&self, rank: &Rank, mine: [f64; N]) -> Result<[f64; N]> {
         let ranks = rank.world.size() as f64;
-        let sums = self.all_reduce(&rank.world.all(), mine.to_vec(), "mean of all ranks")?;
+        let sums = self.all_reduce(&rank.control, mine.to_vec(), "mean of all ranks")?;
         Ok(std::array::from_fn(|i| sums[i] / ranks))
     }
 
-    /// Sums numbers that the last pipeline stage has over all data- and context-parallel ranks; every rank gets them.
-    ///
-    /// Not on the groups of those ranks: NCCL runs the operations of a communicator one after another, whatever their streams,
-    /// so the host would wait for the weights that are being gathered for the next step.
+    /// Sums numbers that the last pipeline stage has over all data- and context-parallel ranks; every rank gets them, before what
+    /// was launched later is done.
     pub(super) fn all_reduce_from_last_stage(
         &self,
         rank: &Rank,
@@ -277,7 +280,7 @@ impl StepRunner {
     ) -> Result<Vec<f64>> {
         // Every stage but the last contributes zeros, and tensor-parallel ranks have the same numbers.
         let mine = if rank.tp.rank() == 0 { mine } else { vec![0.0; mine.len()] };
-        self.all_reduce(&rank.world.all(), mine, label)
+        self.all_reduce(&rank.control, mine, label)
     }
 }
 

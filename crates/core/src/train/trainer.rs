@@ -102,6 +102,11 @@ impl Trainer {
         self.runner.offload_report
     }
 
+    /// Whether what is offloaded will not change any more.
+    pub fn offload_is_settled(&self) -> bool {
+        self.runner.offload_is_settled()
+    }
+
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
         self.runner.progress.step

@@ -8,6 +8,7 @@ mod f16;
 mod failures;
 mod forward_backward;
 mod fp8_scales;
+mod launched_ahead;
 mod loss;
 mod mlp_chunk;
 mod optimizer_state;

@@ -47,11 +47,13 @@ pub enum Group {
     ExpertFsdpReplicas,
     /// All ranks.
     World,
+    /// All ranks, for values that hosts read.
+    Control,
 }
 
 impl Group {
     /// Every group, in the order in which traffic is listed.
-    pub const ALL: [Group; 17] = [
+    pub const ALL: [Group; 18] = [
         Group::Tp,
         Group::Cp,
         Group::Pp,
@@ -69,6 +71,7 @@ impl Group {
         Group::FsdpReplicas,
         Group::ExpertFsdpReplicas,
         Group::World,
+        Group::Control,
     ];
 
     /// The name of its communicator, also in logs.
@@ -91,6 +94,7 @@ impl Group {
             Group::FsdpReplicas => "fsdp_replicas",
             Group::ExpertFsdpReplicas => "expert_fsdp_replicas",
             Group::World => "world",
+            Group::Control => "control",
         }
     }
 
@@ -112,7 +116,7 @@ impl Group {
             Group::ExpertFsdp => "intra-edp",
             Group::FsdpReplicas => "inter-dp-cp",
             Group::ExpertFsdpReplicas => "inter-edp",
-            Group::World => "tp-cp-dp-pp",
+            Group::World | Group::Control => "tp-cp-dp-pp",
         }
     }
 
@@ -147,6 +151,7 @@ impl Group {
             Group::ExpertFsdp => &rank.shard_groups[1],
             Group::FsdpReplicas => &rank.shard_replica_groups[0],
             Group::ExpertFsdpReplicas => &rank.shard_replica_groups[1],
+            Group::Control => &rank.control,
             Group::World => return None,
         })
     }
@@ -261,7 +266,7 @@ impl ParallelRanks {
             Group::ExpertFsdp => self.shards[1].size,
             Group::FsdpReplicas => self.shard_replicas[0].size,
             Group::ExpertFsdpReplicas => self.shard_replicas[1].size,
-            Group::World => self.tp.size * self.dp_cp.size * self.pp.size,
+            Group::World | Group::Control => self.tp.size * self.dp_cp.size * self.pp.size,
         }
     }
 
