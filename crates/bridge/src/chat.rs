@@ -3,20 +3,25 @@
 //! A template is a program that came with a model, so it is bounded in source length, nesting, instructions, memory and
 //! stack, whatever it does.
 
+mod assistant_spans;
 mod budget;
 mod filters;
+mod generation;
 mod instrument;
 mod slice;
+
+pub use assistant_spans::{ChatInput, RenderedChat};
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
 use crate::tokenizer::token_text;
 use budget::Budget;
-use minijinja::machinery::{CodeGenerator, Token, eval, make_string_output, parse, tokenize};
+use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
 use minijinja::{AutoEscape, Environment, ErrorKind};
 use serde_json::{Map, Value as Json, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -42,7 +47,10 @@ pub struct Message {
 /// A model's chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
+    /// Without `{% generation %}` tags.
     source: String,
+    /// With marks around what `{% generation %}` blocks print, if there are any.
+    marked: Option<String>,
     bos: String,
     eos: String,
 }
@@ -70,14 +78,42 @@ impl ChatTemplate {
         source.map(|s| ChatTemplate::new(&s, token("bos_token"), token("eos_token"))).transpose()
     }
 
+    /// A template from a Jinja file; the texts of its beginning and end tokens come from the tokenizer's `folder`.
+    pub fn from_file(path: &Path, folder: Option<&Path>) -> Result<ChatTemplate> {
+        let config = folder.map(|dir| dir.join("tokenizer_config.json")).filter(|path| path.exists());
+        let config = match &config {
+            Some(path) => parse_object(&read_text(path)?, &path.display().to_string())?,
+            None => Map::new(),
+        };
+        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default();
+        ChatTemplate::new(&read_text(path)?, token("bos_token"), token("eos_token"))
+    }
+
     /// Checks a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
         if source.len() > MAX_SOURCE {
             return Err(Error::Chat(format!("it has {} bytes, more than {MAX_SOURCE}", source.len())));
         }
-        let source = without_generation_marks(source);
-        with_stack(|| run(&source, None))?;
-        Ok(ChatTemplate { source, bos: bos.into(), eos: eos.into() })
+        let marked = generation::marked(source);
+        let source = generation::removed(source);
+        with_stack(|| compile(&source).map(drop))?;
+        if let Some(marked) = &marked {
+            with_stack(|| compile(marked).map(drop))?;
+        }
+        Ok(ChatTemplate { source, marked, bos: bos.into(), eos: eos.into() })
+    }
+
+    /// True if `{% generation %}` blocks say what the assistant's tokens are.
+    pub fn has_generation_blocks(&self) -> bool {
+        self.marked.is_some()
+    }
+
+    /// CRC-32C of the template and its tokens.
+    pub(crate) fn digest(&self) -> u32 {
+        let text = self.marked.as_ref().unwrap_or(&self.source);
+        [text, &self.bos, &self.eos].iter().fold(0, |crc, s| {
+            crc32c::crc32c_append(crc32c::crc32c_append(crc, &s.len().to_le_bytes()), s.as_bytes())
+        })
     }
 
     /// Renders a conversation; with `add_generation_prompt` the text ends where the model's answer begins.
@@ -100,12 +136,12 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
         context.insert("bos_token".into(), json!(self.bos));
         context.insert("eos_token".into(), json!(self.eos));
-        with_stack(|| run(&self.source, Some(Value::from(Serde(&context)))))
+        with_stack(|| compile(&self.source)?.render(Value::from(Serde(&context))))
     }
 }
 
 /// Calls `work` on a thread whose stack is deep enough for any template within the limits.
-fn with_stack(work: impl FnOnce() -> Result<String, String> + Send) -> Result<String> {
+fn with_stack<T: Send>(work: impl FnOnce() -> Result<T, String> + Send) -> Result<T> {
     let done = std::thread::scope(|scope| {
         let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
         match thread.spawn_scoped(scope, work) {
@@ -116,8 +152,14 @@ fn with_stack(work: impl FnOnce() -> Result<String, String> + Send) -> Result<St
     done.map_err(Error::Chat)
 }
 
-/// Parses and compiles a template, and renders it if there are variables.
-fn run(source: &str, variables: Option<Value>) -> Result<String, String> {
+/// A compiled template; it is used where [`with_stack`] has it compiled.
+struct Compiled<'s> {
+    instructions: Instructions<'s>,
+    blocks: BTreeMap<&'s str, Instructions<'s>>,
+}
+
+/// Parses and compiles a template.
+fn compile(source: &str) -> Result<Compiled<'_>, String> {
     let explained = |e: minijinja::Error| explain(&e);
     // The settings of transformers' Jinja environment.
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(explained)?;
@@ -127,16 +169,22 @@ fn run(source: &str, variables: Option<Value>) -> Result<String, String> {
     let mut generator = CodeGenerator::new("chat", source);
     generator.compile_stmt(&template);
     let (instructions, blocks) = generator.finish();
-    let Some(variables) = variables else { return Ok(String::new()) };
-    let mut environment = Environment::new();
-    environment.set_fuel(Some(FUEL));
-    filters::add(&mut environment, &Arc::new(Budget::new()));
-    let mut text = String::new();
-    let mut out = make_string_output(&mut text);
-    let done = eval(&environment, &instructions, variables, &blocks, &mut out, AutoEscape::None);
-    done.map(drop).map_err(explained)?;
-    drop(out);
-    Ok(text)
+    Ok(Compiled { instructions, blocks })
+}
+
+impl Compiled<'_> {
+    fn render(&self, variables: Value) -> Result<String, String> {
+        let mut environment = Environment::new();
+        environment.set_fuel(Some(FUEL));
+        filters::add(&mut environment, &Arc::new(Budget::new()));
+        let mut text = String::new();
+        let mut out = make_string_output(&mut text);
+        let Compiled { instructions, blocks } = self;
+        let done = eval(&environment, instructions, variables, blocks, &mut out, AutoEscape::None);
+        done.map(drop).map_err(|e| explain(&e))?;
+        drop(out);
+        Ok(text)
+    }
 }
 
 /// Fails if the template could nest deeper than the stack allows; reading tokens needs no stack.
@@ -183,29 +231,4 @@ fn explain(e: &minijinja::Error) -> String {
         Some(line) => format!("{what} (line {line} of the template)"),
         None => what,
     }
-}
-
-/// Replaces `{% generation %}`, which marks the assistant's text for training and prints nothing, by an `{% if true
-/// %}` block, so that its whitespace control keeps working.
-fn without_generation_marks(source: &str) -> String {
-    let mut out = String::with_capacity(source.len());
-    let mut rest = source;
-    while let Some(start) = rest.find("{%") {
-        let (before, tag) = rest.split_at(start);
-        out.push_str(before);
-        let Some(end) = tag.find("%}") else {
-            rest = tag;
-            break;
-        };
-        let (tag, after) = tag.split_at(end + 2);
-        let inside = tag.trim_start_matches("{%").trim_end_matches("%}");
-        match inside.trim_matches(['-', '+']).trim() {
-            "generation" => out.push_str(&tag.replacen("generation", "if true", 1)),
-            "endgeneration" => out.push_str(&tag.replacen("endgeneration", "endif", 1)),
-            _ => out.push_str(tag),
-        }
-        rest = after;
-    }
-    out.push_str(rest);
-    out
 }

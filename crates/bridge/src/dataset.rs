@@ -1,17 +1,24 @@
-//! Tokenizes text files into a `.bin/.idx` pair.
+//! Tokenizes text and chat files into a `.bin/.idx` pair.
 
+use crate::chat_encoder::ChatEncoder;
+use crate::conversation::is_conversation;
 use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
 use crate::tokenizer::Tokenizer;
-use crate::weights::to_core;
+use ferrotron_core::config::DataFormat;
+use ferrotron_core::data::input::{InputReader, expand, is_json_lines};
 use ferrotron_core::data::{self, BuildSummary, IndexedDataset, Input, TextFormat, TokenType};
 use ferrotron_core::fs::{TargetLock, is_regular_file, parent};
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// Longest first line that is looked at; a longer one is text.
+const LONGEST_FIRST_LINE: u64 = 64 << 20;
+
 /// Options of [`build`].
 pub struct DatasetOptions<'a> {
-    /// Input files: each line of a `.jsonl` is a document, every other file is one.
+    /// Files, folders and globs, also compressed: each line of a `.jsonl` is a document, every other file is one.
     pub inputs: &'a [PathBuf],
     /// Output: `<prefix>.bin`, `<prefix>.idx` and `<prefix>.dataset.json`; missing folders are created.
     pub prefix: &'a Path,
@@ -19,6 +26,10 @@ pub struct DatasetOptions<'a> {
     pub tokenizer: Option<&'a Path>,
     /// The JSONL field that holds the text.
     pub field: &'a str,
+    /// What the lines of a `.jsonl` are.
+    pub format: DataFormat,
+    /// A chat template's file, or "none"; without it that of the tokenizer's folder.
+    pub chat_template: Option<&'a str>,
     /// The token that ends a document.
     pub eod: Eod,
     /// Replace existing files.
@@ -45,6 +56,8 @@ pub struct DatasetSummary {
     pub vocab: u32,
     /// The id that ends documents.
     pub eod: Option<u32>,
+    /// Documents are conversations.
+    pub chat: bool,
     /// Integer type of a stored token.
     pub token_type: TokenType,
 }
@@ -66,7 +79,10 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
         return Err(Error::Output { path, what });
     }
     let tokenizer = options.tokenizer.map(tokenizer_at).transpose()?.unwrap_or_else(Tokenizer::bytes);
+    let inputs = inputs(options.inputs, options.format, options.field)?;
+    let chat = inputs.iter().any(|i| i.format == TextFormat::Chat);
     let eod = match options.eod {
+        _ if chat => None, // the template ends a conversation
         Eod::None => None,
         Eod::Id(id) => Some(id),
         Eod::Derived => match (tokenizer.eos().first(), options.tokenizer) {
@@ -84,12 +100,12 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
     }
     let lock = TargetLock::acquire(options.prefix, Duration::ZERO)?;
     remove_leftovers(options.prefix)?;
-    let inputs: Vec<Input> = options.inputs.iter().map(|p| input(p, options.field)).collect();
-    let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
-    let summary = data::build(&inputs, &tokenize, eod, &tokenizer.info(), options.prefix, progress)?;
+    let folder = options.tokenizer.and_then(folder_of);
+    let encoder = ChatEncoder::new(&tokenizer, folder.as_deref(), options.chat_template)?;
+    let summary = data::build(&inputs, &encoder, eod, &tokenizer.info(), options.prefix, progress)?;
     drop(lock);
     let token_type = IndexedDataset::open(options.prefix)?.token_type();
-    Ok(DatasetSummary { summary, vocab, eod, token_type })
+    Ok(DatasetSummary { summary, vocab, eod, chat, token_type })
 }
 
 /// Removes the temporary files `PREFIX.….PID.N.tmp` of killed processes; the prefix is locked.
@@ -110,11 +126,44 @@ fn remove_leftovers(prefix: &Path) -> Result<()> {
     Ok(())
 }
 
-fn input(path: &Path, field: &str) -> Input {
-    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
-    let format = match ending.as_str() {
-        "jsonl" | "ndjson" => TextFormat::JsonLines { key: field.into() },
-        _ => TextFormat::Whole,
-    };
-    Input { path: path.into(), format }
+/// The folder of a tokenizer, in which its chat template is.
+pub(crate) fn folder_of(tokenizer: &Path) -> Option<PathBuf> {
+    match tokenizer.is_dir() {
+        true => Some(tokenizer.to_path_buf()),
+        false => Some(parent(tokenizer).to_path_buf()),
+    }
+}
+
+/// The files behind paths, folders and globs, and what they hold.
+pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Result<Vec<Input>> {
+    let mut out = Vec::new();
+    for path in paths {
+        for path in expand(path)? {
+            let format = match (is_json_lines(&path), format) {
+                (false, _) => TextFormat::Whole,
+                (true, DataFormat::Chat) => TextFormat::Chat,
+                (true, DataFormat::Auto) if begins_with_conversation(&path)? => TextFormat::Chat,
+                (true, _) => TextFormat::JsonLines { key: field.into() },
+            };
+            out.push(Input { path, format });
+        }
+    }
+    Ok(out)
+}
+
+/// Is the first line of a file that is not blank a conversation?
+fn begins_with_conversation(path: &Path) -> Result<bool> {
+    let mut reader = InputReader::open(path)?;
+    loop {
+        let mut line = Vec::new();
+        let read = (&mut reader).take(LONGEST_FIRST_LINE).read_until(b'\n', &mut line);
+        if read.map_err(|e| Error::io(path, "read", e))? == 0 {
+            return Ok(false);
+        }
+        let line = String::from_utf8_lossy(&line);
+        let line = line.trim_start_matches('\u{feff}').trim();
+        if !line.is_empty() {
+            return Ok(is_conversation(line));
+        }
+    }
 }

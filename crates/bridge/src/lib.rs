@@ -2,8 +2,10 @@
 
 mod cast;
 pub mod chat;
+pub mod chat_encoder;
 mod companions;
 pub mod config;
+mod conversation;
 pub mod conversion;
 pub mod dataset;
 mod error;
@@ -24,6 +26,7 @@ pub mod recipe;
 mod replaceable;
 mod shards;
 mod staged_folder;
+mod tokenized;
 pub mod tokenizer;
 mod view;
 pub mod weights;

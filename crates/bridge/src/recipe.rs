@@ -2,6 +2,7 @@
 
 use crate::error::Result;
 use crate::model_source::{COMPANIONS, tokenizer_at};
+use crate::tokenized;
 use crate::weights::Weights;
 use ferrotron_core::config::{Config, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
@@ -9,24 +10,39 @@ use ferrotron_core::model::config::ModelConfig;
 use std::path::{Path, PathBuf};
 
 /// Resolves a recipe, with the architecture of `model.hf` and the end-of-document token of its tokenizer. Returns the
-/// weights of `model.hf` if it is set.
+/// weights of `model.hf` if it is set. Text and chat files among the data are tokenized.
 pub fn resolve(recipe: &mut Recipe) -> Result<(Resolved, Option<Weights>)> {
+    resolve_with(recipe, &|_, _, _| {})
+}
+
+/// [`resolve`], telling `progress` which path is being tokenized, the bytes of it that have been read, and all of them.
+pub fn resolve_with(
+    recipe: &mut Recipe,
+    progress: &dyn Fn(&str, u64, u64),
+) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
     let weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
     let model = weights.as_ref().map(Weights::model);
-    fill_epochs(recipe, model)?;
-    let resolved = recipe.resolve(model)?;
+    fill_epochs(recipe, model, progress)?;
+    let mut resolved = recipe.resolve(model)?;
+    tokenized::tokenize(&mut resolved, progress)?;
     Ok((resolved, weights))
 }
 
 /// Turns `train.epochs` into `train.tokens`, which needs the data.
-fn fill_epochs(recipe: &mut Recipe, model: Option<&ModelConfig>) -> Result<()> {
+fn fill_epochs(
+    recipe: &mut Recipe,
+    model: Option<&ModelConfig>,
+    progress: &dyn Fn(&str, u64, u64),
+) -> Result<()> {
     let Some(epochs) = recipe.config.train.epochs else { return Ok(()) };
     recipe.check_values()?;
     // Sequence length and split are known once the recipe is resolved with any length of the run.
     let mut trial = recipe.clone();
     trial.put_key("train.steps", 1i64 << 30)?;
-    let tokens = source::epoch_tokens(&trial.resolve(model)?)? as f64 * epochs;
+    let mut trial = trial.resolve(model)?;
+    tokenized::tokenize(&mut trial, progress)?;
+    let tokens = source::epoch_tokens(&trial)? as f64 * epochs;
     Ok(recipe.put_key("train.tokens", (tokens.round() as i64).max(1))?)
 }
 

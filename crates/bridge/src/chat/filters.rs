@@ -183,27 +183,27 @@ fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwarg
         Some(i) => Some(i),
         None => options.get("indent")?,
     };
-    // Accepted without effect: non-ASCII text is never escaped, and keys are already sorted.
+    // Accepted without effect: non-ASCII text is never escaped.
     let _: Option<Value> = options.get("ensure_ascii")?;
-    let _: Option<Value> = options.get("sort_keys")?;
+    let sorted = options.get::<Option<Value>>("sort_keys")?.is_some_and(|v| v.is_true());
     options.assert_all_used()?;
     let indent = match indent {
         Some(i) if !i.is_none() => Some(usize::try_from(i)?.min(64)),
         _ => None,
     };
-    let wrong = |e: serde_json::Error| refused(format!("cannot be written as JSON: {e}"));
-    let json = serde_json::to_value(value).map_err(wrong)?;
+    size(value)?; // bounds its depth
     let mut text = String::new();
-    print(&json, indent, 0, &mut text)?;
+    print(value, (indent, sorted), 0, &mut text)?;
     budget.charge(text.len() as u64)?;
     Ok(Value::from_safe_string(text))
 }
 
-fn print(v: &Json, indent: Option<usize>, depth: usize, out: &mut String) -> Result<()> {
+fn print(v: &Value, how: (Option<usize>, bool), depth: usize, out: &mut String) -> Result<()> {
     // Indentation may be much longer than the text.
     if out.len() as u64 > MAX_VALUE {
         return Err(refused(format!("it makes a value of more than {MAX_VALUE} bytes")));
     }
+    let (indent, sorted) = how;
     let line = |depth: usize, out: &mut String| {
         if let Some(n) = indent {
             out.push('\n');
@@ -211,30 +211,42 @@ fn print(v: &Json, indent: Option<usize>, depth: usize, out: &mut String) -> Res
         }
     };
     let separator = if indent.is_some() { "," } else { ", " };
-    match v {
-        Json::Array(list) if !list.is_empty() => {
+    let wrong = |e: serde_json::Error| refused(format!("cannot be written as JSON: {e}"));
+    match v.kind() {
+        ValueKind::Seq | ValueKind::Iterable => {
+            let items: Vec<Value> = v.try_iter()?.collect();
             out.push('[');
-            for (i, item) in list.iter().enumerate() {
+            for (i, item) in items.iter().enumerate() {
                 out.push_str(if i > 0 { separator } else { "" });
                 line(depth + 1, out);
-                print(item, indent, depth + 1, out)?;
+                print(item, how, depth + 1, out)?;
             }
-            line(depth, out);
+            if !items.is_empty() {
+                line(depth, out);
+            }
             out.push(']');
         }
-        Json::Object(map) if !map.is_empty() => {
+        ValueKind::Map => {
+            let mut keys: Vec<Value> = v.try_iter()?.collect();
+            if sorted {
+                keys.sort();
+            }
             out.push('{');
-            for (i, (key, item)) in map.iter().enumerate() {
+            for (i, key) in keys.iter().enumerate() {
                 out.push_str(if i > 0 { separator } else { "" });
                 line(depth + 1, out);
-                out.push_str(&Json::String(key.clone()).to_string());
+                let name = key.as_str().map_or_else(|| key.to_string(), str::to_string);
+                out.push_str(&Json::String(name).to_string());
                 out.push_str(": ");
-                print(item, indent, depth + 1, out)?;
+                print(&v.get_item(key)?, how, depth + 1, out)?;
             }
-            line(depth, out);
+            if !keys.is_empty() {
+                line(depth, out);
+            }
             out.push('}');
         }
-        other => out.push_str(&other.to_string()),
+        ValueKind::Undefined => return Err(refused("an undefined value cannot be written as JSON".into())),
+        _ => out.push_str(&serde_json::to_string(v).map_err(wrong)?),
     }
     Ok(())
 }

@@ -37,6 +37,14 @@ fn printable(byte: u8) -> char {
     char::from_u32(256 + hidden_before).unwrap_or('\u{fffd}')
 }
 
+/// The byte that a character of such a vocabulary stands for.
+pub(super) fn byte_of(c: char) -> Option<u8> {
+    match u8::try_from(u32::from(c)) {
+        Ok(byte) if printable(byte) == c => Some(byte),
+        _ => (0..=255u8).find(|b| printable(*b) == c),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::Tokenizer;
@@ -47,6 +55,7 @@ mod tests {
         let want = [(b'A', 'A'), (b' ', 'Ġ'), (b'\n', 'Ċ'), (0, 'Ā'), (0xad, '\u{143}'), (0xff, 'ÿ')];
         for (byte, c) in want {
             assert_eq!(printable(byte), c);
+            assert_eq!(byte_of(c), Some(byte));
         }
     }
 

@@ -1,5 +1,6 @@
 //! Text ↔ token ids, by a Hugging Face `tokenizer.json` or byte-level.
 
+mod alignment;
 mod byte_level;
 mod charsmap;
 mod consistency;
@@ -12,8 +13,10 @@ pub(crate) use file::token_text;
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
+use alignment::{Surfaces, overlaps};
 use ferrotron_core::data::TokenizerInfo;
 use limits::Growth;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
@@ -34,7 +37,7 @@ pub struct Tokenizer {
 enum TokenizerKind {
     /// Ids are bytes.
     Bytes,
-    File(Box<PipelineTokenizer>, Growth),
+    File(Box<PipelineTokenizer>, Growth, Surfaces),
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -82,17 +85,18 @@ impl Tokenizer {
         let checked = file::check(text).map_err(wrong)?;
         let built = guard(|| {
             let mut value = checked.value;
+            let surfaces = Surfaces::new(&value, checked.vocab_size);
             consistency::check_merges(&value["model"])?;
             tokenizers::canonicalize_value(&mut value).map_err(|e| e.to_string())?;
             let growth = limits::check(&value)?;
             consistency::check(&value)?;
             let built = tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())?;
             check_added_ids(&built, &checked.specials)?;
-            Ok((built, growth))
+            Ok((built, growth, surfaces))
         });
-        let (built, growth) = built.map_err(wrong)?;
+        let (built, growth, surfaces) = built.map_err(wrong)?;
         Ok(Tokenizer {
-            kind: TokenizerKind::File(Box::new(built), growth),
+            kind: TokenizerKind::File(Box::new(built), growth, surfaces),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
             digest: Some(checked.digest),
@@ -141,8 +145,40 @@ impl Tokenizer {
         self.encode_as(text, true)
     }
 
+    /// Encodes a text as [`Tokenizer::encode`] does, and says for each token whether it lies, at least partly, in one of
+    /// the ascending `spans` of bytes.
+    pub fn encode_spans(&self, text: &str, spans: &[Range<usize>]) -> Result<(Vec<u32>, Vec<bool>)> {
+        let ids = self.encode(text)?;
+        let TokenizerKind::File(_, _, surfaces) = &self.kind else {
+            let inside = (0..ids.len()).map(|i| overlaps(&(i..i + 1), spans)).collect();
+            return Ok((ids, inside));
+        };
+        if let Some(tokens) = surfaces.align(text, &ids) {
+            let inside = tokens.iter().map(|token| overlaps(token, spans)).collect();
+            return Ok((ids, inside));
+        }
+        // A normalizer has changed the text. Where tokens end with the spans, as special tokens make them, the parts give the
+        // same tokens as the whole.
+        let (mut parts, mut inside, mut at) = (Vec::new(), Vec::new(), 0);
+        for (range, is_span) in
+            spans.iter().flat_map(|s| [(s.start, false), (s.end, true)]).chain([(text.len(), false)])
+        {
+            parts.extend(self.encode(text.get(at..range).unwrap_or_default())?);
+            inside.resize(parts.len(), is_span);
+            at = range;
+        }
+        match parts == ids {
+            true => Ok((ids, inside)),
+            false => Err(self.wrong(
+                "it changes the text and makes tokens that reach across the border of an assistant's turn, so that they cannot \
+                 be told apart"
+                    .into(),
+            )),
+        }
+    }
+
     fn encode_as(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let TokenizerKind::File(inner, growth) = &self.kind else {
+        let TokenizerKind::File(inner, growth, _) = &self.kind else {
             return Ok(text.bytes().map(u32::from).collect());
         };
         growth.check(text).map_err(|what| self.wrong(what))?;
@@ -181,7 +217,7 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            TokenizerKind::File(inner, _) => {
+            TokenizerKind::File(inner, ..) => {
                 guard(|| match inner.decode_tokens(ids, skip_special_tokens).is_empty() {
                     // A decoder of the library subtracts one from the number of tokens.
                     true => Ok(String::new()),

@@ -6,6 +6,7 @@ mod bench_kernels;
 mod bench_ranks;
 pub mod convert;
 pub mod data;
+mod data_args;
 pub mod doctor;
 mod dry_run;
 pub mod explain;

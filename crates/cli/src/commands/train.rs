@@ -5,7 +5,7 @@ use crate::format;
 use crate::log;
 use crate::machine::Memory;
 use crate::output::{self, UsageError};
-use crate::progress::Progress;
+use crate::progress::{JobProgress, Progress};
 use crate::ranks;
 use crate::signal::Signals;
 use crate::trace;
@@ -54,6 +54,8 @@ Examples:
   ferrotron train tiny --steps 20 --out runs/trial
   ferrotron train gpt2-124m --data corpus/fineweb_text_document
   ferrotron train finetune-hf --set model.hf=models/Llama-3.2-1B --data my_text_document
+  ferrotron train sft --set model.hf=models/Qwen3-0.6B --data chats.jsonl.gz
+  ferrotron train sft --set model.hf=models/Qwen3-0.6B --data 0.8:chats.jsonl --data '0.2:more/*.jsonl.zst'
   ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
   ferrotron train my.toml --ranks 4 --set parallel.tp=2
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
@@ -78,8 +80,9 @@ pub struct Args {
     /// Number of ranks, as threads of this process; sets parallel.dp to N / (tp x cp x pp) [default: tp x cp x pp x dp]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
-    /// Dataset: prefix of a .bin/.idx pair, or "embedded" (data.path); repeat it to blend several
-    #[arg(long, value_name = "PATH")]
+    /// Data: .jsonl or text files, a folder, a glob, the prefix of a .bin/.idx pair, or "embedded" (data.path); repeat it to
+    /// blend several, with weights if you like: 0.8:PATH
+    #[arg(long, value_name = "[WEIGHT:]PATH")]
     pub data: Vec<String>,
     /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
@@ -106,7 +109,11 @@ impl Args {
         let set: Vec<&str> = self.set.iter().chain(&steps).map(String::as_str).collect();
         recipe.set_all(&set)?;
         if !self.data.is_empty() {
-            recipe.put_key("data.path", self.data.clone())?;
+            let (paths, weights) = super::data_args::weighted(&self.data)?;
+            recipe.put_key("data.path", paths)?;
+            if let Some(weights) = weights {
+                recipe.put_key("data.weights", weights)?;
+            }
         }
         set_ranks(&mut recipe, global.world_size(self.ranks)?)?;
         Ok(recipe)
@@ -161,7 +168,10 @@ fn check_memory(resolved: &Resolved, global: &Global) -> Result<()> {
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let mut recipe = args.load(global)?;
-    let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
+    let (resolved, first) = {
+        let gauge = JobProgress::new(global, "tokenizing");
+        ferrotron_bridge::recipe::resolve_with(&mut recipe, &|_, done, total| gauge.set(done, total))?
+    };
     let notes = ferrotron_bridge::recipe::check_data(&resolved)?;
     if global.launch.leads() && !global.json {
         notes.iter().for_each(output::note);

@@ -24,10 +24,15 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("data.seq_len", ChangeEffect::DataPosition),
     ("data.packing", ChangeEffect::DataPosition),
     ("data.seed", ChangeEffect::DataPosition),
+    ("data.truncation", ChangeEffect::DataPosition),
     ("train.global_batch", ChangeEffect::DataPosition),
     ("train.ramp", ChangeEffect::DataPosition),
     ("data.path", ChangeEffect::None), // its contents are compared as DATA_CONTENT
     ("data.tokenizer", ChangeEffect::None),
+    ("data.format", ChangeEffect::None), // the tokens are compared
+    ("data.field", ChangeEffect::None),
+    ("data.chat_template", ChangeEffect::None),
+    ("data.cache", ChangeEffect::None),
     ("model.hf", ChangeEffect::None), // only of a fresh run
     ("model.preset", ChangeEffect::None),
     ("moe.dispatcher", ChangeEffect::None),

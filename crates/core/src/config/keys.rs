@@ -2,10 +2,10 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    ByteCount, Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, FsdpOuter,
-    MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerCompute, OptimizerKind, Packing,
-    ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision,
-    SaveFailurePolicy, StateDtype, WeightDecayStyle, WsdStyle,
+    ByteCount, Count, CudaGraphMode, DataFormat, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format,
+    FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerCompute, OptimizerKind,
+    Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute,
+    RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -153,13 +153,25 @@ keys! {
 
     /// Training data.
     data: DataSection {
-        /// Prefix of a .bin/.idx pair from `ferrotron data build`, a list of prefixes, or "embedded" for the small built-in
-        /// corpus.
+        /// Text or JSONL files, folders or globs (also .gz and .zst), prefixes of .bin/.idx pairs from `ferrotron data build`,
+        /// one or a list of them, or "embedded" for the small built-in corpus.
         path: OneOrMany = OneOrMany::default(), "data_path", "train_data_path", "dataset", "dataset_path", "dataset_name", "blend", "data_prefix";
         /// Blend weight of each path; derived as equal weights.
         weights: Vec<f64> = Vec::new(), "blend_weights", "data_weights";
         /// Tokenizer folder or tokenizer.json; unset means byte-level tokens.
         tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "vocab_file";
+        /// What lines of a .jsonl are: text in data.field, or chat, which are conversations (messages, ShareGPT conversations,
+        /// or prompt and completion) with a loss on the assistant's turns; auto goes by the first line.
+        format: DataFormat = DataFormat::Auto, "dataset_type", "dataset_format", "data_format";
+        /// JSONL field that holds the text of a document.
+        field: String = "text".into(), "text_field", "text_key", "dataset_text_field", "json_keys", "text_column";
+        /// Chat template: a Jinja file, or "none" to join prompt and completion as they are; unset means that of the tokenizer's
+        /// folder.
+        chat_template: Option<String> = None, "chat_template_path", "chat_template_jinja", "custom_chat_template";
+        /// What becomes of a conversation longer than data.seq_len tokens.
+        truncation: Truncation = Truncation::KeepStart, "truncation_mode", "truncation_side", "truncation_method", "excess_length_strategy";
+        /// Folder of tokenized text files; derived as FERROTRON_CACHE/data or the user's cache folder.
+        cache: Option<String> = None, "data_cache_path", "dataset_prepared_path", "cache_dir";
         /// Refuse data that was made with another tokenizer than the run's; `data build` stores the tokenizer's digest.
         check_tokenizer: bool = true, "verify_tokenizer";
         /// Split of documents into training, validation and test.
@@ -168,8 +180,9 @@ keys! {
         seq_len: Option<usize> = None, "seq_length", "sequence_length", "max_length", "max_seq_length", "context_length", "encoder_seq_length";
         /// Reset position ids and the attention mask at document boundaries.
         reset_at_documents: bool = false, "reset_position_ids", "reset_attention_mask", "document_mask", "cross_document_attention";
-        /// How documents become sequences: none concatenates them and cuts every data.seq_len tokens, documents packs
-        /// whole ones, each with its own positions and attention and no label across them; longer ones are cut.
+        /// How documents become sequences: none concatenates texts and cuts every data.seq_len tokens, and gives a conversation
+        /// a row of its own; documents packs whole texts or conversations, each with its own positions and attention and no
+        /// label across them; longer texts are cut, longer conversations follow data.truncation.
         packing: Packing = Packing::None, "sequence_packing", "pack_sequences", "packed_sequence", "packed_sequence_size", "packed_sequence_specs", "best_fit_packing";
         /// Mask the end-of-document token in the loss.
         mask_eod_loss: bool = false, "eod_mask_loss";

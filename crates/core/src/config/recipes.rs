@@ -33,5 +33,6 @@ recipes!(
     "llama-8b-256k",
     "qwen3-0.6b",
     "qwen3-14b-one-gpu",
-    "finetune-hf"
+    "finetune-hf",
+    "sft"
 );

@@ -54,6 +54,8 @@ pub struct Resolved {
     pub plan: RunPlan,
     /// Derived values in order of derivation.
     pub derived: Vec<Derived>,
+    /// The .bin/.idx pair of each `data.path`: the path itself, or what its text has been tokenized into.
+    pub pairs: Vec<String>,
 }
 
 /// The lengths of a run. Schedules count samples (sequences), so their lengths are given in samples.
@@ -100,7 +102,8 @@ impl Recipe {
         self.derive_optimizer(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
         self.derive_loss_chunk(&mut c, &model, &mut derived);
-        let resolved = Resolved { config: c, model, plan, derived: derived.0 };
+        let pairs = c.data.path.0.clone();
+        let resolved = Resolved { config: c, model, plan, derived: derived.0, pairs };
         self.check_together(&resolved)?;
         Ok(resolved)
     }
@@ -109,8 +112,8 @@ impl Recipe {
         let data = &mut c.data;
         if data.path.0.is_empty() {
             if model.vocab != 256 || data.tokenizer.is_some() {
-                let what = "no data: set data.path (or --data) to the prefix of a .bin/.idx pair made by \
-                            `ferrotron data build`, or to \"embedded\" for a trial on the corpus inside the program";
+                let what = "no data: set data.path (or --data) to .jsonl or text files, to the prefix of a .bin/.idx \
+                            pair made by `ferrotron data build`, or to \"embedded\" for a trial on the corpus inside the program";
                 return Err(Error::Config {
                     file: None,
                     line: None,

@@ -16,8 +16,8 @@ pub use muon::{
 pub use offload::{OffloadModule, OffloadedActivations, OptimizerCompute};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
-    SaveFailurePolicy, WeightDecayStyle, WsdStyle,
+    CudaGraphMode, DataFormat, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute,
+    RecomputeModule, SaveFailurePolicy, Truncation, WeightDecayStyle, WsdStyle,
 };
 pub use written::{ByteCount, Count, DataSplit, OneOrMany};
 

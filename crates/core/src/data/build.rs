@@ -1,8 +1,9 @@
 //! Tokenizes text or JSON lines into a `.bin/.idx` pair.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, Read};
 use std::path::{Path, PathBuf};
 
+use super::input::InputReader;
 use super::{DatasetInfo, IndexedWriter, TokenType, TokenizerInfo};
 use crate::fs::open_regular;
 use crate::{Error, Result};
@@ -13,6 +14,36 @@ const LONGEST_LINE: u64 = 1 << 28;
 const PIECE: usize = 8 << 20;
 /// Longer documents continue in another sequence; the format counts a sequence's tokens in 32 bits.
 const LONGEST_SEQUENCE: u64 = 1 << 30;
+/// Lines are tokenized by several threads in groups of about so many bytes.
+const GROUP: usize = 4 << 20;
+const MOST_THREADS: usize = 16;
+
+/// Turns text into token ids.
+pub trait Encode: Sync {
+    /// Token ids of a text.
+    fn text(&self, text: &str) -> Result<Vec<u32>>;
+
+    /// Token ids of a conversation, which is the JSON object on a line, in spans with and without a loss; empty for a blank
+    /// line.
+    fn conversation(&self, _line: &str) -> Result<Vec<Span>, String> {
+        Err("conversations need a tokenizer with a chat template".into())
+    }
+}
+
+impl<F: Fn(&str) -> Result<Vec<u32>> + Sync> Encode for F {
+    fn text(&self, text: &str) -> Result<Vec<u32>> {
+        self(text)
+    }
+}
+
+/// Consecutive tokens of a conversation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Their ids.
+    pub tokens: Vec<u32>,
+    /// Whether their prediction has a loss.
+    pub loss: bool,
+}
 
 /// How a file is split into documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,6 +57,8 @@ pub enum TextFormat {
         /// The key, usually `text`.
         key: String,
     },
+    /// Each line is a conversation as a JSON object.
+    Chat,
 }
 
 /// An input file.
@@ -44,6 +77,8 @@ pub struct BuildSummary {
     pub documents: u64,
     /// Number of lines and files skipped because they, or their tokens, were empty.
     pub skipped: u64,
+    /// Number of conversations skipped because no token of them has a loss.
+    pub without_loss: u64,
     /// Number of tokens written, including end-of-document tokens.
     pub tokens: u64,
     /// Number of bytes read.
@@ -52,11 +87,11 @@ pub struct BuildSummary {
 
 /// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when complete, with
 /// the identity of `tokenizer` beside them.
-/// `eod` is appended to each document. `progress` gets the bytes read so far and in total, at least once and finally
+/// `eod` is appended to each text; conversations end as their template has it. `progress` gets the bytes read so far and in total, at least once and finally
 /// when everything is read. Memory use does not grow with the input.
 pub fn build(
     inputs: &[Input],
-    tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
+    encode: &dyn Encode,
     eod: Option<u32>,
     tokenizer: &TokenizerInfo,
     out_prefix: &Path,
@@ -72,25 +107,36 @@ pub fn build(
     // Check all inputs first, before time is spent on any.
     for input in inputs {
         if input.path.is_dir() {
-            return Err(Error::damaged(&input.path, "is a folder; name the files in it"));
+            return Err(Error::damaged(&input.path, "is a folder, not a file"));
         }
         let about = open_regular(&input.path)?.metadata().map_err(Error::io(&input.path))?;
         total += about.len();
     }
-    let writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
+    let chat = inputs.iter().any(|i| i.format == TextFormat::Chat);
+    if let Some(text) = inputs.iter().find(|i| chat && i.format != TextFormat::Chat) {
+        let what = "holds text, but other inputs hold conversations; build them apart and give `train` both";
+        return Err(Error::damaged(&text.path, what));
+    }
+    let writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), chat)?;
     let summary = BuildSummary::default();
-    let mut builder = Builder { writer, summary, tokenize, eod, vocab, largest: 0, progress, total, told: 0 };
+    let mut builder =
+        Builder { writer, summary, encode, eod, vocab, largest: 0, progress, total, told: 0, before: 0 };
     progress(0, total);
     for input in inputs {
         match input.format {
             TextFormat::Whole => builder.whole_file(&input.path)?,
             _ => builder.lines(&input.path, &input.format)?,
         }
+        builder.before = builder.summary.bytes;
     }
     let Builder { writer, mut summary, largest, .. } = builder;
     if summary.documents == 0 {
         let path = inputs.first().map_or(out_prefix, |i| &i.path);
-        return Err(Error::damaged(path, "holds no document: every line is empty"));
+        let what = match summary.without_loss {
+            0 => "holds no document: every line is empty".to_string(),
+            n => format!("has nothing to learn from: none of its {n} conversations has an assistant's turn"),
+        };
+        return Err(Error::damaged(path, what));
     }
     summary.tokens = writer.tokens();
     writer.finish_with(Some(&DatasetInfo {
@@ -98,7 +144,8 @@ pub fn build(
         tokenizer: tokenizer.clone(),
         eod,
         tokens: summary.tokens,
-        largest_id: largest.max(eod.unwrap_or(0)),
+        largest_id: if chat { largest } else { largest.max(eod.unwrap_or(0)) },
+        chat,
     }))?;
     progress(summary.bytes, total.max(summary.bytes));
     Ok(summary)
@@ -107,7 +154,7 @@ pub fn build(
 struct Builder<'a> {
     writer: IndexedWriter,
     summary: BuildSummary,
-    tokenize: &'a dyn Fn(&str) -> Result<Vec<u32>>,
+    encode: &'a dyn Encode,
     eod: Option<u32>,
     vocab: u32,
     /// The largest id so far.
@@ -115,38 +162,100 @@ struct Builder<'a> {
     progress: &'a dyn Fn(u64, u64),
     total: u64,
     told: u64,
+    /// Bytes of the files before this one.
+    before: u64,
+}
+
+/// A line and its number in the file.
+struct Line {
+    number: u64,
+    text: String,
 }
 
 impl Builder<'_> {
     /// Tokenizes a file of one document per line.
     fn lines(&mut self, path: &Path, format: &TextFormat) -> Result<()> {
-        let mut reader = BufReader::with_capacity(1 << 20, open_regular(path)?);
-        let (mut line, mut number) = (Vec::new(), 0u64);
+        let mut reader = InputReader::open(path)?;
+        let mut number = 0;
         loop {
-            line.clear();
-            number += 1;
-            let read = (&mut reader).take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
-            let read = read.map_err(Error::io(path))? as u64;
-            if read == 0 {
+            let (mut group, mut bytes) = (Vec::new(), 0);
+            while bytes < GROUP
+                && let Some(text) = read_line(&mut reader, path, number + 1)?
+            {
+                number += 1;
+                bytes += text.len() + 1;
+                group.push(Line { number, text });
+            }
+            if group.is_empty() {
                 return Ok(());
             }
-            let at_line = |what: String| Error::damaged(path, format!("line {number}: {what}"));
-            if read > LONGEST_LINE {
-                let what = format!("is longer than {LONGEST_LINE} bytes; put one document on a line");
-                return Err(at_line(what));
+            for (line, spans) in group.iter().zip(self.encode_all(path, &group, format)) {
+                let at_line = |what: String| Error::damaged(path, format!("line {}: {what}", line.number));
+                self.document(spans?, format, &at_line)?;
             }
-            let text = std::str::from_utf8(&line).map_err(|e| at_line(format!("is not UTF-8 ({e})")))?;
-            let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { text };
-            let text = document(text.trim_end_matches(['\n', '\r']), format).map_err(at_line)?;
-            self.piece(&text, &at_line)?;
-            self.end_document()?;
-            self.read(read);
+            self.read(reader.file_bytes());
         }
+    }
+
+    /// The tokens of each line, by several threads.
+    fn encode_all(&self, path: &Path, lines: &[Line], format: &TextFormat) -> Vec<Result<Vec<Span>>> {
+        let encode = self.encode;
+        let one = |line: &Line| {
+            let at_line = |what: String| Error::damaged(path, format!("line {}: {what}", line.number));
+            if *format == TextFormat::Chat {
+                return encode.conversation(&line.text).map_err(at_line);
+            }
+            let text = document(&line.text, format).map_err(at_line)?;
+            let tokens = if text.is_empty() { Vec::new() } else { encode.text(&text)? };
+            Ok(vec![Span { tokens, loss: true }])
+        };
+        let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(MOST_THREADS);
+        let each = lines.len().div_ceil(threads).max(1);
+        std::thread::scope(|scope| {
+            let work = |part: &'_ [Line]| part.iter().map(one).collect::<Vec<_>>();
+            let handles: Vec<_> =
+                lines.chunks(each).map(|part| (part, scope.spawn(move || work(part)))).collect();
+            let done = handles.into_iter().flat_map(|(part, handle)| {
+                // The encoder is ours or guarded: a panic in it is a bug, told as an error of each line.
+                let failed = |_| part.iter().map(|_| Err(Error::Invalid("a tokenizer thread failed".into())));
+                handle.join().unwrap_or_else(|e| failed(e).collect())
+            });
+            done.collect()
+        })
+    }
+
+    /// Writes a document.
+    fn document(
+        &mut self,
+        spans: Vec<Span>,
+        format: &TextFormat,
+        at: &dyn Fn(String) -> Error,
+    ) -> Result<()> {
+        let spans: Vec<Span> = spans.into_iter().filter(|s| !s.tokens.is_empty()).collect();
+        if *format != TextFormat::Chat {
+            spans.into_iter().try_for_each(|s| self.tokens(s.tokens, at))?;
+            return self.end_document();
+        }
+        // The first token of a document is never predicted.
+        let learned = spans.iter().enumerate().any(|(i, s)| s.loss && (i > 0 || s.tokens.len() > 1));
+        match (spans.is_empty(), learned) {
+            (true, _) => self.summary.skipped += 1,
+            (false, false) => self.summary.without_loss += 1,
+            (false, true) => {
+                for span in spans {
+                    self.tokens(span.tokens, at)?;
+                    self.writer.end_sequence(i8::from(span.loss))?;
+                }
+                self.writer.end_document()?;
+                self.summary.documents += 1;
+            }
+        }
+        Ok(())
     }
 
     /// Tokenizes a file that is one document.
     fn whole_file(&mut self, path: &Path) -> Result<()> {
-        let mut file = open_regular(path)?;
+        let mut file = InputReader::open(path)?;
         let (mut held, mut at) = (Vec::with_capacity(PIECE), 0u64);
         loop {
             let read = (&mut file).take((PIECE - held.len().min(PIECE / 2)) as u64).read_to_end(&mut held);
@@ -167,7 +276,7 @@ impl Builder<'_> {
             self.piece(text, &here)?;
             held.drain(..end);
             at += end as u64;
-            self.read(read as u64);
+            self.read(file.file_bytes());
             if read == 0 {
                 return self.end_document();
             }
@@ -176,7 +285,12 @@ impl Builder<'_> {
 
     /// Tokenizes a piece of the open document.
     fn piece(&mut self, text: &str, at: &dyn Fn(String) -> Error) -> Result<()> {
-        let tokens = if text.is_empty() { Vec::new() } else { (self.tokenize)(text)? };
+        let tokens = if text.is_empty() { Vec::new() } else { self.encode.text(text)? };
+        self.tokens(tokens, at)
+    }
+
+    /// Appends tokens to the open document.
+    fn tokens(&mut self, tokens: Vec<u32>, at: &dyn Fn(String) -> Error) -> Result<()> {
         if let Some(bad) = tokens.iter().find(|t| **t >= self.vocab) {
             return Err(at(format!("the tokenizer gave {bad}, outside the vocabulary of {}", self.vocab)));
         }
@@ -198,13 +312,30 @@ impl Builder<'_> {
         Ok(())
     }
 
+    /// Notes that `bytes` of the open file have been read.
     fn read(&mut self, bytes: u64) {
-        self.summary.bytes += bytes;
+        self.summary.bytes = self.before + bytes;
         if self.summary.bytes - self.told >= 1 << 20 {
             self.told = self.summary.bytes;
             (self.progress)(self.told, self.total.max(self.told));
         }
     }
+}
+
+/// The next line without its end; `None` after the last one.
+fn read_line(reader: &mut InputReader, path: &Path, number: u64) -> Result<Option<String>> {
+    let mut line = Vec::new();
+    let read = reader.take(LONGEST_LINE + 1).read_until(b'\n', &mut line).map_err(Error::io(path))? as u64;
+    let at_line = |what: String| Error::damaged(path, format!("line {number}: {what}"));
+    if read == 0 {
+        return Ok(None);
+    }
+    if read > LONGEST_LINE {
+        return Err(at_line(format!("is longer than {LONGEST_LINE} bytes; put one document on a line")));
+    }
+    let text = String::from_utf8(line).map_err(|e| at_line(format!("is not UTF-8 ({})", e.utf8_error())))?;
+    let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { &text };
+    Ok(Some(text.trim_end_matches(['\n', '\r']).to_owned()))
 }
 
 /// The document on a line.

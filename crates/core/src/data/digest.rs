@@ -41,7 +41,12 @@ pub fn digests(r: &Resolved) -> Result<Vec<DataDigest>> {
         let content = hex(crc32c::crc32c(text));
         return Ok(vec![DataDigest { bytes: text.len() as u64, index: "embedded".into(), content }]);
     }
-    r.config.data.path.0.iter().map(|prefix| digest(Path::new(prefix))).collect()
+    r.pairs.iter().map(|prefix| digest(Path::new(prefix))).collect()
+}
+
+/// Length and CRC-32C of a file up to 64 MiB, or of 1,024 blocks of a larger one.
+pub fn file_digest(path: &Path) -> Result<(u64, String)> {
+    crc_of_blocks(path, WHOLE_BYTES)
 }
 
 fn digest(prefix: &Path) -> Result<DataDigest> {

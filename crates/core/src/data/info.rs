@@ -46,6 +46,9 @@ pub struct DatasetInfo {
     pub tokens: u64,
     /// The largest id in the pair.
     pub largest_id: u32,
+    /// Documents are conversations: the mode of each of their sequences says whether its tokens have a loss (1) or not (0).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub chat: bool,
 }
 
 impl DatasetInfo {

@@ -1,100 +1,14 @@
-//! Packing of whole documents into rows: positions and attention restart with each document, and no label crosses
-//! from one document to the next.
-
-use std::ops::Range;
-use std::sync::Arc;
+//! Whole documents in rows, several packed into one or each in a row of its own: positions and attention restart with
+//! each document, and no label crosses from one document to the next.
 
 use super::batch::checked_id;
 use super::mt19937::Mt19937;
-use super::{Batches, IGNORE, IndexedDataset, Row};
+use super::{Batches, Documents, IGNORE, Row};
+use crate::config::Truncation;
 use crate::{Error, Result};
 
 /// Number of rows open at a time. More rows leave less padding and take longer to pack.
 const OPEN_ROWS: usize = 64;
-
-/// A collection of documents.
-pub trait Documents: Send + Sync {
-    /// Number of documents.
-    fn count(&self) -> usize;
-    /// Number of tokens in a document.
-    fn length(&self, document: usize) -> Result<usize>;
-    /// Appends tokens `range` of a document.
-    fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()>;
-    /// Name for messages.
-    fn name(&self) -> String;
-}
-
-impl Documents for IndexedDataset {
-    fn count(&self) -> usize {
-        self.documents()
-    }
-
-    fn length(&self, document: usize) -> Result<usize> {
-        self.document(document)?.try_fold(0, |sum, s| Ok(sum + IndexedDataset::length(self, s)?))
-    }
-
-    fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()> {
-        let mut before = 0;
-        for s in self.document(document)? {
-            let length = IndexedDataset::length(self, s)?;
-            let part = range.start.max(before)..range.end.min(before + length);
-            if !part.is_empty() {
-                IndexedDataset::read(self, s, part.start - before..part.end - before, out)?;
-            }
-            before += length;
-        }
-        Ok(())
-    }
-
-    fn name(&self) -> String {
-        self.path().display().to_string()
-    }
-}
-
-impl Documents for Vec<Vec<i64>> {
-    fn count(&self) -> usize {
-        self.len()
-    }
-
-    fn length(&self, document: usize) -> Result<usize> {
-        Ok(self[document].len())
-    }
-
-    fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()> {
-        out.extend_from_slice(&self[document][range]);
-        Ok(())
-    }
-
-    fn name(&self) -> String {
-        "documents in memory".into()
-    }
-}
-
-/// Consecutive documents of a dataset, such as one of its splits.
-pub struct DocumentRange {
-    /// The dataset.
-    pub data: Arc<IndexedDataset>,
-    /// The documents.
-    pub range: Range<usize>,
-}
-
-impl Documents for DocumentRange {
-    fn count(&self) -> usize {
-        self.range.len()
-    }
-
-    fn length(&self, document: usize) -> Result<usize> {
-        Documents::length(&*self.data, self.range.start + document)
-    }
-
-    fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()> {
-        Documents::read(&*self.data, self.range.start + document, range, out)
-    }
-
-    fn name(&self) -> String {
-        Documents::name(&*self.data)
-    }
-}
 
 /// `length` inputs of a document from `offset` on; the labels are one token further.
 #[derive(Clone, Copy, Debug)]
@@ -104,19 +18,61 @@ struct DocumentSlice {
     length: u32,
 }
 
-/// Packed rows. A document longer than a row is cut into slices, which are treated as documents.
+/// How documents become rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RowOptions {
+    /// Tokens of a row.
+    pub seq: usize,
+    /// Vocabulary size; larger ids are an error.
+    pub vocab: u32,
+    /// Seed of the order of documents; `None` keeps their order.
+    pub seed: Option<u32>,
+    /// What becomes of documents longer than a row. Slices of a document are treated as documents.
+    pub truncation: Truncation,
+    /// Each document has a row of its own, otherwise as many as fit.
+    pub one_per_row: bool,
+}
+
+/// What has become of the documents.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RowCounts {
+    /// Documents and slices of documents in rows.
+    pub samples: u64,
+    /// Documents that were cut or split.
+    pub cut: u64,
+    /// Documents left out for their length.
+    pub dropped: u64,
+    /// Documents and slices left out because no token of them has a loss.
+    pub without_loss: u64,
+    /// Labels.
+    pub labels: u64,
+}
+
+/// Rows of documents.
 pub struct Packed {
     documents: Box<dyn Documents>,
     seq: usize,
     vocab: u32,
+    counts: RowCounts,
     slices: Vec<DocumentSlice>,
     /// Row r holds slices `rows[r] .. rows[r + 1]`.
     rows: Vec<u32>,
 }
 
 impl Packed {
-    /// Packs all documents of at least two tokens, in an order shuffled by `seed`; `None` keeps their order.
+    /// Packs all documents of at least two tokens, in an order shuffled by `seed`; `None` keeps their order. Longer ones
+    /// are split.
     pub fn new(documents: Box<dyn Documents>, seq: usize, vocab: u32, seed: Option<u32>) -> Result<Self> {
+        let name = documents.name();
+        let truncation = Truncation::Split;
+        Self::with(documents, RowOptions { seq, vocab, seed, truncation, one_per_row: false })?.ok_or_else(
+            || Error::Invalid(format!("{name}: no document has the two tokens a prediction needs")),
+        )
+    }
+
+    /// Rows of documents; `None` if no document gives a sample.
+    pub fn with(documents: Box<dyn Documents>, options: RowOptions) -> Result<Option<Self>> {
+        let RowOptions { seq, vocab, seed, one_per_row, .. } = options;
         let name = documents.name();
         let too_big = || Error::Invalid(format!("{name}: too many documents to pack; split the file"));
         if seq == 0 || u32::try_from(seq).is_err() {
@@ -126,30 +82,92 @@ impl Packed {
         if let Some(seed) = seed {
             Mt19937::new(seed).shuffle(&mut order);
         }
-        let mut packer = Packer { seq: seq as u32, open: Vec::new(), closed: Vec::new() };
+        let mut packer = Packer { seq: seq as u32, one_per_row, open: Vec::new(), closed: Vec::new() };
+        let mut counts = RowCounts::default();
         for document in order {
             let inputs = documents.length(document as usize)?.saturating_sub(1);
             let inputs = u32::try_from(inputs).map_err(|_| too_big())?;
-            for offset in (0..inputs).step_by(seq) {
-                packer.place(DocumentSlice { document, offset, length: (inputs - offset).min(seq as u32) });
+            for slice in options.slices(document, inputs, &name, &mut counts)? {
+                let labels = slice.labels(&*documents)?;
+                match labels {
+                    0 => counts.without_loss += 1,
+                    _ => packer.place(slice),
+                }
+                counts.labels += labels;
             }
         }
         let packed = packer.finish();
         if packed.is_empty() {
-            return Err(Error::Invalid(format!("{name}: no document has the two tokens a prediction needs")));
+            return Ok(None);
         }
         let (mut slices, mut rows) = (Vec::new(), vec![0]);
         for row in packed {
             slices.extend(row);
             rows.push(u32::try_from(slices.len()).map_err(|_| too_big())?);
         }
-        Ok(Self { documents, seq, vocab, slices, rows })
+        counts.samples = slices.len() as u64;
+        Ok(Some(Self { documents, seq, vocab, counts, slices, rows }))
+    }
+
+    /// What has become of the documents.
+    pub fn counts(&self) -> RowCounts {
+        self.counts
     }
 
     /// Fraction of positions that are not padding.
     pub fn fill(&self) -> f64 {
         let used: u64 = self.slices.iter().map(|p| u64::from(p.length)).sum();
         used as f64 / (self.seq as f64 * self.samples() as f64)
+    }
+}
+
+impl RowOptions {
+    /// The slices of a document of `inputs` + 1 tokens that become samples.
+    fn slices(
+        &self,
+        document: u32,
+        inputs: u32,
+        name: &str,
+        counts: &mut RowCounts,
+    ) -> Result<Vec<DocumentSlice>> {
+        let seq = self.seq as u32;
+        if inputs <= seq {
+            let whole = DocumentSlice { document, offset: 0, length: inputs };
+            return Ok(if inputs > 0 { vec![whole] } else { Vec::new() });
+        }
+        counts.cut += 1;
+        Ok(match self.truncation {
+            Truncation::KeepStart => vec![DocumentSlice { document, offset: 0, length: seq }],
+            Truncation::KeepEnd => vec![DocumentSlice { document, offset: inputs - seq, length: seq }],
+            Truncation::Split => {
+                let slice = |offset| DocumentSlice { document, offset, length: (inputs - offset).min(seq) };
+                (0..inputs).step_by(self.seq).map(slice).collect()
+            }
+            Truncation::Drop => {
+                counts.cut -= 1;
+                counts.dropped += 1;
+                Vec::new()
+            }
+            Truncation::Refuse => {
+                return Err(Error::Invalid(format!(
+                    "{name}: document {document} has {} tokens, more than data.seq_len = {seq} and one; raise it, or \
+                     choose with data.truncation what becomes of longer ones",
+                    u64::from(inputs) + 1
+                )));
+            }
+        })
+    }
+}
+
+impl DocumentSlice {
+    /// Number of its labels.
+    fn labels(&self, documents: &dyn Documents) -> Result<u64> {
+        if !documents.has_mask() {
+            return Ok(self.length.into());
+        }
+        let (first, mut loss) = (self.offset as usize + 1, Vec::new());
+        documents.loss(self.document as usize, first..first + self.length as usize, &mut loss)?;
+        Ok(loss.iter().filter(|l| **l).count() as u64)
     }
 }
 
@@ -163,12 +181,17 @@ struct OpenRow {
 /// Best-fit packing over a bounded number of open rows.
 struct Packer {
     seq: u32,
+    one_per_row: bool,
     open: Vec<OpenRow>,
     closed: Vec<Vec<DocumentSlice>>,
 }
 
 impl Packer {
     fn place(&mut self, slice: DocumentSlice) {
+        if self.one_per_row {
+            self.closed.push(vec![slice]);
+            return;
+        }
         let fits = self.open.iter_mut().filter(|o| o.room >= slice.length);
         if let Some(best) = fits.min_by_key(|o| o.room) {
             best.room -= slice.length;
@@ -214,15 +237,19 @@ impl Batches for Packed {
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let r = (n % self.samples()) as usize;
         let source = || format!("{} packed row {r}", self.documents.name());
-        let mut text = Vec::new();
+        let (mut text, mut loss) = (Vec::new(), Vec::new());
         for slice in &self.slices[self.rows[r] as usize..self.rows[r + 1] as usize] {
             let (offset, length) = (slice.offset as usize, slice.length as usize);
+            let document = slice.document as usize;
             text.clear();
-            self.documents.read(slice.document as usize, offset..offset + length + 1, &mut text)?;
+            loss.clear();
+            self.documents.read(document, offset..offset + length + 1, &mut text)?;
+            self.documents.loss(document, offset + 1..offset + length + 1, &mut loss)?;
             row.starts.push(row.tokens.len());
-            for pair in text.windows(2) {
+            for (pair, loss) in text.windows(2).zip(&loss) {
                 row.tokens.push(checked_id(pair[0], self.vocab, &source)?);
-                row.labels.push(checked_id(pair[1], self.vocab, &source)?);
+                let label = checked_id(pair[1], self.vocab, &source)?;
+                row.labels.push(if *loss { label } else { IGNORE });
             }
             row.positions.extend(0..length as i32);
         }

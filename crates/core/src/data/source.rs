@@ -3,8 +3,11 @@
 use super::blend::{SURPLUS, member_samples};
 use super::split::{normalise, split_matrix, split_range};
 use super::validation::ValidationBlend;
-use super::{Batches, Blend, DocumentRange, GptConfig, GptDataset, IndexedDataset, Packed, Split, corpus};
-use crate::config::{Packing, Resolved};
+use super::{
+    Batches, Blend, DatasetInfo, DocumentRange, GptConfig, GptDataset, IndexedDataset, Packed, RowCounts,
+    RowOptions, Split, corpus,
+};
+use crate::config::{Packing, Resolved, Truncation};
 use crate::{Error, Result};
 use std::sync::Arc;
 
@@ -26,8 +29,12 @@ pub struct Sources {
 
 /// A member of the blend.
 struct Pair {
+    /// As `data.path` has it.
+    name: String,
     weight: f64,
     data: Arc<IndexedDataset>,
+    /// Its documents are conversations.
+    chat: bool,
 }
 
 /// Opens the data of a recipe: the embedded corpus, or a blend of `.bin/.idx` pairs.
@@ -44,18 +51,18 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let epoch_tokens = train.samples().saturating_mul(seq as u64);
         return Ok(Sources { train: Box::new(train), eval: Some(eval), epoch_tokens, notes: Vec::new() });
     }
-    if d.eod.is_none() && (d.reset_at_documents || d.mask_eod_loss) && d.packing != Packing::Documents {
-        let what = "data.eod is needed to see where documents end; set it to the tokenizer's end-of-text id";
-        return Err(Error::Invalid(what.into()));
-    }
     let matrix = split_matrix(&shares(r)?);
     let Some(train_fractions) = matrix[0] else { return Err(nothing_to_train_on()) };
     let mut notes = Vec::new();
     let (mut train, mut eval): (Vec<Box<dyn Batches>>, Vec<_>) = Default::default();
     let (mut epoch_tokens, mut filled) = (0u64, [0.0; 2]);
-    for (prefix, weight) in d.path.0.iter().zip(normalise(&weights(r))?) {
-        let pair = Pair { weight, data: Arc::new(IndexedDataset::open(prefix)?) };
-        let member = pair.samples(r, Split::Train, train_fractions)?;
+    let paths = d.path.0.iter().zip(&r.pairs).zip(normalise(&weights(r))?);
+    for ((prefix, tokenized), weight) in paths {
+        let data = Arc::new(IndexedDataset::open(tokenized)?);
+        let chat = DatasetInfo::of(&data)?.is_some_and(|info| info.chat);
+        let pair = Pair { name: prefix.clone(), weight, data, chat };
+        let member = pair.samples(r, Split::Train, train_fractions)?.ok_or_else(|| pair.nothing_fits(r))?;
+        notes.extend(member.note.clone());
         epoch_tokens = epoch_tokens.saturating_add(member.tokens);
         let wanted = (r.plan.samples as f64 * weight).max(1.0) * seq as f64;
         notes.extend(many_epochs(prefix, wanted / member.tokens.max(1) as f64, member.tokens));
@@ -64,18 +71,21 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         }
         train.push(member.data);
         let Some(fractions) = matrix[1] else { continue };
-        match pair.has_sample(r, fractions)? {
-            true => eval.push((prefix.clone(), weight, pair.samples(r, Split::Valid, fractions)?.data)),
-            false => notes.push(format!(
+        let held_out = match pair.has_sample(r, fractions)? {
+            true => pair.samples(r, Split::Valid, fractions)?,
+            false => None,
+        };
+        match held_out {
+            Some(samples) => eval.push((prefix.clone(), weight, samples.data)),
+            None => notes.push(format!(
                 "no evaluation on {prefix}: it has too few documents for data.split to set some of them aside"
             )),
         }
     }
-    if d.packing == Packing::Documents {
-        notes.insert(
-            0,
-            format!("packed documents: {:.1} % of positions hold tokens", 100.0 * filled[1] / filled[0]),
-        );
+    if filled[0] > 0.0 {
+        let what =
+            if d.packing == Packing::Documents { "packed documents" } else { "one conversation per row" };
+        notes.insert(0, format!("{what}: {:.1} % of positions hold tokens", 100.0 * filled[1] / filled[0]));
     }
     let train = if d.packing == Packing::Documents {
         Blend::weighted(train, &weights(r), r.plan.samples)?
@@ -112,20 +122,37 @@ struct Samples {
     tokens: u64,
     /// Number of packed rows, and how many of them their tokens would fill.
     filled: Option<[f64; 2]>,
+    /// What has become of conversations.
+    note: Option<String>,
 }
 
 impl Pair {
-    /// Enough samples of a split for this pair's weight in the blend.
-    fn samples(&self, r: &Resolved, split: Split, fractions: (f64, f64)) -> Result<Samples> {
+    /// Enough samples of a split for this pair's weight in the blend; `None` if it is to hold conversations and none gives one.
+    fn samples(&self, r: &Resolved, split: Split, fractions: (f64, f64)) -> Result<Option<Samples>> {
         let (d, seq) = (&r.config.data, r.plan.seq_len);
         let [seed, vocab] = seed_and_vocab(r)?;
-        if d.packing == Packing::Documents {
+        if self.chat || d.packing == Packing::Documents {
             let range = split_range(fractions, self.data.documents());
-            let documents = DocumentRange { data: self.data.clone(), range };
-            let packed = Packed::new(Box::new(documents), seq, vocab, Some(seed))?;
+            let documents = Box::new(DocumentRange { data: self.data.clone(), range, chat: self.chat });
+            let one_per_row = d.packing == Packing::None;
+            let truncation = if self.chat { d.truncation } else { Truncation::Split };
+            let options = RowOptions { seq, vocab, seed: Some(seed), truncation, one_per_row };
+            let Some(packed) = Packed::with(documents, options)? else { return Ok(None) };
             let rows = packed.samples() as f64;
             let filled = Some([rows, packed.fill() * rows]);
-            return Ok(Samples { tokens: packed.samples() * seq as u64, filled, data: Box::new(packed) });
+            let note =
+                self.chat.then(|| self.conversations(&packed.counts(), packed.fill() * rows * seq as f64));
+            return Ok(Some(Samples {
+                tokens: packed.samples() * seq as u64,
+                filled,
+                note,
+                data: Box::new(packed),
+            }));
+        }
+        if d.eod.is_none() && (d.reset_at_documents || d.mask_eod_loss) {
+            let what =
+                "data.eod is needed to see where documents end; set it to the tokenizer's end-of-text id";
+            return Err(Error::Invalid(what.into()));
         }
         let config = GptConfig {
             eod: d.eod.map(i64::from),
@@ -139,12 +166,44 @@ impl Pair {
         let range = split_range(fractions, self.data.len());
         let tokens = self.tokens(range.clone())?;
         let data = Box::new(GptDataset::new(self.data.clone(), range, Some(wanted), split, config)?);
-        Ok(Samples { data, tokens, filled: None })
+        Ok(Some(Samples { data, tokens, filled: None, note: None }))
+    }
+
+    /// What has become of the conversations, for the user.
+    fn conversations(&self, counts: &RowCounts, tokens: f64) -> String {
+        let mut note = format!(
+            "{}: {} samples for training, loss on {} tokens ({:.0} %)",
+            self.name,
+            counts.samples,
+            counts.labels,
+            100.0 * counts.labels as f64 / tokens.max(1.0)
+        );
+        let more = [
+            (counts.cut, "cut to data.seq_len"),
+            (counts.dropped, "left out, longer than data.seq_len"),
+            (counts.without_loss, "left out, no assistant's token within data.seq_len"),
+        ];
+        for (n, what) in more.into_iter().filter(|(n, _)| *n > 0) {
+            note += &format!("; {n} {what}");
+        }
+        note
+    }
+
+    fn nothing_fits(&self, r: &Resolved) -> Error {
+        let what = match self.chat {
+            true => format!(
+                "no conversation has an assistant's turn within data.seq_len = {} tokens; raise it, or set \
+                 data.truncation=\"keep_end\"",
+                r.plan.seq_len
+            ),
+            false => "no document has the two tokens a prediction needs".into(),
+        };
+        Error::Invalid(format!("{}: {what}", self.name))
     }
 
     /// Does a split hold at least one sample?
     fn has_sample(&self, r: &Resolved, fractions: (f64, f64)) -> Result<bool> {
-        if r.config.data.packing == Packing::Documents {
+        if self.chat || r.config.data.packing == Packing::Documents {
             return Ok(!split_range(fractions, self.data.documents()).is_empty());
         }
         Ok(self.tokens(split_range(fractions, self.data.len()))? > r.plan.seq_len as u64)

@@ -17,7 +17,7 @@ pub fn check(r: &Resolved, tokenizer: Option<&TokenizerInfo>) -> Result<Vec<Stri
     if r.config.data.is_embedded() {
         return Ok(notes);
     }
-    for prefix in &r.config.data.path.0 {
+    for prefix in &r.pairs {
         let data = IndexedDataset::open(prefix)?;
         match DatasetInfo::of(&data)? {
             Some(info) => {

@@ -3,6 +3,7 @@
 
 mod architectures;
 mod bits;
+mod chat;
 mod data;
 mod f16;
 mod failures;

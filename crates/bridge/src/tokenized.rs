@@ -1,0 +1,113 @@
+//! Text and chat files named as training data: tokenized once into a cache of `.bin/.idx` pairs.
+
+use crate::chat_encoder::ChatEncoder;
+use crate::dataset::{DatasetOptions, Eod, build, folder_of, inputs};
+use crate::error::{Error, Result};
+use crate::model_source::tokenizer_at;
+use crate::recipe::tokenizer_path;
+use ferrotron_core::config::{Config, Resolved};
+use ferrotron_core::data::digest::file_digest;
+use ferrotron_core::data::{DatasetInfo, IndexedDataset};
+use ferrotron_core::fs::TargetLock;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Changes whenever the same input would give other tokens or masks.
+const VERSION: u32 = 1;
+/// Another process may be tokenizing the same files.
+const PATIENCE: Duration = Duration::from_secs(6 * 3600);
+
+/// Tokenizes the text and chat files among the data of a recipe, unless the cache has them already, and points
+/// `resolved.pairs` at the result. `progress` gets the path, and the bytes read and in total.
+pub fn tokenize(resolved: &mut Resolved, progress: &dyn Fn(&str, u64, u64)) -> Result<()> {
+    if resolved.config.data.is_embedded() {
+        return Ok(());
+    }
+    for i in 0..resolved.pairs.len() {
+        let path = resolved.config.data.path.0[i].clone();
+        if is_text(Path::new(&path)) {
+            let prefix = cached(&resolved.config, &path, &|done, total| progress(&path, done, total))?;
+            resolved.pairs[i] = prefix.display().to_string();
+        }
+    }
+    Ok(())
+}
+
+/// Is a path of `data.path` text to tokenize, and not the prefix of a pair?
+fn is_text(path: &Path) -> bool {
+    let mut index = path.as_os_str().to_owned();
+    index.push(".idx");
+    let glob = path.to_string_lossy().contains(['*', '?', '[']);
+    !Path::new(&index).exists() && (path.exists() || glob)
+}
+
+/// The pair of a path in the cache, which is made if it is not there.
+fn cached(c: &Config, path: &str, progress: &dyn Fn(u64, u64)) -> Result<PathBuf> {
+    let d = &c.data;
+    let paths = [PathBuf::from(path)];
+    let tokenizer_path = tokenizer_path(c);
+    let tokenizer = tokenizer_path.as_deref().map(tokenizer_at).transpose()?;
+    let folder = tokenizer_path.as_deref().and_then(folder_of);
+    let template = match &tokenizer {
+        Some(t) => ChatEncoder::new(t, folder.as_deref(), d.chat_template.as_deref())?.digest(),
+        None => 0,
+    };
+    let mut key = DefaultHasher::new();
+    (VERSION, template, &d.chat_template, d.format.name(), &d.field, d.eod).hash(&mut key);
+    if let Some(path) = &tokenizer_path {
+        let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
+        file_digest(&file)?.hash(&mut key);
+    }
+    let inputs = inputs(&paths, d.format, &d.field)?;
+    for input in &inputs {
+        let modified = std::fs::metadata(&input.path).and_then(|m| m.modified()).ok();
+        (&input.path, file_digest(&input.path)?, modified).hash(&mut key);
+    }
+    let name = Path::new(path).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+    let name: String =
+        name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(40).collect();
+    let prefix = folder_of_cache(d.cache.as_deref())?.join(format!("{name}-{:016x}", key.finish()));
+    let parent = prefix.parent().unwrap_or(Path::new("."));
+    std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
+    let complete =
+        || IndexedDataset::open(&prefix).ok().filter(|data| matches!(DatasetInfo::of(data), Ok(Some(_))));
+    if complete().is_some() {
+        return Ok(prefix);
+    }
+    // The lock of `build` is on the prefix itself.
+    let mut gate = prefix.as_os_str().to_owned();
+    gate.push(".making");
+    let _lock = TargetLock::acquire(Path::new(&gate), PATIENCE)?;
+    if complete().is_none() {
+        build(
+            &DatasetOptions {
+                inputs: &paths,
+                prefix: &prefix,
+                tokenizer: tokenizer_path.as_deref(),
+                field: &d.field,
+                format: d.format,
+                chat_template: d.chat_template.as_deref(),
+                eod: d.eod.map_or(Eod::None, Eod::Id),
+                overwrite: true,
+            },
+            progress,
+        )?;
+    }
+    Ok(prefix)
+}
+
+/// `data.cache`, or the folder of this program in the user's cache.
+fn folder_of_cache(given: Option<&str>) -> Result<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let found = given.map(PathBuf::from).or_else(|| {
+        variable("FERROTRON_CACHE")
+            .or_else(|| variable("XDG_CACHE_HOME").map(|d| d.join("ferrotron")))
+            .or_else(|| variable("HOME").map(|d| d.join(".cache").join("ferrotron")))
+            .map(|d| d.join("data"))
+    });
+    found.ok_or_else(|| Error::Output {
+        path: "data.cache".into(),
+        what: "there is no home folder to keep tokenized text in; set data.cache to a folder".into(),
+    })
+}
