@@ -12,8 +12,11 @@ fn every_recipe_resolves_and_its_resolution_is_stable() {
             recipe.set("data.path=corpus_text_document").unwrap();
         }
         let hf = Recipe::named("llama-1b").unwrap().model_config(None).unwrap();
-        if r.name == "finetune-hf" {
+        if ["finetune-hf", "sft"].contains(&r.name) {
             recipe.set("model.hf=/models/llama").unwrap();
+        }
+        if recipe.config.train.epochs.is_some() {
+            recipe.set("train.steps=100").unwrap(); // epochs need the data
         }
         let resolved = recipe.resolve(Some(&hf)).unwrap_or_else(|e| panic!("{}: {e}", r.name));
         let text = resolved.config.to_toml();
