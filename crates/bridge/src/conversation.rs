@@ -222,10 +222,10 @@ mod tests {
             "chat_template_kwargs": {"enable_thinking": false}}"#;
         let variables = chat(line).variables;
         assert_eq!(variables[0].0, "enable_thinking");
-        assert_eq!(variables[1].1.to_string(), r#"[{"type": "f", "about": {"z": 1, "a": 2}}]"#);
+        assert_eq!(variables[1].1.to_string(), "[{'type': 'f', 'about': {'z': 1, 'a': 2}}]");
         let text =
             line.replace("[{\"type\": \"f\", \"about\": {\"z\": 1, \"a\": 2}}]", r#""[{\"type\": \"f\"}]""#);
-        assert_eq!(chat(&text).variables[1].1.to_string(), r#"[{"type": "f"}]"#);
+        assert_eq!(chat(&text).variables[1].1.to_string(), "[{'type': 'f'}]");
     }
 
     #[test]

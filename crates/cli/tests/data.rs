@@ -94,7 +94,9 @@ fn bad_input_is_named_and_leaves_nothing() {
     }
     std::fs::write(&bad, "{}").unwrap();
     fails(&["data", "build", path(&good), path(&bad), "--output", path(&out)], 1);
-    assert!(fails(&["data", "build", path(dir.path()), "--output", path(&out)], 1).contains("folder"));
+    let empty = tempfile::tempdir().unwrap();
+    let error = fails(&["data", "build", path(empty.path()), "--output", path(&out)], 1);
+    assert!(error.contains("holds no data") && error.contains(".jsonl"), "{error}");
     assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 1).contains("missing.txt"));
     fails(&["data", "build", path(&good)], 2);
     assert_eq!(names(dir.path()), ["bad.jsonl", "good.txt"]);

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::fs;
 use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use ferrotron_core::Error;
 use ferrotron_core::data::mt19937::Mt19937;
@@ -341,15 +342,15 @@ fn whole_files_become_documents() {
         Input { path, format: TextFormat::Whole }
     };
     let inputs: Vec<Input> = contents.iter().enumerate().map(input).collect();
-    let pieces = Cell::new(0);
+    let pieces = AtomicUsize::new(0);
     let tokenize = |text: &str| {
-        pieces.set(pieces.get() + 1);
+        pieces.fetch_add(1, Relaxed);
         assert!(text.len() <= 9 << 20);
         bytes(text)
     };
     let summary = build(&inputs, &tokenize, Some(0), &vocab(256), &out, &|_, _| {}).unwrap();
     // One, two, none, three and one.
-    assert_eq!(pieces.get(), 7);
+    assert_eq!(pieces.load(Relaxed), 7);
     assert_eq!((summary.documents, summary.skipped), (4, 1));
     assert_eq!(summary.bytes, contents.iter().map(|c| c.len() as u64).sum::<u64>());
     let data = IndexedDataset::open(&out).unwrap();

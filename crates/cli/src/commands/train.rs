@@ -80,8 +80,7 @@ pub struct Args {
     /// Number of ranks, as threads of this process; sets parallel.dp to N / (tp x cp x pp) [default: tp x cp x pp x dp]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
-    /// Data: .jsonl or text files, a folder, a glob, the prefix of a .bin/.idx pair, or "embedded" (data.path); repeat it to
-    /// blend several, with weights if you like: 0.8:PATH
+    /// Text or .jsonl files, folder, glob, prefix of a .bin/.idx pair, "embedded" (data.path); repeat it to blend
     #[arg(long, value_name = "[WEIGHT:]PATH")]
     pub data: Vec<String>,
     /// Override a recipe key; can be repeated

@@ -68,7 +68,9 @@ pub fn expand(path: &Path) -> Result<Vec<PathBuf>> {
         return Ok(vec![path.to_path_buf()]);
     }
     let wrong = |what: String| Error::damaged(path, what);
-    let found = glob::glob(&text).map_err(|e| wrong(format!("is not a glob ({e})")))?;
+    // As a shell has it: `*` finds no hidden file.
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+    let found = glob::glob_with(&text, options).map_err(|e| wrong(format!("is not a glob ({e})")))?;
     let mut files = Vec::new();
     for entry in found {
         let file = entry.map_err(|e| wrong(format!("cannot be searched ({e})")))?;
