@@ -45,8 +45,11 @@ fn setting(alone: bool) -> Resolved {
     recipe(&set)
 }
 
+/// Steps and the bits of their losses.
+type Losses = Vec<(u64, u64)>;
+
 /// Loss bits of steps and evaluations, and steps of checkpoints.
-fn summary(events: &[Event]) -> (Vec<(u64, u64)>, Vec<(u64, u64)>, Vec<u64>) {
+fn summary(events: &[Event]) -> (Losses, Losses, Vec<u64>) {
     let (mut steps, mut evals, mut saves) = (Vec::new(), Vec::new(), Vec::new());
     for e in events {
         match e {
