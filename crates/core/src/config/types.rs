@@ -1,6 +1,7 @@
 //! Types of configuration values: enumerations, and values with several spellings.
 
 mod architecture;
+mod data;
 mod groups;
 mod muon;
 mod offload;
@@ -9,6 +10,7 @@ mod training;
 mod written;
 
 pub use architecture::{DispatcherType, DropPolicy, PositionKind, RouterPrecision};
+pub use data::{DataFormat, Truncation};
 pub use groups::{ParamGroup, ParamGroupList};
 pub use muon::{
     MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
@@ -16,8 +18,8 @@ pub use muon::{
 pub use offload::{OffloadModule, OffloadedActivations, OptimizerCompute};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    CudaGraphMode, DataFormat, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute,
-    RecomputeModule, SaveFailurePolicy, Truncation, WeightDecayStyle, WsdStyle,
+    CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
+    SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
 pub use written::{ByteCount, Count, DataSplit, OneOrMany};
 
