@@ -173,12 +173,12 @@ fn fault(name: &str, words: &[&str]) {
 
 #[test]
 fn another_shape_is_named_on_every_rank() {
-    fault("another shape", &["all-reduce", "'stop'", "[3]", "[7]"]);
+    fault("another shape", &["all-reduce", "'requests'", "[5]", "[7]"]);
 }
 
 #[test]
 fn a_skipped_collective_is_named_on_every_rank() {
-    fault("skipped", &["'stop'"]);
+    fault("skipped", &["'requests'"]);
 }
 
 /// One rank of a run whose rank 2 fails after a step. Only this test can inject faults; the binary cannot.

@@ -1,5 +1,5 @@
 //! The least time a training step can take, part by part: FLOPs over the speed of a large GEMM, bytes that must move
-//! once over the speed of memory.
+//! once over the speed of memory. What the recipe recomputes counts again.
 
 use crate::Result;
 use crate::config::{MasterDtype, OptimizerKind, Resolved};
@@ -87,12 +87,18 @@ pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<
     let (fprop, backward) = c.fp8_gemm.unwrap_or((c.gemm, c.gemm));
     let gemm = |w: &GemmFlops| (w.bf16 / c.gemm + w.fp8_fprop / fprop + w.fp8_backward / backward) / 1e12;
     let dense = GemmFlops { bf16: 0.0, ..work.dense };
+    let again = r.config.train.recompute.modules();
+    let times = |recomputed: bool| if recomputed { 2.0 } else { 1.0 };
     // Forward has two GEMMs of the scores, backward five.
-    let attention = attention_flops * (1.0 / c.attention.0 + 2.5 / c.attention.1) / 1e12;
+    let forwards = times(again.layer || again.attention);
+    let attention = attention_flops * (forwards / c.attention.0 + 2.5 / c.attention.1) / 1e12;
     let bytes = |n: f64| n / (c.memory * 1e9);
     let norms = if m.post_norms { 4.0 } else { 2.0 };
     // Reads and writes of forward and backward.
-    let widths = if m.gated { 3.0 + 5.0 } else { 2.0 + 3.0 };
+    let forwards = times(again.layer || again.mlp || again.activation);
+    let widths = if m.gated { forwards * 3.0 + 5.0 } else { forwards * 2.0 + 3.0 };
+    // With a residual addition forward moves four widths, as does backward.
+    let norm_widths = 4.0 * times(again.layer || again.norm) + 4.0;
     let rotated = match &m.mla {
         None => (m.heads + 2 * m.kv_heads) * m.head_dim,
         Some(l) => (m.heads + 1) * l.rope_dim,
@@ -103,7 +109,7 @@ pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<
         (KernelCategory::Fp8Gemm, gemm(&dense)),
         (KernelCategory::Quantize, bytes(work.quantized_bytes)),
         (KernelCategory::Attention, attention),
-        (KernelCategory::Norms, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
+        (KernelCategory::Norms, bytes((norms * l * norm_widths + 8.0) * tokens * h * size)),
         (KernelCategory::Activation, bytes(work.activations * widths * size)),
         (KernelCategory::GroupedGemm, gemm(&work.experts)),
         (KernelCategory::ExpertActivation, bytes(work.expert_activations * widths * size)),
@@ -168,8 +174,13 @@ impl Work {
     fn of(shape: &StepShape, description: &ModelDescription) -> Work {
         let mut work = Work::default();
         for g in description.gemms() {
-            let experts = g.names[0].contains(".moe.experts.");
-            if experts { work.experts.add(g) } else { work.dense.add(g) }
+            let name = g.names[0].as_str();
+            let of = if name.contains(".moe.experts.") { &mut work.experts } else { &mut work.dense };
+            of.add(g);
+            // Recomputation ends with what backward reads: not with the last linear of an MLP.
+            if g.recomputed && !name.ends_with(".mlp.down") {
+                of.add(g);
+            }
         }
         let tokens = shape.micro_batch.tokens() as f64;
         let fprop = description.gemms().filter(|g| g.gemm == LinearGemm::Fprop);

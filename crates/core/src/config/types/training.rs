@@ -132,7 +132,7 @@ impl PipelineSchedule {
 choice! {
     /// A module whose activations backward recomputes.
     RecomputeModule {
-        /// The norms.
+        /// The norms, and in MoE layers the rows sorted by expert.
         Norm = "norm",
         /// Attention.
         Attention = "attention",

@@ -152,6 +152,10 @@ impl LayerBuilder<'_> {
             Some(q) if q.wgrad && !q.recipe.emulated() => {
                 self.save_fp8("experts.x", [width, sorted], &q);
             }
+            // Kept in arrival order and sorted again.
+            _ if self.shape.recompute.norm && rows.arrived < sorted => {
+                self.save("experts.x", &[rows.arrived, width], dtype);
+            }
             _ => self.save("experts.x", &[sorted, width], dtype),
         }
         match down.quant {
