@@ -73,7 +73,8 @@ impl Stream {
         self.cuda.as_ref().is_some_and(|cuda| cuda.is_capturing())
     }
 
-    pub(crate) fn id(&self) -> u32 {
+    /// Its number on the device.
+    pub fn id(&self) -> u32 {
         self.id
     }
 

@@ -5,22 +5,25 @@ use ferrotron_tensor::trace::STAGING;
 use ferrotron_tensor::{Category, DType, DeviceKind, Event, Result, Stream, Tensor, read};
 use std::sync::{Mutex, PoisonError};
 
-/// A rank's staging streams, one per device. No work runs on them; they own the memory of staged buffers, so that it
-/// is reused only after its readers.
+/// A rank's staging streams, one per stream that communicates. No work runs on them; they own the memory of staged buffers, so
+/// that it is reused only after its readers. With one for all, a small value that the host reads would wait for the gathers of
+/// weights on another stream.
 #[derive(Default)]
 pub(super) struct Staging {
-    streams: Mutex<Vec<Stream>>,
+    /// By the number of the stream that communicates.
+    streams: Mutex<Vec<(u32, Stream)>>,
 }
 
 impl Staging {
     fn stream(&self, user: &Stream) -> Result<Stream> {
         let device = user.device();
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(s) = streams.iter().find(|s| s.device() == device) {
+        let known = streams.iter().find(|(of, s)| *of == user.id() && s.device() == device);
+        if let Some((_, s)) = known {
             return Ok(s.clone());
         }
         let stream = device.stream(STAGING)?.with_rank(user.rank());
-        streams.push(stream.clone());
+        streams.push((user.id(), stream.clone()));
         Ok(stream)
     }
 

@@ -15,6 +15,7 @@ use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::moe::MoeCounters;
 use ferrotron_engine::offload::{ActivationOffload, OffloadChoice, OffloadReport};
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
+use ferrotron_tensor::trace::READBACK;
 use ferrotron_tensor::{Category, Stream, Tensor};
 
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
@@ -129,7 +130,8 @@ impl StepRunner {
                 steps: 0,
             },
             dropout: c.dropout.hidden as f32,
-            readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
+            // Urgent: its small copies and collectives must not queue behind the kernels of the next step.
+            readback: rank.device().urgent_stream(READBACK)?.with_rank(rank.world.rank()),
             recompute: c.train.recompute.modules(),
             mlp_chunk: c.train.mlp_chunk,
             offload: activation_offload(rank, r, estimate)?,

@@ -22,6 +22,10 @@ pub struct CommunicationTime {
 }
 
 impl Activity {
+    fn is_collective_of_step(&self) -> bool {
+        self.kind == ActivityKind::Collective && self.is_communication()
+    }
+
     /// The group of a collective, whose details are `group: 'label'`.
     fn group(&self) -> &str {
         self.detail.split_once(": ").map_or(self.detail.as_str(), |(group, _)| group)
@@ -33,13 +37,12 @@ impl Trace {
     /// kind, so that kinds may sum up to more than [`Trace::overlap`] says.
     pub fn by_communication(&self) -> Vec<CommunicationTime> {
         let mut kinds: BTreeMap<(&str, &str), u64> = BTreeMap::new();
-        for a in self.activities.iter().filter(|a| a.kind == ActivityKind::Collective) {
+        for a in self.activities.iter().filter(|a| a.is_collective_of_step()) {
             *kinds.entry((a.group(), &a.name)).or_default() += 1;
         }
         let time = |((group, op), calls): ((&str, &str), u64)| {
-            let of_kind = |a: &Activity| {
-                a.kind == ActivityKind::Collective && (a.group(), a.name.as_str()) == (group, op)
-            };
+            let of_kind =
+                |a: &Activity| a.is_collective_of_step() && (a.group(), a.name.as_str()) == (group, op);
             let c = self.coverage(of_kind, Activity::is_compute);
             let (group, op) = (group.to_string(), op.to_string());
             let (total, hidden) = (c.total, c.same_rank);

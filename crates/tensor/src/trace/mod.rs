@@ -26,6 +26,10 @@ pub const COMMUNICATION: &str = "communication";
 /// Name of streams that own staging memory of transfers between ranks; nothing on them counts as computation.
 pub const STAGING: &str = "staging";
 
+/// Name of streams on which hosts read results of a step and agree on the next one; their collectives wait for the step, and
+/// nothing of it waits for them.
+pub const READBACK: &str = "readback";
+
 /// Names of streams that move tensors to host memory and back; nothing on them counts as computation.
 pub const OFFLOAD: [&str; 2] = ["offload", "reload"];
 

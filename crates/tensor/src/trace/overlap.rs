@@ -1,6 +1,6 @@
 //! Overlap of communication with computation.
 
-use super::{Activity, ActivityKind, COMMUNICATION, OFFLOAD, STAGING, Trace};
+use super::{Activity, ActivityKind, COMMUNICATION, OFFLOAD, READBACK, STAGING, Trace};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Time spent in one kind of work, summed over ranks, and how much of it another kind of work overlaps.
@@ -39,14 +39,15 @@ pub struct Overlap {
 impl Activity {
     /// True for a kernel that is not part of communication.
     pub fn is_compute(&self) -> bool {
-        let aside = [COMMUNICATION, STAGING].iter().chain(&OFFLOAD).any(|name| self.stream_name == *name);
+        let aside =
+            [COMMUNICATION, STAGING, READBACK].iter().chain(&OFFLOAD).any(|name| self.stream_name == *name);
         self.kind == ActivityKind::Kernel && !self.in_collective && !aside
     }
 
-    /// True for a collective, or a kernel on a communication stream.
+    /// True for a collective of the step, or a kernel on a communication stream.
     pub fn is_communication(&self) -> bool {
         match self.kind {
-            ActivityKind::Collective => true,
+            ActivityKind::Collective => self.stream_name != READBACK,
             ActivityKind::Kernel => self.stream_name == COMMUNICATION,
             ActivityKind::Region => false,
         }
@@ -54,7 +55,8 @@ impl Activity {
 
     /// True for a kernel that moves or reduces data between ranks.
     pub fn is_transfer(&self) -> bool {
-        self.kind == ActivityKind::Kernel && (self.in_collective || self.stream_name == COMMUNICATION)
+        let collective = self.in_collective && self.stream_name != READBACK;
+        self.kind == ActivityKind::Kernel && (collective || self.stream_name == COMMUNICATION)
     }
 }
 
