@@ -1,6 +1,7 @@
 //! Devices: where memory lives and kernels run.
 
 use crate::cuda::{CudaContext, CudaStream, GpuInfo, Priority};
+use crate::host_fault::HostFaults;
 use crate::host_memory::HostPool;
 use crate::memory::MemoryAccount;
 use crate::pool::MemoryPool;
@@ -51,6 +52,7 @@ pub(crate) struct DeviceInner {
     pub(crate) threads: Threads,
     pub(crate) pool: MemoryPool,
     pub(crate) host_pool: HostPool,
+    pub(crate) host_faults: HostFaults,
     pub(crate) account: MemoryAccount,
     checker: Option<Mutex<RaceChecker>>,
     /// What is recorded about launches, if anything.
@@ -162,6 +164,7 @@ impl Device {
             context,
             threads,
             host_pool: HostPool::default(),
+            host_faults: HostFaults::default(),
             account: MemoryAccount::default(),
             checker,
             recorders,

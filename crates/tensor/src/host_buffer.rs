@@ -1,10 +1,10 @@
 //! Host memory that a device copies into while it goes on computing.
 
 use crate::cuda::{CudaEvent, PinnedMemory};
-use crate::{Device, Result, Stream, Tensor, read, shape_error};
+use crate::{Device, Error, Result, Stream, Tensor, read, shape_error};
 
-/// Host memory: pinned for a CUDA device, so that [`Stream::copy_to_host`] does not block; plain on the CPU. It may be
-/// handed to another thread, which waits for the copies when it reads.
+/// Host memory: pinned for a CUDA device, so that [`Stream::copy_to_host`] does not block; plain on the CPU, and where the
+/// system refuses pinned memory. It may be handed to another thread, which waits for the copies when it reads.
 pub struct HostBuffer {
     memory: Memory,
     /// The last copy into it of each stream, by stream id.
@@ -19,9 +19,18 @@ enum Memory {
 impl HostBuffer {
     /// Allocates memory for copies from `device`.
     pub fn new(device: &Device, bytes: usize) -> Result<HostBuffer> {
-        let memory = match &device.inner.context {
-            None => Memory::Plain(vec![0; bytes]),
-            Some(context) => Memory::Pinned(PinnedMemory::new(context, bytes)?),
+        let pinned = device.inner.host_faults.check_pinned().and_then(|()| match &device.inner.context {
+            None => Ok(Memory::Plain(plain(bytes)?)),
+            Some(context) => Ok(Memory::Pinned(PinnedMemory::new(context, bytes)?)),
+        });
+        let memory = match pinned {
+            Ok(memory) => memory,
+            Err(e @ Error::HostMemory { .. }) => return Err(e),
+            Err(refused) => {
+                let memory = plain(bytes)?;
+                device.inner.host_pool.warn_pageable(&refused.to_string());
+                Memory::Plain(memory)
+            }
         };
         Ok(HostBuffer { memory, copies: Vec::new() })
     }
@@ -74,6 +83,15 @@ impl HostBuffer {
     }
 }
 
+/// Memory that the system may page.
+fn plain(bytes: usize) -> Result<Vec<u8>> {
+    let mut memory = Vec::new();
+    let why = |e: std::collections::TryReserveError| Error::HostMemory { bytes, why: e.to_string() };
+    memory.try_reserve_exact(bytes).map_err(why)?;
+    memory.resize(bytes, 0);
+    Ok(memory)
+}
+
 impl From<Vec<u8>> for HostBuffer {
     fn from(bytes: Vec<u8>) -> HostBuffer {
         HostBuffer { memory: Memory::Plain(bytes), copies: Vec::new() }
@@ -105,10 +123,18 @@ impl Stream {
                 bytes[at..at + len].copy_from_slice(l.slice::<u8>(0)?);
                 Ok(())
             }
-            (Some(cuda), Memory::Pinned(pinned)) => {
+            (Some(cuda), memory) => {
+                cuda.refuse_capture("copy to host")?;
+                let start = match memory {
+                    Memory::Plain(bytes) => bytes.as_mut_ptr() as u64,
+                    Memory::Pinned(pinned) => pinned.address() as u64,
+                };
                 // SAFETY: the argument has that many bytes; the range was checked above. The event recorded here is
                 // waited for before the memory is read or freed.
-                unsafe { pinned.download(cuda, l.address(0)?, at, len)? };
+                unsafe {
+                    let ends = (l.address(0)?, start + at as u64);
+                    cuda.context().copy(cuda, "copy to host", ends, len)?;
+                }
                 let done = CudaEvent::record(cuda)?;
                 match copies.iter_mut().find(|(stream, _)| *stream == self.id()) {
                     Some((_, last)) => *last = done,

@@ -1,15 +1,16 @@
 //! Host memory as tensors of a device: pinned for a GPU, so that copies to and from it run beside computation; on the CPU
-//! device plain memory with an account of its own, so that offloading can be tested there.
+//! device plain memory with an account of its own, so that offloading can be tested there. Where the system refuses pinned
+//! memory, pageable memory takes its place, with a warning: slower, with the same bits.
 //!
 //! The pool is stream-ordered like that of device memory: a freed block is reused by the stream that allocated it, which must
 //! have waited for other streams that used it.
 
-use crate::cuda::PinnedMemory;
+use crate::cuda::{PageableMemory, PinnedMemory};
 use crate::device::DeviceInner;
 use crate::host_pages::PlainMemory;
 use crate::{Error, Result, format_bytes};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
 /// Smallest block: a page.
@@ -26,6 +27,7 @@ pub(crate) struct HostBlock {
 enum Memory {
     Plain(PlainMemory),
     Pinned(PinnedMemory),
+    Pageable(PageableMemory),
 }
 
 impl HostBlock {
@@ -33,6 +35,7 @@ impl HostBlock {
         match &self.memory {
             Memory::Plain(plain) => plain.address(),
             Memory::Pinned(pinned) => pinned.address(),
+            Memory::Pageable(pageable) => pageable.address(),
         }
     }
 }
@@ -46,6 +49,8 @@ pub(crate) struct HostPool {
     reserved: AtomicUsize,
     now: AtomicUsize,
     peak: AtomicUsize,
+    /// Whether the user knows that memory is pageable.
+    warned: AtomicBool,
 }
 
 /// Bytes of host memory that a device's tensors use.
@@ -104,11 +109,12 @@ impl HostPool {
                 format!("the budget is {budget}, of which {in_use} are in use; raise offload.host_budget");
             return Err(Error::HostMemory { bytes, why });
         }
-        let memory = match &device.context {
-            None => PlainMemory::new(bytes).map(Memory::Plain).ok_or_else(|| "there is no more".to_string()),
-            Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
-        };
-        let memory = memory.map_err(|refused| {
+        let memory = pinned(device, bytes).or_else(|refused| {
+            let memory = pageable(device, bytes).map_err(|e| format!("{refused}; {e}"))?;
+            self.warn_pageable(&refused);
+            Ok(memory)
+        });
+        let memory = memory.map_err(|refused: String| {
             let why = format!(
                 "{refused}, beside the {} in use; offload less, or give the process more memory (that of a container counts)",
                 format_bytes(reserved)
@@ -117,6 +123,17 @@ impl HostPool {
         })?;
         self.reserved.fetch_add(bytes, Relaxed);
         Ok(HostBlock { memory, bytes })
+    }
+
+    /// Says once that memory is not pinned, and what that costs.
+    pub(crate) fn warn_pageable(&self, refused: &str) {
+        if !self.warned.swap(true, Relaxed) {
+            tracing::warn!(
+                "the system refuses pinned host memory ({refused}); pageable memory takes its place: results are the same, \
+                 but copies to and from it run at a fraction of the link's rate and hold up the step; raise the limits of \
+                 locked memory and of the container, or offload less"
+            );
+        }
     }
 
     /// Returns free blocks to the system. Freeing pinned memory waits for the device.
@@ -138,6 +155,27 @@ impl HostPool {
     }
 }
 
+/// Memory that copies run to and from beside computation; the error says why there is none.
+fn pinned(device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
+    device.host_faults.check_pinned().map_err(|e| e.to_string())?;
+    match &device.context {
+        None => plain(bytes),
+        Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
+    }
+}
+
+/// Memory for which they wait.
+fn pageable(device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
+    match &device.context {
+        None => plain(bytes),
+        Some(context) => PageableMemory::new(context, bytes).map(Memory::Pageable).map_err(|e| e.to_string()),
+    }
+}
+
+fn plain(bytes: usize) -> Result<Memory, String> {
+    PlainMemory::new(bytes).map(Memory::Plain).ok_or_else(|| "there is no more".to_string())
+}
+
 /// Rounds up to a multiple of a quarter of the power of two below, so that sizes which vary a little share blocks and under
 /// a quarter is unused; of large blocks, which are most of the memory, to a large page.
 fn size_class(bytes: usize) -> usize {
@@ -152,7 +190,8 @@ fn size_class(bytes: usize) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Category, DType, Device, Instrumentation, Tensor, Threads};
+    use crate::{Category, DType, Device, HostBuffer, HostFault, Instrumentation, Tensor, Threads};
+    use std::sync::Arc;
 
     fn device() -> Device {
         let watch = Instrumentation { race_check: true, ..Default::default() };
@@ -206,6 +245,78 @@ mod tests {
         drop(a);
         // Free blocks of another size are returned first.
         Tensor::host(&s, &[3 * MIN_BYTES], DType::U8).unwrap();
+    }
+
+    /// Messages of warnings.
+    #[derive(Clone, Default)]
+    struct Warnings(Arc<Mutex<Vec<String>>>);
+
+    impl tracing::field::Visit for Warnings {
+        fn record_debug(&mut self, _: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+            self.0.lock().unwrap().push(format!("{value:?}"));
+        }
+    }
+
+    impl tracing::Subscriber for Warnings {
+        fn enabled(&self, metadata: &tracing::Metadata) -> bool {
+            *metadata.level() == tracing::Level::WARN
+        }
+        fn new_span(&self, _: &tracing::span::Attributes) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn event(&self, event: &tracing::Event) {
+            event.record(&mut self.clone());
+        }
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
+    #[test]
+    fn pageable_memory_replaces_pinned_memory_that_is_refused_and_one_warning_says_so() {
+        let warnings = Warnings::default();
+        tracing::subscriber::with_default(warnings.clone(), || {
+            let device = device();
+            let s = device.stream("offload").unwrap();
+            let x = s.upload(&[1f32, 2.0, 3.0], &[3], Category::Activations).unwrap();
+            let before = Tensor::host(&s, &[3], DType::F32).unwrap();
+            assert!(warnings.0.lock().unwrap().is_empty());
+            device.inject(HostFault::PinnedRefused);
+            let mut buffer = HostBuffer::new(&device, 12).unwrap();
+            s.copy_to_host(&x, &mut buffer, 0).unwrap();
+            for host in [before, Tensor::host(&s, &[3], DType::F32).unwrap()] {
+                s.copy(&x, &host).unwrap();
+                let back = Tensor::empty(&s, &[3], DType::F32, Category::Activations).unwrap();
+                s.copy(&host, &back).unwrap();
+                assert_eq!(s.download::<f32>(&back).unwrap(), [1.0, 2.0, 3.0]);
+                assert_eq!(s.read_host(&host, <[u8]>::to_vec).unwrap(), buffer.bytes().unwrap());
+            }
+            // The budget is kept.
+            device.set_host_budget(Some(3 * MIN_BYTES));
+            let e = Tensor::host(&s, &[4 * MIN_BYTES], DType::U8).unwrap_err().to_string();
+            assert!(e.contains("offload.host_budget"), "{e}");
+        });
+        let said = warnings.0.lock().unwrap();
+        let [warning] = &said[..] else { panic!("{said:?}") };
+        for part in
+            ["refuses pinned host memory", "refused by a test", "fraction of the link's rate", "offload less"]
+        {
+            assert!(warning.contains(part), "{warning}");
+        }
+    }
+
+    #[test]
+    fn a_copy_that_fails_is_an_error_that_names_it() {
+        let device = device();
+        let s = device.stream("offload").unwrap();
+        let x = s.zeros(&[3], DType::F32, Category::Activations).unwrap();
+        let host = Tensor::host(&s, &[3], DType::F32).unwrap();
+        device.inject(HostFault::CopyFails { after: 1 });
+        s.copy(&x, &host).unwrap();
+        let e = s.copy(&host, &x).unwrap_err().to_string();
+        assert!(e.contains("copy from host"), "{e}");
+        s.copy(&host, &x).unwrap();
     }
 
     /// Memory that another thread reads is not written meanwhile, nor afterwards without an event.

@@ -60,6 +60,9 @@ impl Stream {
             (true, false) => "copy from host",
             _ => "copy",
         };
+        if from.is_on_host() || to.is_on_host() {
+            self.device().inner.host_faults.check_copy(name)?;
+        }
         self.launch(name, &[read(&from), write(&to)], |l| match l.cuda {
             None => {
                 l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
@@ -67,7 +70,9 @@ impl Stream {
             }
             // SAFETY: both are arguments of that many bytes, the second is declared as written, and they do not
             // overlap.
-            Some(cuda) => unsafe { cuda.context().copy(cuda, l.address(0)?, l.address(1)?, to.numel()) },
+            Some(cuda) => unsafe {
+                cuda.context().copy(cuda, name, (l.address(0)?, l.address(1)?), to.numel())
+            },
         })
     }
 

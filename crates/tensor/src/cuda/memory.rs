@@ -2,7 +2,7 @@
 
 use super::pinned_pages::{self, PinnedBy};
 use super::{CudaContext, CudaEvent, CudaStream, check};
-use crate::Result;
+use crate::{Error, Result};
 use cudarc::driver::sys;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -105,30 +105,67 @@ impl PinnedMemory {
         // SAFETY: as above, and nobody else has it.
         unsafe { std::slice::from_raw_parts_mut(self.host as *mut u8, self.bytes) }
     }
-
-    /// Enqueues a copy from device memory to bytes `at..at + bytes`.
-    ///
-    /// # Safety
-    /// `from` is valid for reads of that length by work on `cuda`, the range is inside, and nobody reads or frees the
-    /// memory before the copy is complete.
-    pub(crate) unsafe fn download(
-        &mut self,
-        cuda: &CudaStream,
-        from: u64,
-        at: usize,
-        bytes: usize,
-    ) -> Result<()> {
-        cuda.refuse_capture("copy device to host")?;
-        // SAFETY: guaranteed by the caller.
-        let status = unsafe { sys::cuMemcpyAsync((self.host + at) as _, from, bytes, cuda.raw()) };
-        check("copy device to host", status)
-    }
 }
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
             pinned_pages::free(self.host, self.bytes, self.by);
+        }
+    }
+}
+
+/// Host memory that the system may page, freed on drop: managed memory that stays on the host and that the device's kernels
+/// and copies reach there.
+pub(crate) struct PageableMemory {
+    context: Arc<CudaContext>,
+    at: u64,
+}
+
+impl PageableMemory {
+    pub(crate) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<PageableMemory> {
+        use sys::{CUmem_advise as Advice, CUmemLocation, CUmemLocationType as Place};
+        const OP: &str = "pageable memory";
+        context.enter()?;
+        let (ordinal, mut device, mut shared) = (context.info.ordinal as i32, 0, 0);
+        let attribute = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS;
+        // SAFETY: out-pointers to locals; the ordinal is that of an open device.
+        unsafe {
+            check(OP, sys::cuDeviceGet(&mut device, ordinal))?;
+            check(OP, sys::cuDeviceGetAttribute(&mut shared, attribute, device))?;
+        }
+        // Since CUDA 12.2 the driver can be told where memory stays.
+        if shared == 0 || context.info.driver < 12020 {
+            let what = "this driver cannot share pageable memory with the GPU".into();
+            return Err(Error::Cuda { op: OP, what });
+        }
+        let mut at = 0;
+        let attach = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
+        // SAFETY: the out-pointer is a local; the context is current.
+        check(OP, unsafe { sys::cuMemAllocManaged(&mut at, bytes.max(1), attach) })?;
+        let memory = PageableMemory { context: context.clone(), at };
+        let host = CUmemLocation { type_: Place::CU_MEM_LOCATION_TYPE_HOST, id: 0 };
+        let gpu = CUmemLocation { type_: Place::CU_MEM_LOCATION_TYPE_DEVICE, id: ordinal };
+        // SAFETY: all of the allocation above.
+        unsafe {
+            let stays = Advice::CU_MEM_ADVISE_SET_PREFERRED_LOCATION;
+            check(OP, sys::cuMemAdvise_v2(at, bytes.max(1), stays, host))?;
+            check(OP, sys::cuMemAdvise_v2(at, bytes.max(1), Advice::CU_MEM_ADVISE_SET_ACCESSED_BY, gpu))?;
+        }
+        Ok(memory)
+    }
+
+    /// Its address, the same on host and device.
+    pub(crate) fn address(&self) -> usize {
+        self.at as usize
+    }
+}
+
+impl Drop for PageableMemory {
+    fn drop(&mut self) {
+        if self.context.enter().is_ok() {
+            // SAFETY: allocated in `new`; freeing waits for the device.
+            let _ = unsafe { sys::cuMemFree_v2(self.at) };
         }
     }
 }
@@ -211,16 +248,22 @@ impl CudaContext {
         self.faults()
     }
 
-    /// Enqueues a copy within the device, or to or from pinned host memory.
+    /// Enqueues a copy within the device, or to or from host memory; with memory that is not pinned, the host may wait for it.
     ///
     /// # Safety
     /// `from` and `to` are valid for reads and writes of that length by work on `cuda`, and do not overlap.
-    pub(crate) unsafe fn copy(&self, cuda: &CudaStream, from: u64, to: u64, bytes: usize) -> Result<()> {
+    pub(crate) unsafe fn copy(
+        &self,
+        cuda: &CudaStream,
+        op: &'static str,
+        (from, to): (u64, u64),
+        bytes: usize,
+    ) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: guaranteed by the caller.
-        check("copy", unsafe { sys::cuMemcpyAsync(to, from, bytes, cuda.raw()) })
+        check(op, unsafe { sys::cuMemcpyAsync(to, from, bytes, cuda.raw()) })
     }
 
     /// Enqueues a memset to zero.

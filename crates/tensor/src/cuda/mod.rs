@@ -12,7 +12,7 @@ mod segment;
 mod stream;
 
 pub(crate) use graph::GraphExec;
-pub(crate) use memory::PinnedMemory;
+pub(crate) use memory::{PageableMemory, PinnedMemory};
 pub(crate) use segment::CudaSegments;
 pub(crate) use stream::{CudaEvent, CudaStream, Priority};
 

@@ -85,7 +85,7 @@ impl CudaStream {
 
     /// Refuses operations that a captured graph cannot hold: host copies, host waits, other streams, and autotuning
     /// by time.
-    pub(super) fn refuse_capture(&self, op: &'static str) -> Result<()> {
+    pub(crate) fn refuse_capture(&self, op: &'static str) -> Result<()> {
         match self.is_capturing() {
             true => Err(Error::Cuda {
                 op,
