@@ -15,6 +15,7 @@ use ferrotron_engine::{
     Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig, LmHeadSaved, NormLayer,
     NormSaved, Saved, SavedTensor, StepContext, Targets, UnitGuard, WeightGrad, run_to_completion,
 };
+use ferrotron_tensor::trace::{ActivityKind, Span};
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
 /// Dropout site after the embedding; its layer number is the number of decoder layers.
@@ -232,6 +233,12 @@ impl Chunk {
         ChunkUnits::enter(p, &self.units.backward, 0)
     }
 
+    /// Names a pass of a layer in traces.
+    fn layer_span(&self, p: &StepContext, pass: &'static str, i: usize) -> Result<Span> {
+        let layer = self.units.layers.start + i;
+        p.rank.compute.span(ActivityKind::Region, pass, format_args!("layer {layer}"))
+    }
+
     /// Embedding and decoder layers.
     async fn decoder_layers(
         &self,
@@ -254,6 +261,7 @@ impl Chunk {
         for (i, layer) in self.layers.iter().enumerate() {
             layers.before_forward(i)?;
             let _unit = ChunkUnits::enter(p, &self.units.forward, self.units.layer(i))?;
+            let _span = self.layer_span(p, "forward", i)?;
             let (y, saved) = layer.forward(p, x, &input.layout, &input.positions).await?;
             if train {
                 layers.push(offload, saved)?;
@@ -311,6 +319,7 @@ impl Chunk {
                 return shape_error("stage", "a layer has saved nothing for its backward pass");
             };
             let _unit = ChunkUnits::enter(p, &self.units.backward, self.units.layer_backward(i))?;
+            let _span = self.layer_span(p, "backward", i)?;
             let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx).await?;
             put(g)?;
             dx = d;
