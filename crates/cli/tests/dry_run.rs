@@ -32,6 +32,15 @@ fn dry_run_prints_what_a_run_costs() {
     assert!(stage["sent"]["tp"].as_u64() > Some(0) && stage["memory"]["activations"].as_u64() > Some(0));
 }
 
+/// What "auto" keeps on the device is printed with its reason; the configuration stays as it was set.
+#[test]
+fn dry_run_shows_how_much_state_is_offloaded() {
+    let set = ["--device", "cpu", "--set", "offload.optimizer=auto"];
+    let text = ok(&[&["train", "--dry-run"], &set[..]].concat());
+    assert!(text.contains("optimizer = \"auto\""), "{text}");
+    assert!(text.contains("offload.optimizer = 0") && text.contains("device is not known"), "{text}");
+}
+
 #[test]
 fn dry_run_shows_the_derived_communication_unit() {
     fn dry<'a>(more: &[&'a str]) -> Vec<&'a str> {

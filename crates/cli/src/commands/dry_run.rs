@@ -1,13 +1,15 @@
 //! `train --dry-run`: what a run would be and cost, before anything is allocated or written.
 
-use super::train::{Args, derived};
+use super::train::{Args, derived, device_memory};
 use crate::args::Global;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_bridge::model_source::tokenizer_at;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::cost::summary::timeline;
-use ferrotron_core::cost::{CostSummary, MemoryEstimate, StageCost, derived_comm_unit};
+use ferrotron_core::cost::{
+    CostSummary, MemoryEstimate, StageCost, derived_comm_unit, derived_state_offload, with_state_offload,
+};
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_tensor::format_bytes;
@@ -31,9 +33,10 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
     let resolved = &{
         let mut all = resolved.clone();
         all.derived.extend(derived_comm_unit(resolved)?);
+        all.derived.extend(derived_state_offload(resolved, device_memory(global))?);
         all
     };
-    let cost = CostSummary::of(resolved)?;
+    let cost = CostSummary::of(&*with_state_offload(resolved, device_memory(global))?)?;
     let groups = resolved.group_sizes()?;
     if global.json {
         output::print_json(&serde_json::json!({

@@ -12,7 +12,7 @@ use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved, refused_changes};
 use ferrotron_core::cost::summary::timeline;
-use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit};
+use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit, derived_state_offload};
 use ferrotron_core::data::{Sources, source};
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
@@ -162,6 +162,17 @@ fn check_memory(resolved: &Resolved, global: &Global) -> Result<()> {
         Some(memory) => Ok(check_fits(resolved, ranks, memory as usize)?),
         None => Ok(()),
     }
+}
+
+/// Memory of the GPU that a run would use, if there is one.
+pub fn device_memory(global: &Global) -> Option<usize> {
+    let all = gpus().unwrap_or_default();
+    let gpu = match global.device {
+        Device::Cpu => None,
+        Device::Cuda(ordinal) => all.get(ordinal),
+        Device::Auto => all.first(),
+    };
+    gpu.map(|gpu| gpu.memory)
 }
 
 /// Runs the command.
@@ -379,6 +390,8 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             }
             let mut resolved = run.resolved.clone();
             resolved.derived.extend(derived_comm_unit(&resolved)?);
+            let memory = device.gpu().map(|gpu| gpu.memory);
+            resolved.derived.extend(derived_state_offload(&resolved, memory)?);
             // Resolved on the device, so it is not among the recipe's derived values.
             let choice = run.trainer.cuda_graph_decision();
             if device.gpu().is_some() && resolved.config.train.cuda_graph == CudaGraphMode::Auto {

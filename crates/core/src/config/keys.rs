@@ -3,9 +3,9 @@
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     ByteCount, Count, CudaGraphMode, DataFormat, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format,
-    FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OneOrMany, OptimizerCompute, OptimizerKind,
-    Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute,
-    RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle, WsdStyle,
+    FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OffloadedState, OneOrMany, OptimizerCompute,
+    OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe,
+    Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -386,8 +386,9 @@ keys! {
         /// first ones of each model chunk); or a list of modules whose saved tensors move in all layers but the last of a chunk.
         activations: OffloadedActivations = OffloadedActivations::Off, "cpu_offloading", "cpu_offloading_num_layers", "cpu_offloading_activations", "fine_grained_activation_offloading", "offload_modules", "activation_offload";
         /// Fraction of the optimizer state (master weights and moments) kept in host memory, from 0 to 1: whole buckets of
-        /// parameters. A step reads and writes it there over the link.
-        optimizer: f64 = 0.0, "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_optimizer", "cpu_offload";
+        /// parameters. A step reads and writes it there over the link. "auto": as much as must be there for a step to fit on
+        /// the device by the estimate of its memory.
+        optimizer: OffloadedState = OffloadedState::Fraction(0.0), "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_optimizer", "cpu_offload";
         /// What updates optimizer state in host memory: "device" streams it through the device in chunks, "cpu" updates it in
         /// place with the CPU, and "auto" measures both in the first steps of a run on a GPU and takes the faster.
         optimizer_compute: OptimizerCompute = OptimizerCompute::Device, "optimizer_offload_compute", "offload_compute";

@@ -15,7 +15,7 @@ pub use groups::{ParamGroup, ParamGroupList};
 pub use muon::{
     MuonAdaptive, MuonCoefficients, MuonDecay, MuonProducts, MuonScale, MuonSettings, MuonTpMode,
 };
-pub use offload::{OffloadModule, OffloadedActivations, OptimizerCompute};
+pub use offload::{OffloadModule, OffloadedActivations, OffloadedState, OptimizerCompute};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
     CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,

@@ -30,7 +30,7 @@ impl Config {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.offload.activations.is_on() {
             Some("with offload.activations, host memory is allocated during the step")
-        } else if self.offload.optimizer > 0.0 {
+        } else if self.offload.optimizer.fraction() > 0.0 {
             Some("with offload.optimizer, copies of the last step run beside the next")
         } else if self.offload.host_shards().any() {
             Some("with offload.weights or offload.gradients, copies of the last step run beside the next")
@@ -122,7 +122,7 @@ impl Recipe {
                 );
             }
         }
-        self.within("offload.optimizer", offload.optimizer, 0.0, 1.0)
+        self.within("offload.optimizer", offload.optimizer.fraction(), 0.0, 1.0)
     }
 
     fn check_parallel(&self) -> Result<()> {

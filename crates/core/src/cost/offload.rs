@@ -2,12 +2,14 @@
 
 use super::MemoryEstimate;
 use crate::Result;
-use crate::config::{OptimizerCompute, Resolved};
+use crate::config::{Derived, OffloadedState, OptimizerCompute, Resolved};
 use crate::model::description::{
     Block, LayerDescription, Lifetime, ModelDescription, SavedTensor, StepShape,
 };
 use ferrotron_engine::Module;
 use ferrotron_engine::offload::{ChunkProfile, LayerProfile, OffloadChoice, OffloadPlan};
+use ferrotron_tensor::format_bytes;
+use std::borrow::Cow;
 
 /// Of a device's memory: allocations are rounded up and fragment, so a little must stay free.
 pub(super) const USABLE_PERCENT: usize = 95;
@@ -40,7 +42,7 @@ impl OffloadSettings {
         OffloadSettings {
             activations: c.activations.choice(),
             min_bytes: c.min_bytes.0 as usize,
-            optimizer: c.optimizer,
+            optimizer: c.optimizer.fraction(),
             optimizer_compute: c.optimizer_compute,
         }
     }
@@ -111,6 +113,63 @@ impl MemoryEstimate {
     }
 }
 
+/// Fractions of the optimizer state that "auto" chooses from: multiples of one of so many.
+const FRACTIONS: u32 = 64;
+
+/// The fraction of the optimizer state that `offload.optimizer = "auto"` has in host memory, the same on all ranks, with its
+/// reason: the least with which a step of every stage fits in the `memory` of a device, if that is known. None without "auto".
+fn chosen_state_offload(r: &Resolved, memory: Option<usize>) -> Result<Option<(f64, String)>> {
+    if r.config.offload.optimizer != OffloadedState::Auto {
+        return Ok(None);
+    }
+    let Some(capacity) = memory else {
+        return Ok(Some((0.0, "the memory of this device is not known, so all of it stays there".into())));
+    };
+    let mut estimate = MemoryEstimate::of(r)?;
+    let mut with = |steps: u32| {
+        estimate.offload.optimizer = f64::from(steps) / f64::from(FRACTIONS);
+        estimate.largest()
+    };
+    let usable = capacity / 100 * USABLE_PERCENT;
+    let [without, of] = [with(0)?.total(), capacity].map(format_bytes);
+    let needs = format!("a step needs about {without} of {of} with all of it on the device");
+    if with(0)?.total() <= usable {
+        return Ok(Some((0.0, format!("{needs}, which fits"))));
+    }
+    if with(FRACTIONS)?.total() > usable {
+        let least = format_bytes(with(FRACTIONS)?.total());
+        return Ok(Some((1.0, format!("{needs}, and still {least} with all of it in host memory"))));
+    }
+    // More of it in host memory never needs more on the device.
+    let (mut too_few, mut enough) = (0, FRACTIONS);
+    while enough - too_few > 1 {
+        let middle = (too_few + enough) / 2;
+        *if with(middle)?.total() <= usable { &mut enough } else { &mut too_few } = middle;
+    }
+    let bytes = with(enough)?;
+    let [total, host] = [bytes.total(), bytes.host].map(format_bytes);
+    let reason = format!("{needs}, {total} with {host} in host memory");
+    Ok(Some((f64::from(enough) / f64::from(FRACTIONS), reason)))
+}
+
+/// What `offload.optimizer = "auto"` becomes on devices of `memory` bytes, if that is known.
+pub fn derived_state_offload(r: &Resolved, memory: Option<usize>) -> Result<Option<Derived>> {
+    let chosen = chosen_state_offload(r, memory)?;
+    Ok(chosen.map(|(fraction, reason)| Derived {
+        key: "offload.optimizer",
+        value: fraction.to_string(),
+        reason,
+    }))
+}
+
+/// The recipe with that choice made.
+pub fn with_state_offload(r: &Resolved, memory: Option<usize>) -> Result<Cow<'_, Resolved>> {
+    let Some((fraction, _)) = chosen_state_offload(r, memory)? else { return Ok(Cow::Borrowed(r)) };
+    let mut chosen = r.clone();
+    chosen.config.offload.optimizer = OffloadedState::Fraction(fraction);
+    Ok(Cow::Owned(chosen))
+}
+
 /// The modules whose backward reads a saved tensor of a layer.
 fn modules(t: &SavedTensor, shape: &StepShape) -> &'static [Module] {
     const NAMES: [(&str, &[Module]); 15] = [
@@ -151,4 +210,64 @@ fn is_small(name: &str) -> bool {
     let last = name.rsplit('.').next().unwrap_or(name);
     matches!(last, "rstd" | "mean" | "logits" | "topk" | "probs" | "scales" | "z_loss")
         || name.starts_with("moe.aux_weights")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::workload;
+
+    fn recipe(set: &[&str]) -> Resolved {
+        let mut recipe = workload("llama-1b").unwrap();
+        set.iter().for_each(|s| recipe.set(s).unwrap());
+        recipe.resolve(None).unwrap()
+    }
+
+    fn total(r: &Resolved) -> usize {
+        MemoryEstimate::of(r).unwrap().largest().unwrap().total()
+    }
+
+    #[test]
+    fn state_leaves_the_device_as_far_as_a_step_needs() {
+        for layout in [&[][..], &["parallel.pp=2"], &["parallel.dp=2", "parallel.zero=1"]] {
+            let with = |fraction: String| {
+                let set = format!("offload.optimizer={fraction}");
+                recipe(&[layout, &["train.micro_batch=1", "train.global_batch=8", &set]].concat())
+            };
+            let (none, all) = (total(&with("0".into())), total(&with("1".into())));
+            assert!(all < none / 10 * 9, "{layout:?}: {all} of {none}");
+            let auto = with("auto".into());
+            let chosen = |usable: usize| {
+                let memory = usable / USABLE_PERCENT * 100 + 200;
+                let derived = derived_state_offload(&auto, Some(memory)).unwrap().unwrap();
+                let chosen = with_state_offload(&auto, Some(memory)).unwrap().into_owned();
+                let fraction = chosen.config.offload.optimizer.fraction();
+                assert_eq!((derived.key, derived.value), ("offload.optimizer", fraction.to_string()));
+                (fraction, total(&chosen), derived.reason)
+            };
+            let (fraction, _, reason) = chosen(none);
+            assert!(fraction == 0.0 && reason.ends_with("on the device, which fits"), "{reason}");
+            let (fraction, needed, reason) = chosen(all - (all >> 3));
+            assert!(fraction == 1.0 && needed == all && reason.contains("and still"), "{reason}");
+            for usable in [all, all + (none - all) / 3, none - (none >> 5)] {
+                let (fraction, needed, reason) = chosen(usable);
+                assert!(
+                    fraction > 0.0 && needed <= usable + 300,
+                    "{layout:?}, {usable}: {fraction}, {needed}"
+                );
+                assert!(reason.contains("in host memory"), "{reason}");
+                let less = total(&with(format!("{}", fraction - 1.0 / 64.0)));
+                assert!(less > usable, "{layout:?}, {usable}: {fraction} is more than is needed");
+            }
+        }
+    }
+
+    #[test]
+    fn without_known_memory_state_stays() {
+        let auto = recipe(&["offload.optimizer=auto"]);
+        let derived = derived_state_offload(&auto, None).unwrap().unwrap();
+        assert_eq!(derived.value, "0");
+        assert!(derived.reason.contains("is not known"), "{}", derived.reason);
+        assert!(derived_state_offload(&recipe(&["offload.optimizer=0.5"]), Some(1)).unwrap().is_none());
+    }
 }

@@ -17,7 +17,7 @@ use super::{CudaGraphDecision, state};
 use crate::Result;
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
-use crate::cost::{MemoryEstimate, advise};
+use crate::cost::{MemoryEstimate, advise, with_state_offload};
 use crate::data::Batches;
 use crate::events::Precision;
 use crate::optimizer::{LossScale, Optimizer, StateStorage};
@@ -50,6 +50,7 @@ pub struct Trainer {
 impl Trainer {
     /// Allocates the model and optimizer of a recipe and draws initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        let r = &with_state_offload(r, rank.device().gpu().map(|gpu| gpu.memory))?;
         let memory_estimate = MemoryEstimate::of(r)?;
         let trainer = Trainer::allocate(rank.clone(), r, memory_estimate.clone());
         advise(trainer, &rank, &memory_estimate)
@@ -69,7 +70,7 @@ impl Trainer {
         let storage = StateStorage {
             sharding,
             master: o.master_dtype,
-            on_host: offload.optimizer,
+            on_host: offload.optimizer.fraction(),
             compute: offload.optimizer_compute,
         };
         let optimizer =

@@ -44,6 +44,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("offload.activations = 4", "offload.activations: the last of 4 layers stays"),
         ("offload.activations = \"some\"", "\"auto\""),
         ("offload.optimizer = 1.5", "offload.optimizer"),
+        ("offload.optimizer = \"most\"", "\"auto\""),
         ("model.vocab = 100\ndata.path = \"embedded\"", "256 bytes"),
         ("data.eod = 256", "outside the vocabulary"),
         ("data.weights = [1, 2]", "2 weights for 0 paths"),

@@ -111,6 +111,56 @@ impl OffloadedActivations {
     }
 }
 
+/// How much of the optimizer state is in host memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum OffloadedState {
+    /// A fraction of its bytes.
+    Fraction(f64),
+    /// As much as must be there for a step to fit on the device.
+    Auto,
+}
+
+impl OffloadedState {
+    /// The fraction; of an automatic choice, nothing before it is made.
+    pub fn fraction(self) -> f64 {
+        match self {
+            OffloadedState::Fraction(fraction) => fraction,
+            OffloadedState::Auto => 0.0,
+        }
+    }
+}
+
+impl Serialize for OffloadedState {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            OffloadedState::Fraction(fraction) => fraction.serialize(s),
+            OffloadedState::Auto => s.serialize_str("auto"),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for OffloadedState {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Number(f64),
+            Text(String),
+        }
+        match Form::deserialize(d)? {
+            Form::Number(fraction) => Ok(OffloadedState::Fraction(fraction)),
+            Form::Text(text) if text == "auto" => Ok(OffloadedState::Auto),
+            Form::Text(text) => Err(D::Error::custom(format!("\"{text}\" is no fraction"))),
+        }
+    }
+}
+
+impl KeyType for OffloadedState {
+    fn expects() -> String {
+        "a fraction from 0 to 1, or \"auto\"".into()
+    }
+}
+
 impl Serialize for OffloadedActivations {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         match self {
