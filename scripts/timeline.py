@@ -4,10 +4,10 @@ the host. Forward and backward of layers are named. Prints how long each lane is
 computation.
 
 Usage: scripts/timeline.py TRACE.json OUT.svg [--rank N] [--from MS] [--to MS] [--title TEXT]
-Times count from the beginning of the trace; without them the last whole step is drawn, as far as layers show where it begins."""
+Times count from the beginning of the trace; without them its last micro-batch is drawn, with the update that follows."""
 import argparse, html, json
 
-WIDTH, LEFT, LANE, GAP, TOP = 1200, 130, 34, 14, 56
+WIDTH, LEFT, LANE, GAP, TOP = 1200, 150, 34, 14, 56
 LANES = [("compute", "computation", "#4c78a8"), ("offload", "copies to the host", "#e45756"),
          ("reload", "copies from the host", "#54a24b")]
 
@@ -52,8 +52,8 @@ def common(a, b):
     return total
 
 
-def last_step(layers, end):
-    """The forward of the first layer after a backward begins a pass: the last such time, or the beginning."""
+def last_micro_batch(layers, end):
+    """From the last forward that follows a backward, or from the beginning, to the end."""
     begin, previous = 0.0, "backward"
     for start, _, name in layers:
         kind = name.split(" ")[0]
@@ -80,7 +80,7 @@ def main():
         raise SystemExit(f"{args.trace}: rank {args.rank} computes nothing in it")
     layers.sort()
     latest = max(end for lane in busy.values() for _, end in lane)
-    start, end = last_step(layers, latest)
+    start, end = last_micro_batch(layers, latest)
     start, end = args.start if args.start is not None else start, args.end if args.end is not None else end
     if end <= start:
         raise SystemExit("nothing is between --from and --to")
