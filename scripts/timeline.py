@@ -116,7 +116,8 @@ def main():
         t = start + k * step
         out.append(f'<line x1="{x(t):.1f}" y1="{TOP}" x2="{x(t):.1f}" y2="{y}" stroke="#bbb" stroke-dasharray="2 3"/>')
         out.append(f'<text x="{x(t):.1f}" y="{y + 12}" text-anchor="middle">{k * step:g} ms</text>')
-    out.append(f'<text x="{LEFT}" y="{y + 30}" fill="#555">F and B: forward and backward of a layer</text></svg>')
+    note = "F and B: forward and backward of a layer" if layers else ""
+    out.append(f'<text x="{LEFT}" y="{y + 30}" fill="#555">{note}</text></svg>')
     open(args.out, "w").write("\n".join(out) + "\n")
     for lane, title, _ in LANES:
         total = sum(b - a for a, b in drawn[lane])
