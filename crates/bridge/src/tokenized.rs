@@ -1,7 +1,7 @@
 //! Text and chat files named as training data: tokenized once into a cache of `.bin/.idx` pairs.
 
 use crate::chat_encoder::ChatEncoder;
-use crate::dataset::{DatasetOptions, Eod, build, folder_of, inputs};
+use crate::dataset::{DatasetOptions, Eod, build, folder_of, inputs, pair_paths};
 use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
 use crate::recipe::tokenizer_path;
@@ -26,20 +26,20 @@ pub fn tokenize(resolved: &mut Resolved, progress: &dyn Fn(&str, u64, u64)) -> R
     }
     for i in 0..resolved.pairs.len() {
         let path = resolved.config.data.path.0[i].clone();
-        if is_text(Path::new(&path)) {
-            let prefix = cached(&resolved.config, &path, &|done, total| progress(&path, done, total))?;
-            resolved.pairs[i] = prefix.display().to_string();
+        // The prefix of a pair comes before a file or folder of that name.
+        let [bin, idx] = pair_paths(Path::new(&path));
+        if bin.exists() || idx.exists() {
+            continue;
         }
+        if !Path::new(&path).exists() && !path.contains(['*', '?', '[']) {
+            let what = "there is no file, folder or .bin/.idx pair of that name; give text or .jsonl files, or the prefix of \
+                        a pair made by `ferrotron data build`";
+            return Err(Error::config(&path, what));
+        }
+        let prefix = cached(&resolved.config, &path, &|done, total| progress(&path, done, total))?;
+        resolved.pairs[i] = prefix.display().to_string();
     }
     Ok(())
-}
-
-/// Is a path of `data.path` text to tokenize, and not the prefix of a pair?
-fn is_text(path: &Path) -> bool {
-    let mut index = path.as_os_str().to_owned();
-    index.push(".idx");
-    let glob = path.to_string_lossy().contains(['*', '?', '[']);
-    !Path::new(&index).exists() && (path.exists() || glob)
 }
 
 /// The pair of a path in the cache, which is made if it is not there.

@@ -104,7 +104,7 @@ fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
     let args = ["train", path(&recipe), "--dry-run", "--out", path(&out)];
     ok(&args);
     let error = fails(&[&args[..], &["--data", path(&typo)]].concat(), 1);
-    assert!(error.contains("typo.idx"), "{error}");
+    assert!(error.contains("typo: there is no file, folder or .bin/.idx pair"), "{error}");
     let data = dir.path().join("text");
     ok(&["data", "build", path(&recipe), "--output", path(&data)]);
     // Byte-level data is for a vocabulary of 256, unless the recipe says otherwise.

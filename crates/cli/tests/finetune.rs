@@ -122,6 +122,12 @@ fn a_pair_of_data_build_and_its_files_train_alike() {
     assert_eq!(f.losses(), losses);
     f.trains(&["--data", &chats, "--steps", "4", "--fresh", "--set", "data.packing=\"none\""]);
     assert_ne!(f.losses(), losses);
+    // Both runs have read what the first of them tokenized; another template is other text.
+    let cached = || names(&f.dir.path().join("cache")).iter().filter(|n| n.ends_with(".idx")).count();
+    assert_eq!(cached(), 1);
+    std::fs::write(f.hf.join("chat_template.jinja"), TEMPLATE.replace("'<'", "'['")).unwrap();
+    f.trains(&["--data", &chats, "--steps", "4", "--fresh"]);
+    assert_eq!(cached(), 2);
 }
 
 #[test]
@@ -154,6 +160,8 @@ fn refusals_say_the_way_out() {
     assert!(e.contains("raise it, or choose with data.truncation"), "{e}");
     let e = f.refuses(&["--data", &chats, "--set", "data.format=\"text\""]);
     assert!(e.contains("has no key \"text\""), "{e}");
+    let e = f.refuses(&["--data", &f.at("nowhere.jsonl")]);
+    assert!(e.contains("there is no file, folder or .bin/.idx pair") && e.contains("data build"), "{e}");
     let bad = f.at("bad.jsonl");
     std::fs::write(&bad, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n{\"messages\": []}\n")
         .unwrap();

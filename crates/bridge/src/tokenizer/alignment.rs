@@ -1,6 +1,6 @@
 //! Which bytes of a text each token stands for.
 
-use super::byte_level::byte_of;
+use super::byte_level::bytes_by_char;
 use serde_json::Value;
 use std::ops::Range;
 
@@ -15,14 +15,15 @@ impl Surfaces {
     /// single bytes as `<0xNN>`; added tokens stand for themselves.
     pub fn new(file: &Value, vocab_size: usize) -> Surfaces {
         let byte_level = ["decoder", "pre_tokenizer"].iter().any(|part| names_byte_level(&file[part]));
+        let bytes = bytes_by_char();
         let mut by_id = vec![Box::default(); vocab_size];
-        let mut set = |id: Option<u64>, bytes: Vec<u8>| {
+        let mut set = |id: Option<u64>, surface: Vec<u8>| {
             if let Some(slot) = id.and_then(|id| by_id.get_mut(id as usize)) {
-                *slot = bytes.into();
+                *slot = surface.into();
             }
         };
         let surface = |token: &str| match byte_level {
-            true => token.chars().map(byte_of).collect::<Option<Vec<u8>>>(),
+            true => token.chars().map(|c| bytes.get(&c).copied()).collect::<Option<Vec<u8>>>(),
             false => Some(single_byte(token).map_or_else(|| token.replace('▁', " ").into(), |b| vec![b])),
         };
         match &file["model"]["vocab"] {

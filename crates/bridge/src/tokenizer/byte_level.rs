@@ -1,6 +1,7 @@
 //! The byte-level tokenizer as a `tokenizer.json`, so that natively trained models load in transformers.
 
 use serde_json::{Map, Value, json};
+use std::collections::HashMap;
 
 /// A `tokenizer.json` whose ids are bytes, for models with a vocabulary of 256.
 pub fn byte_tokenizer_json() -> String {
@@ -37,12 +38,9 @@ fn printable(byte: u8) -> char {
     char::from_u32(256 + hidden_before).unwrap_or('\u{fffd}')
 }
 
-/// The byte that a character of such a vocabulary stands for.
-pub(super) fn byte_of(c: char) -> Option<u8> {
-    match u8::try_from(u32::from(c)) {
-        Ok(byte) if printable(byte) == c => Some(byte),
-        _ => (0..=255u8).find(|b| printable(*b) == c),
-    }
+/// The byte that each character of such a vocabulary stands for.
+pub(super) fn bytes_by_char() -> HashMap<char, u8> {
+    (0..=255).map(|byte| (printable(byte), byte)).collect()
 }
 
 #[cfg(test)]
@@ -55,7 +53,7 @@ mod tests {
         let want = [(b'A', 'A'), (b' ', 'Ġ'), (b'\n', 'Ċ'), (0, 'Ā'), (0xad, '\u{143}'), (0xff, 'ÿ')];
         for (byte, c) in want {
             assert_eq!(printable(byte), c);
-            assert_eq!(byte_of(c), Some(byte));
+            assert_eq!(bytes_by_char()[&c], byte);
         }
     }
 
