@@ -177,11 +177,14 @@ fn an_error_tells_its_cause_once() {
     let file = dir.path().join("no");
     let none = file.to_str().unwrap();
     let recipe = format!("{none}.toml");
-    for args in
-        [&["train", &recipe][..], &["train", "--data", none], &["data", "build", none, "--output", none]]
-    {
+    for (args, cause) in [
+        (&["train", &recipe][..], "No such file"),
+        (&["train", "--data", none], "there is no file"),
+        (&["data", "build", none, "--output", none], "there is no file"),
+    ] {
         let error = fails(args, 1);
-        assert_eq!(error.matches("No such file").count(), 1, "{error}");
+        assert_eq!(error.matches(cause).count(), 1, "{error}");
+        assert_eq!(error.matches(none).count(), 1, "{error}");
     }
 }
 

@@ -152,9 +152,11 @@ impl LayerBuilder<'_> {
             Some(q) if q.wgrad && !q.recipe.emulated() => {
                 self.save_fp8("experts.x", [width, sorted], &q);
             }
-            // Kept in arrival order and sorted again.
+            // Kept in arrival order and sorted again. On one rank that is the input of the block, which the router keeps.
             _ if self.shape.recompute.norm && rows.arrived < sorted => {
-                self.save("experts.x", &[rows.arrived, width], dtype);
+                if self.shape.ranks.ep.size * self.shape.ranks.etp.size > 1 || moe.latent.is_some() {
+                    self.save("experts.x", &[rows.arrived, width], dtype);
+                }
             }
             _ => self.save("experts.x", &[sorted, width], dtype),
         }
