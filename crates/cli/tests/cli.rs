@@ -180,7 +180,7 @@ fn an_error_tells_its_cause_once() {
     for (args, cause) in [
         (&["train", &recipe][..], "No such file"),
         (&["train", "--data", none], "there is no file"),
-        (&["data", "build", none, "--output", none], "there is no file"),
+        (&["data", "build", none, "--output", none], "No such file"),
     ] {
         let error = fails(args, 1);
         assert_eq!(error.matches(cause).count(), 1, "{error}");
