@@ -1,12 +1,11 @@
 //! Checkpoints count when they are on disk; a run that cannot go on saves what it has.
 
-use crate::support::{RULE, Rule, Stopper, newest, rank, recipe, run};
-use ferrotron_core::data::{Batches, Row};
+use crate::support::{Broken, RULE, Stopper, newest, rank, recipe, run};
+use ferrotron_core::checkpoint;
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Observer, Run};
-use ferrotron_core::{Error, Result, checkpoint};
 use ferrotron_engine::Rank;
 use std::path::PathBuf;
 
@@ -43,27 +42,6 @@ fn a_checkpoint_is_reported_when_it_is_on_disk() {
     let mut checker = Checker { dir: dir.path().to_path_buf(), seen: Vec::new() };
     Run::open(rank(1, &r), r.clone(), dir.path(), None).unwrap().train(&RULE, None, &mut checker).unwrap();
     assert_eq!(checker.seen, [1, 2, 3, 4]);
-}
-
-/// The rule, with a sample that cannot be read.
-struct Broken(u64);
-
-impl Batches for Broken {
-    fn seq(&self) -> usize {
-        RULE.seq
-    }
-    fn samples(&self) -> u64 {
-        RULE.samples()
-    }
-    fn resets(&self) -> bool {
-        false
-    }
-    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
-        if n == self.0 {
-            return Err(Error::Invalid(format!("sample {n} cannot be read")));
-        }
-        Rule::row(&RULE, n, row)
-    }
 }
 
 #[test]

@@ -1,14 +1,14 @@
 //! Steps that are launched before the one before is read give the same run: losses, evaluations, checkpoints, requests.
 
-use crate::support::{RULE, Stopper, newest, recipe};
+use crate::support::{Broken, RULE, Stopper, newest, recipe};
+use ferrotron_core::Result;
 use ferrotron_core::checkpoint;
 use ferrotron_core::config::Resolved;
-use ferrotron_core::data::{Batches, Row};
+use ferrotron_core::data::Batches;
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Observer, Outcome, Run};
-use ferrotron_core::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::Instrumentation;
 use std::cell::Cell;
@@ -120,34 +120,13 @@ fn requests_are_followed_after_the_step_in_flight() {
     }
 }
 
-/// The rule, with a sample that cannot be read.
-struct Broken;
-
-impl Batches for Broken {
-    fn seq(&self) -> usize {
-        RULE.seq
-    }
-    fn samples(&self) -> u64 {
-        RULE.samples()
-    }
-    fn resets(&self) -> bool {
-        false
-    }
-    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
-        match n {
-            13 => Err(Error::Invalid("sample 13 cannot be read".into())),
-            n => RULE.row(n, row),
-        }
-    }
-}
-
 #[test]
 fn data_that_cannot_be_read_saves_the_step_before() {
     for (alone, ahead) in [(true, true), (false, true)] {
         let mut r = setting(alone);
         (r.config.checkpoint.every, r.config.eval.every) = (0, 0);
         let dir = tempfile::tempdir().unwrap();
-        let failed = train::<Stopper>(dir.path(), &r, alone, ahead, &Broken, |o| o.events);
+        let failed = train::<Stopper>(dir.path(), &r, alone, ahead, &Broken(13), |o| o.events);
         assert!(failed.unwrap_err().to_string().contains("sample 13 cannot be read"), "alone: {alone}");
         let path = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();
         assert_eq!(checkpoint::load(&path).unwrap().step(), 3, "alone: {alone}");

@@ -80,6 +80,27 @@ impl Batches for Rule {
 
 pub const RULE: Rule = Rule { seq: 16, vocab: 16 };
 
+/// The rule, with a sample that cannot be read.
+pub struct Broken(pub u64);
+
+impl Batches for Broken {
+    fn seq(&self) -> usize {
+        RULE.seq
+    }
+    fn samples(&self) -> u64 {
+        RULE.samples()
+    }
+    fn resets(&self) -> bool {
+        false
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        if n == self.0 {
+            return Err(Error::Invalid(format!("sample {n} cannot be read")));
+        }
+        RULE.row(n, row)
+    }
+}
+
 /// An observer that stops a run after a step and records its events.
 #[derive(Default)]
 pub struct Stopper {
