@@ -73,6 +73,7 @@ LAYOUTS = [
     ("graph-zero3-dp2", DENSE, 2, 'zero=3,train.cuda_graph="on"'),
     ("graph-tp2", DENSE, 2, 'tp=2,train.cuda_graph="on"'),
     ("graph-dp2", DENSE, 2, 'train.cuda_graph="on"'),
+    ("graph-offload-tp2", DENSE, 2, 'tp=2,train.cuda_graph="on",offload.activations=2,offload.min_bytes=1'),
     ("graph-tp2-cp2", DENSE, 4, 'tp=2,cp=2,train.cuda_graph="on"'),
     ("graph-dp4-zero2", DENSE, 4, 'zero=2,train.cuda_graph="on"'),
     ("graph-moe-ep2", MOE, 2, f'ep=2,train.cuda_graph="on",{PADDED}'),

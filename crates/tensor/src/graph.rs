@@ -1,4 +1,4 @@
-//! CUDA graphs: the work of a stream captured once and replayed with a single launch.
+//! CUDA graphs: the work of one or more streams captured once and replayed with a single launch.
 
 use crate::cuda::GraphExec;
 use crate::{Error, Result, Stream};
@@ -25,16 +25,18 @@ impl Stream {
     /// contents of the same memory, so `work` must not depend on host state in any other way. Tensors allocated by
     /// `work` must be dropped before it returns; results go into tensors allocated before.
     ///
-    /// Fails, without side effects, if the device cannot capture or if `work` waits, copies from or to the host, or
-    /// uses other streams.
+    /// Fails, without side effects, if the device cannot capture or if `work` waits, copies from or to memory that is no
+    /// tensor, or uses other streams.
     pub fn capture<E: From<Error>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
-        self.capture_with(GraphMemory::Lent, work)
+        self.capture_with(GraphMemory::Lent, &[], work)
     }
 
-    /// [`Stream::capture`] with a choice of what happens to the graph's memory between replays.
+    /// [`Stream::capture`] with a choice of what happens to the graph's memory between replays, and with the work of
+    /// `others`: streams that this one is ordered with by events, and on which `work` allocates nothing.
     pub fn capture_with<E: From<Error>>(
         &self,
         memory: GraphMemory,
+        others: &[&Stream],
         work: impl FnOnce() -> Result<(), E>,
     ) -> Result<Graph, E> {
         const OP: &str = "capture";
@@ -49,10 +51,11 @@ impl Stream {
         }
         let inner = &self.device().inner;
         let arena = inner.next_id();
-        cuda.begin_capture()?;
+        let others: Vec<_> = others.iter().filter_map(|s| s.cuda()).collect();
+        cuda.begin_capture(&others)?;
         inner.pool.open_arena(arena, self.id(), memory == GraphMemory::Lent);
         let done = work();
-        let ended = cuda.end_capture(done.is_ok());
+        let ended = cuda.end_capture(&others, done.is_ok());
         let graph = done.and_then(|()| {
             let work = ended?.ok_or_else(|| refuse("no graph was captured"))?;
             Ok(Graph { stream: self.clone(), work, arena })

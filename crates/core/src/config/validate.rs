@@ -28,8 +28,6 @@ impl Config {
             Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
-        } else if self.offload.activations.is_on() {
-            Some("with offload.activations, host memory is allocated during the step")
         } else if self.offload.optimizer.fraction() > 0.0 {
             Some("with offload.optimizer, copies of the last step run beside the next")
         } else if self.offload.host_shards().any() {

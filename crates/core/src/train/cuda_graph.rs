@@ -25,6 +25,7 @@ use crate::optimizer::{Optimizer, StepRates, outcome};
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_engine::moe::MoeCounters;
+use ferrotron_engine::offload::HostSlots;
 use ferrotron_tensor::{Category, DType, Event, Graph, GraphMemory, Stream, Tensor};
 use policy::{GraphPolicy, LaunchMode};
 
@@ -32,6 +33,8 @@ use policy::{GraphPolicy, LaunchMode};
 pub(super) struct CudaGraph {
     policy: GraphPolicy,
     captured: Option<CapturedStep>,
+    /// Every rank has chosen what to offload: steps launch the same copies from now on.
+    offload_settled: bool,
 }
 
 /// A step as a graph, with its input and output memory.
@@ -45,6 +48,8 @@ struct CapturedStep {
     moe_counters: Option<MoeCounters>,
     /// What its collectives send.
     sent: Traffic,
+    /// The host memory that it copies activations to.
+    _host_slots: Option<HostSlots>,
     /// Its communicators, dropped after the graph: NCCL does not destroy one while a graph holds its collectives.
     rank: Rank,
 }
@@ -52,7 +57,7 @@ struct CapturedStep {
 impl CudaGraph {
     /// Reads `train.cuda_graph`; an error if it is `on` where a step cannot be captured.
     pub(super) fn new(c: &Config, rank: &Rank) -> Result<CudaGraph> {
-        Ok(CudaGraph { policy: GraphPolicy::new(c, rank)?, captured: None })
+        Ok(CudaGraph { policy: GraphPolicy::new(c, rank)?, captured: None, offload_settled: false })
     }
 
     pub(super) fn decision(&self) -> CudaGraphDecision {
@@ -96,6 +101,9 @@ impl CudaGraph {
         runner: &mut StepRunner,
         (batch, rates): (&GlobalBatch, StepRates),
     ) -> Result<Option<LaunchedStep>> {
+        if self.policy.is_off() || !self.is_offload_settled(rank, runner)? {
+            return Ok(None);
+        }
         let shape = StepShape::of(&batch.micro_batches, batch.seq);
         let (captured, is_idle) =
             self.captured.as_ref().map_or((None, false), |c| (Some(c.shape), c.graph.is_ready()));
@@ -124,6 +132,20 @@ impl CudaGraph {
     }
 }
 
+impl CudaGraph {
+    /// Whether every rank has chosen what to offload. Ranks measure for themselves, and must capture together.
+    fn is_offload_settled(&mut self, rank: &Rank, runner: &StepRunner) -> Result<bool> {
+        if !self.offload_settled && runner.offloads() {
+            let mine = [u8::from(runner.offload_is_settled())];
+            self.offload_settled = match rank.world.size() {
+                1 => mine == [1],
+                _ => rank.world.all().all_gather_bytes(&mine, "offload")?.iter().all(|rank| rank[..] == [1]),
+            };
+        }
+        Ok(self.offload_settled || !runner.offloads())
+    }
+}
+
 /// The captured step, if every rank has captured its own: all of them replay, or none.
 fn agreed(rank: &Rank, captured: Result<CapturedStep>) -> Result<Result<CapturedStep>> {
     if rank.world.size() == 1 {
@@ -148,7 +170,7 @@ impl CapturedStep {
         shape: StepShape,
         batch: &GlobalBatch,
     ) -> Result<CapturedStep> {
-        // A graph holds the work of one stream: collectives run on the compute stream, with the same results.
+        // Collectives run on the compute stream, with the same results; only copies to and from the host have their own.
         let rank = Rank { overlap: false, ..rank.clone() };
         let s = &rank.compute;
         let before = Traffic::of(&rank);
@@ -158,7 +180,10 @@ impl CapturedStep {
         let moe_counters = model.step_state.moe().map(|moe| moe.empty_counters(s)).transpose()?;
         // Ranks must replay together, so that a replay must not depend on what else a rank does with the memory.
         let memory = if rank.world.size() == 1 { GraphMemory::Lent } else { GraphMemory::Reserved };
-        let graph = s.capture_with(memory, || -> Result<()> {
+        let host_slots = runner.begin_capture();
+        let streams = runner.copy_streams();
+        let streams: Vec<&Stream> = streams.iter().collect();
+        let graph = s.capture_with(memory, &streams, || -> Result<()> {
             s.copy(&inputs.scalars()?, optimizer.scalars())?;
             let load = &mut |rank: &Rank, _: &_, i| inputs.micro_batch(rank, i);
             let passes =
@@ -174,7 +199,7 @@ impl CapturedStep {
             Ok(())
         })?;
         let sent = Traffic::of(&rank).since(&before);
-        Ok(CapturedStep { shape, graph, inputs, results, moe_counters, sent, rank })
+        Ok(CapturedStep { shape, graph, inputs, results, moe_counters, sent, _host_slots: host_slots, rank })
     }
 
     fn replay(

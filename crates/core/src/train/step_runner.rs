@@ -13,7 +13,7 @@ use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::moe::MoeCounters;
-use ferrotron_engine::offload::{ActivationOffload, OffloadChoice, OffloadReport};
+use ferrotron_engine::offload::{ActivationOffload, HostSlots, OffloadChoice, OffloadReport};
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
 use ferrotron_tensor::trace::READBACK;
 use ferrotron_tensor::{Category, Stream, Tensor};
@@ -227,6 +227,21 @@ impl StepRunner {
             quant.end_evaluation();
         }
         Ok(total)
+    }
+
+    /// Whether activations are offloaded.
+    pub(super) fn offloads(&self) -> bool {
+        self.offload.is_some()
+    }
+
+    /// The streams of a step besides the compute stream that a CUDA graph holds.
+    pub(super) fn copy_streams(&self) -> Vec<Stream> {
+        self.offload.iter().flat_map(|o| o.copy_streams().map(Stream::clone)).collect()
+    }
+
+    /// The next step is captured: the host memory that the graph is to keep.
+    pub(super) fn begin_capture(&mut self) -> Option<HostSlots> {
+        self.offload.as_mut().map(ActivationOffload::begin_capture)
     }
 
     /// Whether what is offloaded will not change any more.

@@ -2,10 +2,11 @@
 
 use super::profile::{MeasuredPass, RecordedPasses};
 use super::{
-    AllocationSet, ChunkProfile, Expected, Link, OffloadPlan, OffloadedLayer, Offloader, PassRecorder,
+    AllocationSet, ChunkProfile, Expected, HostSlots, Link, OffloadPlan, OffloadedLayer, Offloader,
+    PassRecorder,
 };
 use crate::{Module, Rank, Saved};
-use ferrotron_tensor::Result;
+use ferrotron_tensor::{Result, Stream};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -110,6 +111,17 @@ impl ActivationOffload {
                 None => OffloadPlan::first((*count).max(1), layers),
             },
         }
+    }
+
+    /// The streams that copy.
+    pub fn copy_streams(&self) -> [&Stream; 2] {
+        [&self.offloader.to_host, &self.offloader.from_host]
+    }
+
+    /// The step that is launched next is captured into a CUDA graph, which keeps this host memory.
+    pub fn begin_capture(&mut self) -> HostSlots {
+        self.offloader.slots = HostSlots::default();
+        self.offloader.slots.clone()
     }
 
     /// Whether nothing will be chosen any more.

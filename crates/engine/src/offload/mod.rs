@@ -31,6 +31,7 @@ use crate::{Module, OffloadClass, Rank, Saved};
 use ferrotron_tensor::trace::OFFLOAD;
 use ferrotron_tensor::{Category, DType, Event, Result, Stream, Tensor};
 use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An edge of the order between streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +54,8 @@ pub struct Offloader {
     from_host: Stream,
     /// Smaller tensors stay.
     min_bytes: usize,
+    /// Host memory of the CUDA graph that is captured.
+    slots: HostSlots,
     /// Tests leave one edge out, which the race checker must find.
     #[cfg(test)]
     without: Option<Edge>,
@@ -67,9 +70,17 @@ impl Offloader {
             to_host: stream(OFFLOAD[0])?,
             from_host: stream(OFFLOAD[1])?,
             min_bytes,
+            slots: HostSlots::default(),
             #[cfg(test)]
             without: None,
         })
+    }
+
+    /// Host memory for a layer's allocation. A CUDA graph copies to the same addresses at every replay, so what a capture uses
+    /// is never returned to the pool, which would hand it to other work.
+    fn host_memory(&self, device: &Tensor) -> Result<Tensor> {
+        let found = self.to_host.is_capturing().then(|| self.slots.take(device.bytes())).flatten();
+        found.map_or_else(|| Tensor::host(&self.to_host, device.shape(), DType::U8), Ok)
     }
 
     /// Makes `stream` wait for `event`.
@@ -132,12 +143,30 @@ impl Offloader {
         layer.begin[0] = Some(self.to_host.record()?);
         for tensor in &allocations {
             let device = tensor.allocation()?;
-            let host = Tensor::host(&self.to_host, device.shape(), DType::U8)?;
+            let host = self.host_memory(&device)?;
             self.to_host.copy(&device, &host)?;
             let copied = self.to_host.record()?;
             layer.moved.push(Moved { id: device.allocation_id(), host, copied, loaded: None });
         }
         Ok(layer)
+    }
+}
+
+/// The host memory of a CUDA graph, which lives as long as that: each block serves one layer of a micro-batch, and then others
+/// of the same size.
+#[derive(Clone, Default)]
+pub struct HostSlots(Arc<Mutex<Vec<Tensor>>>);
+
+impl HostSlots {
+    fn lock(&self) -> MutexGuard<'_, Vec<Tensor>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A free block of so many bytes.
+    fn take(&self, bytes: usize) -> Option<Tensor> {
+        let mut free = self.lock();
+        let found = free.iter().position(|t| t.bytes() == bytes)?;
+        Some(free.swap_remove(found))
     }
 }
 
@@ -249,7 +278,10 @@ impl OffloadedLayer {
             }
             _ => {}
         }
-        self.moved.clear();
+        let free = self.moved.drain(..).map(|m| m.host);
+        if o.to_host.is_capturing() {
+            o.slots.lock().extend(free);
+        }
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! CUDA graphs: the work of a stream, captured once and launched as a whole.
 
 use super::memory::PinnedMemory;
-use super::{CudaContext, CudaStream, check};
+use super::{CudaContext, CudaEvent, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys::{self, CUresult};
 use std::sync::Arc;
@@ -22,21 +22,33 @@ unsafe impl Send for GraphExec {}
 unsafe impl Sync for GraphExec {}
 
 impl CudaStream {
-    /// Captures what is given to the stream from now on instead of running it.
-    pub(crate) fn begin_capture(&self) -> Result<()> {
+    /// Captures what is given to this stream and to `others` from now on instead of running it.
+    pub(crate) fn begin_capture(&self, others: &[&CudaStream]) -> Result<()> {
         self.context().enter()?;
         // Relaxed mode: allocations are allowed during the capture; they are no work of the stream.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: a live stream.
         check("begin graph capture", unsafe { sys::cuStreamBeginCapture_v2(self.raw(), mode) })?;
         self.set_capturing(true);
-        Ok(())
+        // A stream joins the capture when it waits for captured work.
+        let join = |other: &&CudaStream| {
+            other.set_capturing(true);
+            other.wait(&CudaEvent::record(self)?)
+        };
+        let joined = others.iter().try_for_each(join);
+        if joined.is_err() {
+            self.end_capture(others, false)?;
+        }
+        joined
     }
 
     /// Ends the capture and instantiates the graph, or discards it if `keep` is false.
-    pub(crate) fn end_capture(&self, keep: bool) -> Result<Option<GraphExec>> {
+    pub(crate) fn end_capture(&self, others: &[&CudaStream], keep: bool) -> Result<Option<GraphExec>> {
         const OP: &str = "end graph capture";
-        self.set_capturing(false);
+        // The graph is complete when the work of all its streams is.
+        let wait = |other: &&CudaStream| self.wait(&CudaEvent::record(other)?);
+        let complete = if keep { others.iter().try_for_each(wait) } else { Ok(()) };
+        others.iter().chain(&[self]).for_each(|stream| stream.set_capturing(false));
         let constants = std::mem::take(&mut *self.constants());
         self.context().enter()?;
         let (mut graph, mut raw, mut nodes) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
@@ -60,6 +72,7 @@ impl CudaStream {
             return Ok(None);
         }
         check(OP, status)?;
+        complete?;
         Ok(Some(GraphExec { context: self.shared_context().clone(), raw, nodes, _constants: constants }))
     }
 

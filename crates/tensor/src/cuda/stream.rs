@@ -83,8 +83,7 @@ impl CudaStream {
         self.capturing.load(Relaxed)
     }
 
-    /// Refuses operations that a captured graph cannot hold: host copies, host waits, other streams, and autotuning
-    /// by time.
+    /// Refuses operations that a captured graph cannot hold: host copies, host waits, and autotuning by time.
     pub(crate) fn refuse_capture(&self, op: &'static str) -> Result<()> {
         match self.is_capturing() {
             true => Err(Error::Cuda {
@@ -125,9 +124,16 @@ impl CudaStream {
             && unsafe { sys::cuStreamSynchronize(self.raw) } == CUresult::CUDA_SUCCESS
     }
 
-    /// Orders later work of this stream after `event`.
+    /// Orders later work of this stream after `event`. Work that is captured waits for captured work only, and other work
+    /// cannot wait for that.
     pub(crate) fn wait(&self, event: &CudaEvent) -> Result<()> {
-        self.refuse_capture("wait for event")?;
+        if self.is_capturing() != event.captured {
+            let what = match event.captured {
+                true => "it is part of a CUDA graph that another stream is captured into",
+                false => "it was recorded before this stream was captured into a CUDA graph",
+            };
+            return Err(Error::Cuda { op: "wait for event", what: what.into() });
+        }
         self.context.enter()?;
         // SAFETY: live handles.
         check("wait for event", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
@@ -150,6 +156,8 @@ impl Drop for CudaStream {
 /// A CUDA event: a point in a stream's work.
 pub(crate) struct CudaEvent {
     raw: sys::CUevent,
+    /// Recorded while its stream was captured into a graph: the host can neither ask nor wait for it.
+    captured: bool,
 }
 
 // SAFETY: driver handles may be used from any thread.
@@ -160,13 +168,12 @@ unsafe impl Sync for CudaEvent {}
 impl CudaEvent {
     /// Records an event after all work given to `cuda` so far.
     pub(crate) fn record(cuda: &CudaStream) -> Result<CudaEvent> {
-        cuda.refuse_capture("record event")?;
         cuda.context.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the out-pointer is a local; live handles after that.
         unsafe {
             check("create event", sys::cuEventCreate(&mut raw, 0))?;
-            let event = CudaEvent { raw };
+            let event = CudaEvent { raw, captured: cuda.is_capturing() };
             check("record event", sys::cuEventRecord(raw, cuda.raw))?;
             Ok(event)
         }

@@ -128,7 +128,7 @@ impl GraphPolicy {
         Ok(GraphPolicy { mode, disabled_reason, shape: None, eager_steps: 0, min_times: None, replayed: 0 })
     }
 
-    fn is_off(&self) -> bool {
+    pub(super) fn is_off(&self) -> bool {
         self.mode == CudaGraphMode::Off || self.disabled_reason.is_some()
     }
 
