@@ -15,9 +15,13 @@ use crate::config::{MasterDtype, OptimizerCompute, StateDtype};
 use crate::{Error, Result};
 use executor::Executor;
 use ferrotron_comm::ReduceOp;
-use ferrotron_engine::data_parallel::{Bucket, MasterShards, ParamShard, Placement, ShardingStrategy};
+use ferrotron_engine::data_parallel::{
+    Bucket, MasterShards, ParamShard, Placement, ShardingStrategy, gather_from_optimizer,
+};
 use ferrotron_engine::quant::Precomputed;
-use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
+use ferrotron_engine::{
+    GradBuffer, ParamId, ParamKind, ParamSpec, Params, Part, Rank, StepState, draw_initial,
+};
 use ferrotron_kernels::{Kernels, Moment, ParamUpdate, counter, scalars};
 use ferrotron_tensor::{Category, DType, Stream, Tensor};
 pub use groups::{GroupRule, ParamGroups, UpdateRule};
@@ -126,11 +130,18 @@ impl Optimizer {
         let new = |name, kind, dtype: StoredAs| {
             OptimizerState::new((name, kind), rank, params, &scheme, (dtype, &on_host), &pieces)
         };
+        // The base model of adapters is its own copy.
+        let base = |b: &Bucket| groups.rules().get(b.storage).is_some_and(|rule| rule.base);
         let masters = match (params.dtype(), master) {
-            (DType::F32, _) => OptimizerState::in_weights("model", rank, params, &scheme, &pieces)?,
-            (_, MasterDtype::F32) => new("model", StateKind::Masters, &|_: &Bucket| Some(DType::F32))?,
+            (DType::F32, _) => {
+                let stored = |b: &Bucket| (!base(b)).then_some(DType::F32);
+                OptimizerState::in_weights("model", rank, params, &scheme, (&pieces, &stored))?
+            }
+            (_, MasterDtype::F32) => {
+                new("model", StateKind::Masters, &|b: &Bucket| (!base(b)).then_some(DType::F32))?
+            }
             (_, MasterDtype::Remainder) => {
-                new("model", StateKind::Remainders, &|_: &Bucket| Some(DType::I16))?
+                new("model", StateKind::Remainders, &|b: &Bucket| (!base(b)).then_some(DType::I16))?
             }
         };
         let mut moments: Vec<OptimizerState> = Vec::new();
@@ -199,7 +210,7 @@ impl Optimizer {
                 draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
                 at += n;
             }
-            self.masters.put(rank, &self.weight(params, i)?, i, &master)?;
+            self.set_weight(rank, params, i, &master)?;
         }
         self.sync_params(rank, params, step_state)
     }
@@ -207,26 +218,47 @@ impl Optimizer {
     /// An f32 buffer for a parameter's master weights, input of [`OptimizerState::put`]: the masters themselves where they
     /// are f32.
     fn master_f32(&self, rank: &Rank, i: usize) -> Result<Tensor> {
-        let piece = &self.masters.pieces()[i];
+        let (piece, elements) = (&self.masters.pieces()[i], self.pieces[i].param_range.len());
         match self.masters.kind() {
-            StateKind::Remainders => {
-                Ok(Tensor::empty(&rank.compute, piece.shape(), DType::F32, Category::Workspace)?)
-            }
-            _ => Ok(piece.clone()),
+            StateKind::Masters if self.has_master(i) => Ok(piece.clone()),
+            _ => Ok(Tensor::empty(&rank.compute, &[elements], DType::F32, Category::Workspace)?),
         }
     }
 
-    /// Sets the master weights to `values` of the logical tensors and copies them to the model's weights.
-    pub fn fill(&self, rank: &Rank, params: &Params, step_state: &StepState, values: &Values) -> Result<()> {
+    /// Whether a parameter has master weights: the base model of adapters has none.
+    fn has_master(&self, i: usize) -> bool {
+        self.masters.covers(self.pieces[i].bucket)
+    }
+
+    /// Sets this rank's shard of a parameter to f32 values: its master weights, or the weights where it has none.
+    fn set_weight(&self, rank: &Rank, params: &Params, i: usize, values: &Tensor) -> Result<()> {
+        let weight = self.weight(params, i)?;
+        match self.has_master(i) {
+            true => self.masters.put(rank, &weight, i, values),
+            false => Ok(rank.kernels.copy(&rank.compute, values, &weight)?),
+        }
+    }
+
+    /// Sets the master weights of parameters that are adapters, or of all others, to `values` of the logical tensors and
+    /// copies them to the model's weights.
+    pub fn fill(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        step_state: &StepState,
+        (adapters, values): (bool, &Values),
+    ) -> Result<()> {
         params.wait_params(rank)?;
         self.reads.wait(rank)?;
         self.wait_state(rank)?;
-        for (i, spec) in params.specs().iter().enumerate() {
+        let meant = |spec: &ParamSpec| (spec.kind() == ParamKind::Adapter) == adapters;
+        for (i, spec) in params.specs().iter().enumerate().filter(|(_, spec)| meant(spec)) {
             let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
             for (part, runs) in spec.runs(&self.pieces[i].param_range) {
                 held.extend(values(part, &runs)?);
             }
-            self.put(rank, params, &self.masters, i, &held)?;
+            let held = rank.compute.upload(&held, &[held.len()], Category::Workspace)?;
+            self.set_weight(rank, params, i, &held)?;
         }
         self.sync_params(rank, params, step_state)
     }
@@ -253,7 +285,8 @@ impl Optimizer {
         self.wait_state(rank)?;
         // With remainders, the model's weights are the high halves of the masters.
         if params.dtype() != DType::F32 && self.masters.kind() == StateKind::Masters {
-            let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].fp8_resident();
+            let numbers =
+                |(i, _): &(usize, &Tensor)| !params.specs()[*i].fp8_resident() && self.has_master(*i);
             for (i, master) in self.masters.pieces().iter().enumerate().filter(numbers) {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
@@ -295,13 +328,24 @@ impl Optimizer {
         self.wait_state(rank)?;
         let mut buckets = Vec::new();
         for bucket in 0..params.plan().buckets().len() {
-            buckets.push(self.masters.gathered(rank, params, &self.scheme, bucket)?);
+            buckets.push(match self.masters.covers(bucket) {
+                true => self.masters.gathered(rank, params, &self.scheme, bucket)?,
+                false => self.gathered_base(rank, params, bucket)?,
+            });
         }
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, r) = params.plan().slot(ParamId(i));
             Ok(buckets[bucket].narrow(0, r.start, r.len())?.view(&spec.shape)?)
         };
         params.specs().iter().enumerate().map(view).collect()
+    }
+
+    /// A bucket of the base model in f32, gathered from its shards.
+    fn gathered_base(&self, rank: &Rank, params: &Params, bucket: usize) -> Result<Tensor> {
+        let weights = params.optimizer_shard(rank, bucket, &self.scheme)?;
+        let wide = Tensor::empty(&rank.compute, weights.shape(), DType::F32, Category::Workspace)?;
+        rank.kernels.copy(&rank.compute, &weights, &wide)?;
+        Ok(gather_from_optimizer(rank, (params.plan(), bucket), &self.scheme, &wide, "base model")?)
     }
 
     /// How the state is distributed over data-parallel ranks.

@@ -12,11 +12,13 @@ mod error;
 mod interleave;
 mod linear;
 mod lm_head;
+pub mod lora;
 mod mlp;
 pub mod moe;
 mod norm;
 pub mod offload;
 mod param;
+mod pattern;
 pub mod quant;
 mod rank;
 mod saved;
@@ -40,6 +42,7 @@ pub use param::{
     Declarations, ExpertParallelRank, Init, ParamId, ParamKind, ParamLayout, ParamSpec, Params, Part, UnitId,
     UpdateGroup, Weight, draw_initial, initial_values,
 };
+pub use pattern::matches_pattern;
 pub use rank::Rank;
 pub use saved::{Module, OffloadClass, Saved, SavedTensor};
 pub use shard::{GroupRank, Shard, Split};

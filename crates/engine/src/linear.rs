@@ -1,6 +1,7 @@
 //! Linear layer `y = x·Wᵀ + b`: column-parallel, row-parallel or replicated over the tensor-parallel ranks.
 
 use crate::error::missing_activation;
+use crate::lora::Adapter;
 use crate::quant::{GemmOperand, LinearQuant, Role, SavedOperand};
 use crate::tensor_parallel::{WeightOperand, wgrad_gemm};
 use crate::with_amax::GradExtras;
@@ -34,6 +35,8 @@ pub struct Linear {
     pub(crate) input_saved_by_caller: bool,
     /// The GEMMs see the output features padded to a multiple of this with zero rows of the weight.
     pub(crate) pad_outputs_to: usize,
+    /// LoRA beside the weight.
+    adapter: Option<Box<Adapter>>,
 }
 
 /// The saved input of a linear: as it is, quantized for wgrad, or dropped where the caller can recompute it.
@@ -44,12 +47,25 @@ pub struct LinearSaved {
     /// amax of the input, all-reduced, where backward quantizes it. It survives [`LinearSaved::drop_input`], so that a
     /// recomputed input is quantized identically.
     pub(crate) amax: Option<SavedTensor>,
+    /// What an adapter has computed from the input, `[tokens, Σr]`.
+    pub(crate) adapter: Option<SavedTensor>,
+    /// Backward reads no input: the weight is frozen, without an adapter.
+    pub(crate) input_unused: bool,
 }
 
 impl LinearSaved {
     /// Saves the input as it is.
     pub(crate) fn of(x: &Tensor) -> LinearSaved {
-        LinearSaved { x: Some(SavedTensor::activation(x)), quantized: None, amax: None }
+        LinearSaved { x: Some(SavedTensor::activation(x)), ..LinearSaved::empty() }
+    }
+
+    /// Saves the quantized input.
+    pub(crate) fn of_quantized(operand: SavedOperand) -> LinearSaved {
+        LinearSaved { quantized: Some(operand), ..LinearSaved::empty() }
+    }
+
+    fn empty() -> LinearSaved {
+        LinearSaved { x: None, quantized: None, amax: None, adapter: None, input_unused: false }
     }
 
     /// Drops the input; the caller recomputes it before backward.
@@ -59,12 +75,12 @@ impl LinearSaved {
 
     /// Restores a recomputed input.
     pub(crate) fn restore_input(&mut self, x: &Tensor) {
-        (self.x, self.quantized) = (Some(SavedTensor::activation(x)), None);
+        (self.x, self.quantized) = ((!self.input_unused).then(|| SavedTensor::activation(x)), None);
     }
 
-    /// Whether the input was dropped.
+    /// Whether the input was dropped, and backward needs it.
     pub(crate) fn is_input_dropped(&self) -> bool {
-        self.x.is_none() && self.quantized.is_none()
+        self.x.is_none() && self.quantized.is_none() && !self.input_unused
     }
 
     /// The unquantized input; an error where it was dropped and not restored.
@@ -78,6 +94,7 @@ impl Saved for LinearSaved {
         self.x.tensors(f);
         self.quantized.tensors(f);
         self.amax.tensors(f);
+        self.adapter.tensors(f);
     }
 }
 
@@ -107,6 +124,7 @@ impl Linear {
         let out = d.spec(weight).shape[0];
         let quant = d.quantize_linear(weight, outputs);
         let replicated = split == Split::Replicated;
+        let adapter = Adapter::declare(d, input, outputs, split)?.map(Box::new);
         Ok(Linear {
             weight,
             bias,
@@ -116,6 +134,7 @@ impl Linear {
             quant,
             input_saved_by_caller: false,
             pad_outputs_to: 1,
+            adapter,
         })
     }
 
@@ -142,6 +161,7 @@ impl Linear {
             quant: None,
             input_saved_by_caller: false,
             pad_outputs_to: 1,
+            adapter: None,
         })
     }
 
@@ -162,6 +182,7 @@ impl Linear {
             quant: Some(quant),
             input_saved_by_caller,
             pad_outputs_to,
+            adapter: None,
         }
     }
 
@@ -188,7 +209,7 @@ impl Linear {
 
     /// Whether the amax of the input is needed, now or in backward.
     pub(crate) fn needs_input_amax(&self, p: &StepContext) -> bool {
-        self.quant.is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
+        self.quant(p).is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
     }
 
     /// What backward needs of the output gradient besides its values. Quantizing the gradient computes the bias
@@ -201,8 +222,30 @@ impl Linear {
         }
     }
 
+    /// Quantization of its GEMMs in this pass: there is no wgrad of a frozen weight, and an adapter reads the input as it is.
+    fn quant(&self, p: &StepContext) -> Option<LinearQuant> {
+        let wgrad = !p.is_frozen(self.weight) && self.adapter.is_none();
+        self.quant.map(|e| LinearQuant { wgrad: e.wgrad && wgrad, ..e })
+    }
+
     /// [`Linear::forward`]; with `input_recomputed` the caller will drop the saved input and recompute it for backward.
     pub(crate) fn forward_recomputable(
+        &self,
+        p: &StepContext,
+        x: &WithAmax,
+        input_recomputed: bool,
+    ) -> Result<(Tensor, LinearSaved)> {
+        let (y, mut saved) = self.forward_base(p, x, input_recomputed)?;
+        if let Some(adapter) = &self.adapter {
+            saved.adapter = Some(SavedTensor::activation(&adapter.forward(p, &x.values, &y)?));
+        } else if p.is_frozen(self.weight) {
+            saved = LinearSaved { input_unused: true, ..LinearSaved::empty() };
+        }
+        Ok((y, saved))
+    }
+
+    /// The output without that of adapters.
+    fn forward_base(
         &self,
         p: &StepContext,
         x: &WithAmax,
@@ -212,7 +255,7 @@ impl Linear {
             Ok(p.calibrates(self.weight, Role::Input, &x.values)?
                 && p.calibrates(self.weight, Role::Weight, &*p.weight(self.weight)?)?)
         };
-        if let Some(e) = self.quant
+        if let Some(e) = self.quant(p)
             && !plain()?
         {
             let (y, saved) = self.forward_fp8(p, e, x, input_recomputed)?;
@@ -240,10 +283,18 @@ impl Linear {
 
     /// What [`Linear::forward`] saves of its input, without the output: of a linear whose input is not gathered.
     pub(crate) fn save_input(&self, p: &StepContext, x: &WithAmax) -> Result<LinearSaved> {
-        match self.quant {
-            Some(e) if !p.state.quant().is_some_and(|s| s.is_calibrating()) => self.save_input_fp8(p, e, x),
-            _ => Ok(LinearSaved::of(&x.values)),
+        let mut saved = match self.quant(p) {
+            Some(e) if !p.state.quant().is_some_and(|s| s.is_calibrating()) => {
+                self.save_input_fp8(p, e, x)?
+            }
+            _ => LinearSaved::of(&x.values),
+        };
+        if let Some(adapter) = &self.adapter {
+            saved.adapter = Some(SavedTensor::activation(&adapter.hidden(p, &x.values)?));
+        } else if p.is_frozen(self.weight) {
+            saved = LinearSaved { input_unused: true, ..LinearSaved::empty() };
         }
+        Ok(saved)
     }
 
     /// [`Linear::forward`] and the activation function of its output: `h [tokens, out]` and `act(h)`, with amax if
@@ -257,7 +308,8 @@ impl Linear {
     ) -> Result<(Tensor, WithAmax, LinearSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         // Where backward recomputes `act(h)` from the rounded `h`, forward must compute it from that too.
-        if p.rank.tp.size() > 1 || p.recompute.activation || self.quant.is_some() || measure {
+        let fused = self.quant.is_none() && self.adapter.is_none() && !p.is_frozen(self.weight);
+        if p.rank.tp.size() > 1 || p.recompute.activation || !fused || measure {
             let (h, saved) = self.forward_recomputable(p, x, p.recompute.norm)?;
             let y = p.act_forward(act, false, &h, self.out, measure)?;
             return Ok((h, y, saved));
@@ -279,7 +331,8 @@ impl Linear {
         dy: &Tensor,
         extras: GradExtras,
     ) -> Result<(WithAmax, WeightGrad)> {
-        if p.rank.tp.size() > 1 || self.quant.is_some() || extras.amax {
+        let fused = self.quant.is_none() && self.adapter.is_none() && !p.is_frozen(self.weight);
+        if p.rank.tp.size() > 1 || !fused || extras.amax {
             let (da, grads) = self.backward(p, saved, dy)?;
             return Ok((p.act_backward(act, false, h, &da, extras)?, grads));
         }
@@ -300,14 +353,38 @@ impl Linear {
         dy: impl Into<WithAmax>,
     ) -> Result<(Tensor, WeightGrad)> {
         let dy = &dy.into();
-        if let Some(e) = self.quant
+        let Some(adapter) = &self.adapter else { return self.backward_base(p, saved, dy) };
+        let (Some(x), Some(h)) = (saved.x.clone(), saved.adapter.clone()) else {
+            return missing_activation("LoRA", "input");
+        };
+        let (dx, grads) = self.backward_base(p, saved, dy)?;
+        let adapter_grads = adapter.backward(p, (&x, &h), &dy.values, &dx)?;
+        Ok((dx, grads.and(adapter_grads)))
+    }
+
+    /// dgrad and wgrad of the weight, without the adapters' part.
+    fn backward_base(
+        &self,
+        p: &StepContext,
+        saved: LinearSaved,
+        dy: &WithAmax,
+    ) -> Result<(Tensor, WeightGrad)> {
+        if let Some(e) = self.quant(p)
             && !p.calibrates(self.weight, Role::Gradient, &dy.values)?
         {
             return self.backward_fp8(p, e, saved, dy);
         }
-        let x = saved.input()?;
         let f = &WeightOperand::dgrad(&*p.weight(self.weight)?);
         let rows = &GemmOperand::rowwise(&dy.values);
+        if p.is_frozen(self.weight) {
+            let dx = match (self.is_local(p), self.row_parallel) {
+                (true, _) => p.gemm(rows, f)?,
+                (false, true) => p.all_gather_gemm(rows, f, false, "gradient of a layer's output")?.0,
+                (false, false) => p.gemm_reduce_scatter(rows, f, "gradient of a layer's input")?,
+            };
+            return Ok((dx, self.bias_grad(dy)));
+        }
+        let x = saved.input()?;
         if self.row_parallel {
             let (dx, all) = p.all_gather_gemm(rows, f, true, "gradient of a layer's output")?;
             let Some(all) = all.filter(|_| p.rank.tp.size() > 1) else {

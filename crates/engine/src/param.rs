@@ -5,6 +5,7 @@ mod declare;
 mod initial;
 mod params;
 
+use crate::lora::{LORA_A, LORA_B};
 use crate::quant::LinearQuant;
 use crate::{Shard, Split};
 pub use declare::{Declarations, ExpertParallelRank};
@@ -52,6 +53,8 @@ pub struct UpdateGroup {
     pub storage: usize,
     /// It is not trained: it has no gradient and no moments.
     pub frozen: bool,
+    /// Frozen, with values that come from the base model: it has no master weights and is in no checkpoint.
+    pub base: bool,
     /// Its update needs all of it: a data-parallel rank holds its optimizer state whole or not at all.
     pub whole: bool,
 }
@@ -69,6 +72,8 @@ pub enum ParamKind {
     Expert,
     /// Any other matrix.
     Matrix,
+    /// A or B of a LoRA adapter.
+    Adapter,
     /// Bias, and attention sinks.
     Bias,
     /// Weight of a norm.
@@ -121,6 +126,7 @@ impl ParamSpec {
         match self.shape.len() {
             0 | 1 if name.ends_with("bias") || name.ends_with(".sink") => ParamKind::Bias,
             0 | 1 => ParamKind::Norm,
+            _ if name.ends_with(LORA_A) || name.ends_with(LORA_B) => ParamKind::Adapter,
             _ if self.experts => ParamKind::Expert,
             _ if name.starts_with("embed.") => ParamKind::Embedding,
             _ if name == "head.weight" => ParamKind::LmHead,

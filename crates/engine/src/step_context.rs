@@ -97,6 +97,11 @@ impl<'a> StepContext<'a> {
         self.params.weight(self.rank, id)
     }
 
+    /// Whether a parameter is not trained.
+    pub fn is_frozen(&self, id: ParamId) -> bool {
+        self.params.specs()[id.0].group.frozen
+    }
+
     /// Where weights are sharded: gathers a unit, which stays while the guard is held, and the `next` ones ahead.
     pub fn enter_unit(&self, unit: UnitId, next: &[UnitId]) -> Result<Option<UnitGuard>> {
         self.params.enter_unit(self.rank, unit, next)

@@ -106,6 +106,12 @@ pub trait GemmKernels: ActivationKernels {
     /// See [`Gemm`].
     fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()>;
 
+    /// [`GemmKernels::gemm`] with `accumulate`, whose product may be rounded to the type of `c` before it is added: two
+    /// roundings of 16-bit results instead of one, for a library call instead of a slow kernel.
+    fn gemm_add(&self, s: &Stream, g: &Gemm) -> Result<()> {
+        self.gemm(s, g)
+    }
+
     /// See [`Fp8Gemm`].
     fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()>;
 

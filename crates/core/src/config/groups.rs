@@ -3,7 +3,7 @@
 use super::resolve::Derivations;
 use super::{Config, MasterDtype, MuonAdaptive, MuonDecay, MuonTpMode, OptimizerKind, Recipe, Resolved};
 use crate::error::Result;
-use crate::model::{ModelOptions, logical_specs};
+use crate::model::logical_specs;
 use crate::optimizer::{ParamGroups, UpdateRule};
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ const MOST_STEPS: usize = 100;
 impl Resolved {
     /// Update rule, rates and state dtype of every parameter. Invalid keys were refused before.
     pub fn param_groups(&self) -> Arc<ParamGroups> {
-        Arc::new(ParamGroups::of(&self.config.optimizer).unwrap_or_default())
+        Arc::new(ParamGroups::of(&self.config).unwrap_or_default())
     }
 
     /// Each rule of the optimizer with its number of parameters (elements), where there are several.
@@ -23,8 +23,7 @@ impl Resolved {
         if !groups.differ() {
             return Ok(Vec::new());
         }
-        let options = ModelOptions { groups: groups.clone(), ..ModelOptions::default() };
-        let specs = logical_specs(&self.model, &options)?;
+        let specs = logical_specs(&self.model, &self.model_options())?;
         let size =
             |index: usize| specs.iter().filter(|s| s.group.index == index).map(|s| s.numel()).sum::<usize>();
         let rows = groups.rules().iter().enumerate().map(|(i, r)| (r.name.clone(), r.describe(), size(i)));
@@ -80,7 +79,7 @@ impl Recipe {
                 return self.refuse("optimizer.muon", bad);
             }
         }
-        match ParamGroups::of(o) {
+        match ParamGroups::of(&self.config) {
             Ok(_) => Ok(()),
             Err(what) => {
                 let key = if o.groups.is_some() { "optimizer.groups" } else { "optimizer.state_dtype" };
@@ -93,7 +92,7 @@ impl Recipe {
     pub(super) fn check_group_members(&self, r: &Resolved) -> Result<()> {
         let (groups, o) = (r.param_groups(), &r.config.optimizer);
         if groups.differ() {
-            let specs = logical_specs(&r.model, &ModelOptions::default())?;
+            let specs = logical_specs(&r.model, &r.model_options())?;
             if let Err(what) = groups.check(&specs) {
                 return self.refuse("optimizer.groups", what);
             }

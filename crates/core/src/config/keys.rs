@@ -257,7 +257,7 @@ keys! {
         /// Constants of Muon, where optimizer.kind or a group of optimizer.groups is "muon".
         muon: Option<MuonSettings> = None, "muon_momentum", "muon_num_ns_steps", "muon_scale_mode", "muon_extra_scale_factor", "muon_tp_mode", "muon_use_nesterov", "muon_coefficient_type", "muon_scalar_optimizer", "muon_fp32_matmul_prec";
         /// Parameter groups: learning-rate and weight-decay factors, optimizer, state dtype and freezing by kind of parameter
-        /// (embedding, lm_head, router, expert, matrix, bias, norm) or by name; the first group that selects a parameter
+        /// (embedding, lm_head, router, expert, matrix, adapter, bias, norm) or by name; the first group that selects a parameter
         /// counts.
         groups: Option<ParamGroupList> = None, "param_groups", "parameter_groups", "decoupled_lr", "config_overrides", "no_weight_decay_cond", "scale_lr_cond", "lr_mult", "freeze", "frozen_params";
         /// Weight decay of matrices; biases and norms are not decayed.
@@ -272,6 +272,23 @@ keys! {
         master_dtype: MasterDtype = MasterDtype::F32, "main_params_dtype", "master_weights", "store_param_remainders", "use_precision_aware_optimizer";
         /// Skip steps with non-finite gradients, at most ten in a row, instead of ending the run.
         skip_nonfinite: bool = false, "skip_nan", "skip_nonfinite_grads", "ignore_nan_grads";
+    }
+
+    /// LoRA: low-rank adapters are trained beside the linears of a frozen base model.
+    lora: LoraSection {
+        /// Rank of the adapters; 0 means none: the whole model is trained.
+        rank: usize = 0, "r", "lora_r", "lora_rank", "lora_dim", "peft", "peft_scheme", "adapter_dim";
+        /// Numerator of the scale: a linear computes (W + alpha / rank · B·A)·x; derived as lora.rank.
+        alpha: Option<f64> = None, "lora_alpha";
+        /// Linears with adapters: "all-linear" (all of attention and MLP), names as in Hugging Face ("q_proj", "down_proj") or
+        /// Megatron ("linear_qkv", "linear_fc1"), or patterns ("*.layers.0.*").
+        targets: OneOrMany = OneOrMany(vec!["all-linear".into()]), "target_modules", "lora_target_modules";
+        /// Linears without adapters, by names or patterns like lora.targets.
+        exclude: OneOrMany = OneOrMany::default(), "exclude_modules";
+        /// One A for the linears that are computed together (q, k and v; gate and up), instead of one for each.
+        fused: bool = false, "canonical_lora", "performant_lora", "fused_lora";
+        /// Factor on the learning rate of B (LoRA+).
+        b_lr_factor: f64 = 1.0, "loraplus_lr_ratio", "lora_plus_ratio", "lora_plus";
     }
 
     /// Schedules of the learning rate and weight decay.

@@ -7,6 +7,7 @@ mod changes;
 mod groups;
 mod keys;
 mod load;
+mod lora;
 mod loss;
 mod loss_scale;
 mod mla;

@@ -100,6 +100,7 @@ impl Recipe {
         self.derive_data(&mut c, &model, &mut derived)?;
         self.derive_precision(&mut c, &mut derived);
         self.derive_optimizer(&mut c, &mut derived);
+        self.derive_lora(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
         self.derive_loss_chunk(&mut c, &model, &mut derived);
         let pairs = c.data.path.0.clone();

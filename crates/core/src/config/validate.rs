@@ -194,7 +194,8 @@ impl Recipe {
         if o.nesterov == Some(true) && o.momentum == 0.0 {
             return self.refuse("optimizer.nesterov", "needs a momentum; set optimizer.momentum above 0");
         }
-        self.check_groups()
+        self.check_groups()?;
+        self.check_lora()
     }
 
     fn check_data_values(&self) -> Result<()> {
@@ -387,6 +388,7 @@ impl Recipe {
             return self.refuse("data.eod", what);
         }
         self.check_schedule(r)?;
+        self.check_lora_targets(r)?;
         self.check_group_members(r)?;
         self.check_precision(r)?;
         self.check_loss(r)?;
@@ -452,7 +454,7 @@ impl Recipe {
         Ok(())
     }
 
-    fn within(&self, key: &str, value: f64, least: f64, most: f64) -> Result<()> {
+    pub(super) fn within(&self, key: &str, value: f64, least: f64, most: f64) -> Result<()> {
         if value < least {
             return self.refuse(key, format!("{value} is too small; it must be at least {least}"));
         }

@@ -80,30 +80,36 @@ impl MemoryEstimate {
 
     /// The same of a parameter in a bucket of some storage.
     fn bytes_in(&self, shape: &StepShape, storage: usize) -> f64 {
+        let rule = shape.options.groups.rules().get(storage);
         let master = match (shape.dtype, self.master) {
             (DType::F32, _) => 0.0,
+            _ if rule.is_some_and(|r| r.base) => 0.0,
             (_, MasterDtype::F32) => 4.0,
             (_, MasterDtype::Remainder) => 2.0,
         };
-        let rule = shape.options.groups.rules().get(storage);
         master + rule.map_or(0.0, |r| r.moment_bytes_as(self.moments))
     }
 
     /// Bytes per parameter that stay allocated over a step, as a sentence.
     pub fn bytes_per_parameter(&self) -> Result<String> {
-        let (mut elements, mut bytes, mut state) = (0, 0, 0.0);
+        let (mut elements, mut bytes, mut gradients, mut state) = (0, 0, 0, 0.0);
         for shape in &self.stages {
             let size = |p: &ParamSpec| if p.fp8_resident() { 1 } else { shape.dtype.size() };
             for p in ModelDescription::params(shape)? {
                 elements += p.numel();
                 bytes += p.numel() * size(&p);
+                gradients += if p.group.frozen { 0 } else { 4 * p.numel() };
                 state += p.numel() as f64 * self.bytes_in(shape, p.group.storage);
             }
         }
-        let [weight, state] = [bytes as f64, state].map(|x| x / elements.max(1) as f64);
+        let each = |x: f64| x / elements.max(1) as f64;
+        let [weight, gradient, state] = [bytes as f64, gradients as f64, state].map(each);
         let short = |x: f64| format!("{x:.2}").trim_end_matches('0').trim_end_matches('.').to_string();
-        let [total, weight, state] = [weight + 4.0 + state, weight, state].map(short);
-        Ok(format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state}"))
+        let [total, weight, gradient, state] =
+            [weight + gradient + state, weight, gradient, state].map(short);
+        Ok(format!(
+            "{total} bytes per parameter: weight {weight}, gradient {gradient}, optimizer state {state}"
+        ))
     }
 
     /// Bytes by category on the stage that needs most.
@@ -137,7 +143,7 @@ impl MemoryEstimate {
             let weights = if shape.host.weights { &mut out.host } else { &mut out.parameters };
             *weights += fp8 + rest * shape.dtype.size();
             let gradients = if shape.host.gradients { &mut out.host } else { &mut out.gradients };
-            *gradients += 4 * sharded(2, bucket, replicas);
+            *gradients += if bucket.frozen { 0 } else { 4 * sharded(2, bucket, replicas) };
             let elements = sharded(1, bucket, owners);
             states.push((self.bytes_in(shape, bucket.storage), elements));
         }
@@ -223,7 +229,7 @@ impl GradientsInFlight<'_> {
     fn most(&self, plan: &BucketPlan, params: &[ParamSpec]) -> usize {
         let tied = |b: &Bucket| {
             let again = |p: &ParamSpec| p.is_table() && p.uses > 1 && !p.tied_across_stages;
-            b.spans.iter().any(|s| again(&params[s.param.0]))
+            !b.frozen && b.spans.iter().any(|s| again(&params[s.param.0]))
         };
         let bytes = |b: &Bucket| 4 * b.len;
         let tables: usize = plan.buckets().iter().filter(|b| tied(b)).map(bytes).sum();
@@ -232,9 +238,9 @@ impl GradientsInFlight<'_> {
         for loads in [false, true].into_iter().filter(|loads| !*loads || self.loads) {
             let mut whole = tables;
             most = most.max(whole + in_flight.iter().sum::<usize>());
-            for (i, bucket) in plan.buckets().iter().enumerate() {
+            for (i, bucket) in plan.buckets().iter().enumerate().filter(|(_, b)| !b.frozen) {
                 whole -= if tied(bucket) { bytes(bucket) } else { 0 };
-                let next = plan.buckets().get(i + 1).filter(|b| loads && self.ahead && !tied(b));
+                let next = plan.buckets().get(i + 1).filter(|b| loads && self.ahead && !tied(b) && !b.frozen);
                 let held = whole + in_flight.iter().sum::<usize>() + bytes(bucket);
                 most = most.max(held + next.map_or(0, bytes));
                 let added = if loads { (self.added)(bucket) } else { 0 };

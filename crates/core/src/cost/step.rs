@@ -4,13 +4,12 @@ use crate::Result;
 use crate::config::{Derived, FsdpOuter, Resolved};
 use crate::grid::Grid;
 use crate::model::description::{ModelDescription, ParallelRanks, StepShape};
-use crate::model::{ModelOptions, PipelineLayout, Stage};
+use crate::model::{PipelineLayout, Stage};
 use crate::pipeline::ScheduleKind;
 use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::data_parallel::HostShards;
 use ferrotron_tensor::format_bytes;
-use std::sync::Arc;
 
 impl StepShape {
     /// The step of a recipe on a rank of its layout.
@@ -28,7 +27,7 @@ impl StepShape {
             dtype: r.config.precision.dtype.dtype(),
             recompute: r.config.train.recompute.modules(),
             mlp_chunk: r.config.train.mlp_chunk,
-            options: options(r),
+            options: r.model_options(),
             zero: p.zero,
             comm_unit: p.comm_unit.map(|bytes| bytes.0 as usize),
             outer_optimizer: p.fsdp_outer == FsdpOuter::Optimizer,
@@ -52,7 +51,7 @@ impl StepShape {
             dtype: r.config.precision.dtype.dtype(),
             recompute: Recompute::default(),
             mlp_chunk: None,
-            options: options(r),
+            options: r.model_options(),
             zero: 0,
             comm_unit: None,
             outer_optimizer: false,
@@ -87,17 +86,6 @@ pub fn derived_comm_unit(r: &Resolved) -> Result<Option<Derived>> {
     };
     let reason = format!("{}: {of}", format_bytes(largest));
     Ok((largest > 0).then(|| Derived { key: "parallel.comm_unit", value: largest.to_string(), reason }))
-}
-
-/// FP8 policy, MoE and MTP training and loss of a recipe.
-fn options(r: &Resolved) -> ModelOptions {
-    ModelOptions {
-        policy: r.policy(),
-        moe_training: Arc::new(r.moe_training()),
-        mtp: r.mtp_training(),
-        loss: r.loss_options(),
-        groups: r.param_groups(),
-    }
 }
 
 /// MoE layers of a rank.

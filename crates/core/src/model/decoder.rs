@@ -8,6 +8,7 @@ use super::mtp_config::MtpTraining;
 use super::pipeline_layout::PipelineLayout;
 use crate::optimizer::ParamGroups;
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
+use ferrotron_engine::lora::LoraPolicy;
 use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
 use ferrotron_engine::quant::Policy;
 use ferrotron_engine::{Declarations, LossOptions, ParamSpec, Rank, StepContext, Targets, Tokens};
@@ -33,6 +34,8 @@ pub struct Decoder {
 pub struct ModelOptions {
     /// Which GEMMs run in FP8, and by which recipe.
     pub policy: Policy,
+    /// Which linears have LoRA adapters.
+    pub lora: LoraPolicy,
     /// Router, losses, capacity and dispatch of MoE layers.
     pub moe_training: Arc<MoeTraining>,
     /// Loss weight and detachment of MTP layers.
@@ -84,6 +87,7 @@ impl Decoder {
         let placement = layout.place(&c, rank.pp.size())?;
         let params = Declarations::of(rank)
             .with_policy(options.policy.clone())
+            .with_lora(options.lora.clone())
             .with_moe_training(&options.moe_training)
             .with_loss(options.loss);
         // Layers with the same RoPE share one table.

@@ -2,8 +2,9 @@
 
 use super::OptimizerState;
 use super::muon::MuonRule;
-use crate::config::{MuonAdaptive, OptimizerKind, OptimizerSection, ParamGroup, StateDtype};
-use ferrotron_engine::{ParamKind, ParamSpec, UpdateGroup};
+use crate::config::{Config, MuonAdaptive, OptimizerKind, OptimizerSection, ParamGroup, StateDtype};
+use ferrotron_engine::lora::LORA_B;
+use ferrotron_engine::{ParamKind, ParamSpec, UpdateGroup, matches_pattern};
 use ferrotron_kernels::{Adam, Lion, MomentOrder, Sgd};
 use ferrotron_tensor::DType;
 
@@ -61,6 +62,8 @@ pub struct GroupRule {
     pub moments: StateDtype,
     /// Not trained.
     pub frozen: bool,
+    /// Frozen weights of the base model that adapters are trained for: they have no master weights and are in no checkpoint.
+    pub base: bool,
     storage: usize,
 }
 
@@ -71,12 +74,13 @@ enum Selector {
     Name(String),
 }
 
-const KINDS: [(&str, ParamKind); 7] = [
+const KINDS: [(&str, ParamKind); 8] = [
     ("embedding", ParamKind::Embedding),
     ("lm_head", ParamKind::LmHead),
     ("router", ParamKind::Router),
     ("expert", ParamKind::Expert),
     ("matrix", ParamKind::Matrix),
+    ("adapter", ParamKind::Adapter),
     ("bias", ParamKind::Bias),
     ("norm", ParamKind::Norm),
 ];
@@ -86,14 +90,24 @@ const KINDS: [(&str, ParamKind); 7] = [
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ParamGroups {
     rules: Vec<GroupRule>,
+    lora: Option<LoraRules>,
+}
+
+/// Rules of parameters that no group selects, where adapters are trained.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct LoraRules {
+    base: usize,
+    b: usize,
 }
 
 /// What is wrong with groups, without the key.
 type Refusal<T> = std::result::Result<T, String>;
 
 impl ParamGroups {
-    /// The groups of a recipe; the error says what is wrong with `optimizer.groups`.
-    pub fn of(o: &OptimizerSection) -> Refusal<ParamGroups> {
+    /// The groups of a recipe; the error says what is wrong with `optimizer.groups`. With adapters, everything else is frozen
+    /// unless a group selects it.
+    pub fn of(c: &Config) -> Refusal<ParamGroups> {
+        let o = &c.optimizer;
         let muon = o.kind == OptimizerKind::Muon;
         let rest = if muon { o.muon.unwrap_or_default().rest } else { o.kind };
         let none = ParamGroup::default();
@@ -120,10 +134,25 @@ impl ParamGroups {
                 None => rules.push(GroupRule::of(name, o, group, o.kind, None)?),
             }
         }
+        let lora = c.has_lora().then_some(LoraRules { base: rules.len(), b: 0 });
+        let lora = match lora {
+            None => None,
+            Some(mut lora) => {
+                let frozen = ParamGroup { frozen: true, ..ParamGroup::default() };
+                rules.push(GroupRule::of("base model".into(), o, &frozen, rest, None)?);
+                if c.lora.b_lr_factor != 1.0 {
+                    lora.b = rules.len();
+                    let faster = ParamGroup { lr_factor: Some(c.lora.b_lr_factor), ..ParamGroup::default() };
+                    rules.push(GroupRule::of("LoRA B".into(), o, &faster, rest, None)?);
+                }
+                rules.iter_mut().for_each(|r| r.base = r.frozen);
+                Some(lora)
+            }
+        };
         for i in 0..rules.len() {
             rules[i].storage = (0..i).find(|j| rules[*j].stored_like(&rules[i])).unwrap_or(i);
         }
-        Ok(ParamGroups { rules })
+        Ok(ParamGroups { rules, lora })
     }
 
     /// The rules, by index of [`UpdateGroup`].
@@ -139,14 +168,26 @@ impl ParamGroups {
     /// The group of a parameter.
     pub fn assign(&self, spec: &ParamSpec) -> UpdateGroup {
         let index = self.selected(spec).unwrap_or_else(|| {
+            if let Some(lora) = self.lora {
+                let b = spec.parts.first().is_some_and(|p| p.name.ends_with(LORA_B));
+                return match spec.kind() {
+                    ParamKind::Adapter if b => lora.b,
+                    ParamKind::Adapter => 0,
+                    _ => lora.base,
+                };
+            }
             let muon = self.rules.get(1).is_some_and(|r| r.selectors.is_empty()) && is_layer_matrix(spec);
             usize::from(muon)
         });
         match self.rules.get(index) {
             None => UpdateGroup::default(),
-            Some(rule) => {
-                UpdateGroup { index, storage: rule.storage, frozen: rule.frozen, whole: rule.needs_whole() }
-            }
+            Some(rule) => UpdateGroup {
+                index,
+                storage: rule.storage,
+                frozen: rule.frozen,
+                base: rule.base,
+                whole: rule.needs_whole(),
+            },
         }
     }
 
@@ -207,10 +248,10 @@ impl ParamGroups {
 
     /// Dtype of a parameter's `state` in checkpoints; none where its group has no such state.
     pub(crate) fn saved(&self, state: &OptimizerState, spec: &ParamSpec) -> Option<DType> {
-        if state.is_masters() {
-            return Some(DType::F32);
-        }
         let rule = &self.rules[spec.group.index];
+        if state.is_masters() {
+            return (!rule.base).then_some(DType::F32);
+        }
         let has = rule.states().iter().any(|s| s.0 == state.name());
         has.then(|| state.saved_as(rule.state_dtype(state.name())))
     }
@@ -272,6 +313,7 @@ impl GroupRule {
             weight_decay: group.weight_decay_factor.map(|x| x as f32),
             moments,
             frozen: group.frozen,
+            base: false,
             storage: 0,
         })
     }
@@ -295,7 +337,9 @@ impl GroupRule {
             return Some(true);
         }
         let named = |name: &str| {
-            self.selectors.iter().any(|s| matches!(s, Selector::Name(pattern) if matches(pattern, name)))
+            self.selectors
+                .iter()
+                .any(|s| matches!(s, Selector::Name(pattern) if matches_pattern(pattern, name)))
         };
         match spec.parts.iter().filter(|p| named(&p.name)).count() {
             0 => Some(false),
@@ -381,46 +425,12 @@ impl Selector {
     }
 }
 
-/// Whether a name matches a pattern with `*` for any text.
-fn matches(pattern: &str, name: &str) -> bool {
-    let Some((head, rest)) = pattern.split_once('*') else { return pattern == name };
-    let Some(mut left) = name.strip_prefix(head) else { return false };
-    let mut pieces: Vec<&str> = rest.split('*').collect();
-    let last = pieces.pop().unwrap_or_default();
-    // Taking each piece where it first occurs leaves most for the others, so nothing is tried twice.
-    for piece in pieces {
-        let Some((_, after)) = left.split_once(piece) else { return false };
-        left = after;
-    }
-    left.ends_with(last)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn patterns() {
-        for (pattern, name, yes) in [
-            ("layers.0.*", "layers.0.attn.q.weight", true),
-            ("layers.0.*", "layers.01.attn.q.weight", false),
-            ("*.q.*", "layers.0.attn.q.weight", true),
-            ("*", "", true),
-            ("head.weight", "head.weight", true),
-            ("head.weight", "head.weights", false),
-            ("*norm*weight", "layers.1.mlp_norm.weight", true),
-            ("*norm*weight", "layers.1.mlp_norm.weights", false),
-            ("a*a", "a", false),
-            ("*ab*b", "aab", false),
-            ("**a**", "bab", true),
-            (&"*a".repeat(200), &"a".repeat(199), false),
-        ] {
-            assert_eq!(matches(pattern, name), yes, "{pattern} {name}");
-        }
-    }
-
-    fn section(toml: &str) -> OptimizerSection {
-        toml::from_str(toml).unwrap()
+    fn section(toml: &str) -> Config {
+        Config { optimizer: toml::from_str(toml).unwrap(), ..Config::default() }
     }
 
     #[test]

@@ -79,18 +79,22 @@ impl OptimizerState {
         Ok(state)
     }
 
-    /// f32 weights as their own masters.
+    /// f32 weights as their own masters, in the buckets that `stored` gives a dtype for.
     pub(super) fn in_weights(
         name: &'static str,
         rank: &Rank,
         params: &Params,
         scheme: &ShardingStrategy,
-        pieces: &[ParamShard],
+        (pieces, stored): (&[ParamShard], StoredAs),
     ) -> Result<OptimizerState> {
-        let count = params.plan().buckets().len();
-        let part = |b: usize| Ok(params.optimizer_shard(rank, b, scheme)?);
-        let buckets = (0..count).map(part).collect::<Result<_>>()?;
-        OptimizerState::over((name, StateKind::Masters), vec![Some(params.dtype()); count], buckets, pieces)
+        let layout = params.plan().buckets();
+        let dtypes: Vec<Option<DType>> = layout.iter().map(stored).collect();
+        let part = |(b, dtype): (usize, &Option<DType>)| match dtype {
+            Some(_) => Ok(params.optimizer_shard(rank, b, scheme)?),
+            None => Ok(rank.compute.zeros(&[0], params.dtype(), Category::Optimizer)?),
+        };
+        let buckets = dtypes.iter().enumerate().map(part).collect::<Result<_>>()?;
+        OptimizerState::over((name, StateKind::Masters), dtypes, buckets, pieces)
     }
 
     fn over(

@@ -4,8 +4,8 @@ use super::LogicalValues;
 use crate::model::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_comm::Communicator;
-use ferrotron_engine::{Part, Rank};
-use std::collections::HashMap;
+use ferrotron_engine::Rank;
+use std::collections::{HashMap, HashSet};
 
 /// Gathers the logical tensors of all stages and experts to every rank, in model order.
 pub fn gather_all_stages(
@@ -28,24 +28,26 @@ fn gather_group(
     model: &ModelConfig,
     mine: Vec<LogicalValues>,
 ) -> Result<Vec<LogicalValues>> {
-    let names: Vec<&str> = mine.iter().map(|v| v.name.as_str()).collect();
-    let tables = group.all_gather_bytes(&encode(&names)?, "names of tensors")?;
+    let shapes: Vec<(&str, &[usize])> = mine.iter().map(|v| (v.name.as_str(), &v.shape[..])).collect();
+    let tables = group.all_gather_bytes(&encode(&shapes)?, "names of tensors")?;
     let values: Vec<f32> = mine.iter().flat_map(|v| &v.values).copied().collect();
     let values = group.all_gather_bytes(bytemuck::cast_slice(&values), "tensors of all stages")?;
-    let parts = logical_parts(model)?;
-    let sizes: HashMap<&str, usize> =
-        parts.iter().map(|p| (p.name.as_str(), p.shape.iter().product())).collect();
-    let mut found: HashMap<String, Vec<f32>> = HashMap::new();
+    let mut found: Vec<LogicalValues> = Vec::new();
+    let mut names = HashSet::new();
     for (table, values) in tables.iter().zip(values) {
         let mut rest = values.chunks_exact(4).map(bytemuck::pod_read_unaligned::<f32>);
-        for name in decode::<Vec<String>>(table)? {
-            let size = sizes.get(name.as_str()).copied().unwrap_or(0);
-            found.insert(name, rest.by_ref().take(size).collect());
+        for (name, shape) in decode::<Vec<(String, Vec<usize>)>>(table)? {
+            let values = rest.by_ref().take(shape.iter().product()).collect();
+            if names.insert(name.clone()) {
+                found.push(LogicalValues { name, shape, values });
+            }
         }
     }
-    let take =
-        |p: Part| found.remove(&p.name).map(|values| LogicalValues { name: p.name, shape: p.shape, values });
-    Ok(parts.into_iter().filter_map(take).collect())
+    // Adapters, which the architecture does not list, after the rest in the order of stages.
+    let order: HashMap<String, usize> =
+        logical_parts(model)?.into_iter().enumerate().map(|(i, p)| (p.name, i)).collect();
+    found.sort_by_key(|v| order.get(&v.name).copied().unwrap_or(usize::MAX));
+    Ok(found)
 }
 
 /// All-gathers a message of each pipeline stage, in stage order.

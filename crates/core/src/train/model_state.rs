@@ -5,7 +5,6 @@ use crate::model::{Decoder, ModelOptions, PipelineLayout};
 use crate::{Error, Result};
 use ferrotron_engine::data_parallel::ShardingStrategy;
 use ferrotron_engine::{GradBuffer, ParamLayout, Params, Rank, StepState, quant};
-use std::sync::Arc;
 
 /// The model and its data-parallel state.
 pub struct ModelState {
@@ -17,18 +16,14 @@ pub struct ModelState {
     pub step_state: StepState,
     /// f32 gradients of the same buckets, reduced over the data-parallel group at the end of a step.
     pub(super) grads: GradBuffer,
+    /// What its parameters depend on besides the architecture.
+    pub(super) options: ModelOptions,
 }
 
 impl ModelState {
     /// Allocates the model of a recipe. Parameters are not initialised yet.
     pub(super) fn new(rank: &Rank, r: &Resolved, sharding: ShardingStrategy) -> Result<ModelState> {
-        let options = ModelOptions {
-            policy: quant_policy(rank, r)?,
-            moe_training: Arc::new(r.moe_training()),
-            mtp: r.mtp_training(),
-            loss: r.loss_options(),
-            groups: r.param_groups(),
-        };
+        let options = ModelOptions { policy: quant_policy(rank, r)?, ..r.model_options() };
         let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };
         let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;
         let dtype = r.config.precision.dtype.dtype();
@@ -37,7 +32,7 @@ impl ModelState {
         let params = Params::new(rank, specs, dtype, layout)?;
         let step_state = StepState::new(rank, &params, decoder.moe_layers())?;
         let grads = GradBuffer::of(&params, sharding);
-        Ok(ModelState { decoder, params, step_state, grads })
+        Ok(ModelState { decoder, params, step_state, grads, options })
     }
 }
 

@@ -150,16 +150,17 @@ impl Run {
         trainer.record = Some(record);
         let latest = if options.fresh { None } else { checkpoint::latest(&dir.join(CHECKPOINTS))? };
         let mut gemms = None;
+        // Checkpoints of adapters do not hold the base model.
+        if latest.is_none() || resolved.config.has_lora() {
+            options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
+        }
         let resumed = match &latest {
             Some(path) => {
                 let (resume, origin) = Run::resume(&mut trainer, &resolved, path, &together, &options)?;
                 gemms = origin.and_then(|o| o.gemms);
                 Some(resume)
             }
-            None => {
-                options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
-                None
-            }
+            None => None,
         };
         let in_folder = folder.as_mut().filter(|_| !options.fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;

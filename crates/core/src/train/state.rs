@@ -7,7 +7,7 @@ use super::step_runner::{Progress, Schedules};
 use super::{Trainer, fp8_scales, line_moments, moe_state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{self, Resolved};
-use crate::model::{ModelConfig, ModelOptions, logical_specs};
+use crate::model::{ModelConfig, logical_specs};
 use crate::optimizer::SavedLossScale;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::tensorfile::to_f32;
@@ -180,8 +180,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     // Check names, shapes and dtypes before anything is changed. Moments may have been stored in another dtype: checkpoints
     // hold exact values, which are rounded to this run's dtype.
     let groups = t.optimizer.groups();
-    let options = ModelOptions { groups: groups.clone(), ..ModelOptions::default() };
-    let specs = logical_specs(t.model.decoder.config(), &options)?;
+    let specs = logical_specs(t.model.decoder.config(), &t.model.options)?;
     let parts: Vec<_> = specs.iter().flat_map(|s| &s.parts).collect();
     let dtype = |state: &crate::optimizer::OptimizerState, name: &str, saved: DType| {
         let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());

@@ -157,7 +157,7 @@ impl StepRunner {
             Some(s) if s.shape.micro_batches == micro_batches => s,
             _ => pipeline_schedule(&model.decoder, self.schedule_kind, micro_batches)?,
         };
-        let ModelState { decoder, params, step_state, grads } = model;
+        let ModelState { decoder, params, step_state, grads, .. } = model;
         grads.begin_step(micro_batches);
         if let Some(quant) = step_state.quant() {
             quant.begin_step(self.progress.step, micro_batches);

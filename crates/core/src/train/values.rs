@@ -19,8 +19,17 @@ pub struct LogicalValues {
 }
 
 impl Trainer {
-    /// Sets every logical tensor: `source(name)` gives its f32 values in row-major order.
+    /// Sets every logical tensor but adapters: `source(name)` gives its f32 values in row-major order.
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+        self.fill(false, source)
+    }
+
+    /// Sets the logical tensors of adapters, such as `layers.0.attn.q.lora_a.weight`.
+    pub fn import_adapters(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+        self.fill(true, source)
+    }
+
+    fn fill(&self, adapters: bool, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
         let values = |part: &Part, runs: &[Range<usize>]| {
             let whole = source(&part.name)?;
             if whole.len() != part.shape.iter().product::<usize>() {
@@ -29,7 +38,7 @@ impl Trainer {
             }
             Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
         };
-        self.optimizer.fill(&self.rank, &self.model.params, &self.model.step_state, &values)
+        self.optimizer.fill(&self.rank, &self.model.params, &self.model.step_state, (adapters, &values))
     }
 
     /// Gradients of the last step by logical name, before clipping and without a loss scale; an error before the first step.

@@ -10,6 +10,7 @@ mod failures;
 mod forward_backward;
 mod fp8_scales;
 mod launched_ahead;
+mod lora;
 mod loss;
 mod mlp_chunk;
 mod optimizer_state;

@@ -34,6 +34,8 @@ pub struct Bucket {
     pub experts: bool,
     /// Storage of its parameters' optimizer states ([`UpdateGroup::storage`](crate::UpdateGroup)).
     pub storage: usize,
+    /// Its parameters are not trained: it has weights, but no gradients.
+    pub frozen: bool,
     /// End of each rank's parameters, where ranks own whole parameters for their updates; none otherwise.
     pub owned: Option<Vec<usize>>,
 }
@@ -105,6 +107,7 @@ impl BucketPlan {
             open.len = start + spec.numel();
             open.spans.push(Span { param: ParamId(i), range: start..open.len });
             open.tied_across_stages = spec.tied_across_stages;
+            open.frozen = spec.group.frozen;
             *widest = usize::next_multiple_of(*widest, ALIGN) + spec.widest;
             let full = matches!(limit, BucketLimit::Elements(most) if *widest >= most);
             if full || spec.tied_across_stages {
@@ -222,7 +225,8 @@ fn update_cost(shape: &[usize]) -> f64 {
 
 impl Bucket {
     fn empty(experts: bool, storage: usize) -> Bucket {
-        Bucket { len: 0, spans: Vec::new(), tied_across_stages: false, experts, storage, owned: None }
+        let (spans, tied_across_stages, frozen, owned) = (Vec::new(), false, false, None);
+        Bucket { len: 0, spans, tied_across_stages, experts, storage, frozen, owned }
     }
 
     fn take(&mut self) -> Bucket {

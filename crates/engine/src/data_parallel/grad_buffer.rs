@@ -169,8 +169,17 @@ impl GradBuffer {
 
     /// All gradients of this rank's own data, after the last micro-batch; zeros for parameters without one.
     pub fn finish(&mut self, rank: &Rank) -> Result<Vec<Tensor>> {
-        (0..self.buckets.len()).try_for_each(|b| self.complete(rank, b, false))?;
-        (0..self.slots.len()).map(|i| self.view(rank, ParamId(i))).collect()
+        let frozen = |b: usize| self.plan.buckets()[b].frozen;
+        let trained: Vec<usize> = (0..self.buckets.len()).filter(|b| !frozen(*b)).collect();
+        trained.into_iter().try_for_each(|b| self.complete(rank, b, false))?;
+        let mut all = Vec::with_capacity(self.slots.len());
+        for i in 0..self.slots.len() {
+            all.push(match self.is_frozen(ParamId(i)) {
+                true => rank.compute.zeros(&self.specs[i].shape, DType::F32, Category::Workspace)?,
+                false => self.view(rank, ParamId(i))?,
+            });
+        }
+        Ok(all)
     }
 
     /// The gradient of one parameter, for reading; an error before it exists, or where it is sharded.

@@ -91,9 +91,7 @@ impl GradBuffer {
         let memory = &self.buckets[bucket];
         let alone = rank.tp_group(self.plan.buckets()[bucket].experts).size() == 1;
         let there = memory.whole.is_none() && memory.stores > 0 && self.is_written(bucket);
-        // Zeros since the first step.
-        let frozen = self.plan.buckets()[bucket].spans.iter().all(|s| self.is_frozen(s.param));
-        if (alone && there) || (frozen && memory.stored.is_some()) {
+        if alone && there {
             return Ok(());
         }
         let whole = self.whole(rank, bucket)?;

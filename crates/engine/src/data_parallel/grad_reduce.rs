@@ -43,6 +43,10 @@ impl GradBuffer {
         let (buckets, rounds) = (self.buckets.len(), self.rounds());
         while self.started < buckets * rounds {
             let (round, bucket) = (self.started / buckets, self.started % buckets);
+            if self.plan.buckets()[bucket].frozen {
+                self.started += 1;
+                continue;
+            }
             let needed = if rounds > 1 { round + 1 } else { self.micro_batches.unwrap_or(1) };
             if !all && !self.is_complete(bucket, needed) {
                 break;
@@ -165,7 +169,8 @@ impl GradBuffer {
             self.wait_for_oldest(rank)?;
         }
         // HSDP: the sum over the ranks that hold the same shard, of other data; on each of them, or of its piece.
-        for bucket in 0..self.buckets.len() {
+        let trained = |b: &usize| !self.plan.buckets()[*b].frozen;
+        for bucket in (0..self.buckets.len()).filter(trained) {
             let replicas = rank.shard_replica_group(self.plan.buckets()[bucket].experts);
             if replicas.size() > 1 {
                 on_device(&rank.compute, &self.shard(rank, bucket)?, |memory| {
@@ -176,7 +181,7 @@ impl GradBuffer {
             }
         }
         // A tied parameter is alone in its bucket, so that first and last stage have the same shard.
-        for bucket in 0..self.buckets.len() {
+        for bucket in (0..self.buckets.len()).filter(trained) {
             if self.plan.buckets()[bucket].tied_across_stages {
                 let part = self.local(rank, bucket)?;
                 on_device(&rank.compute, &part, |part| {
@@ -259,10 +264,16 @@ impl GradBuffer {
         Ok(out)
     }
 
-    /// All reduced gradients in order of declaration, all-gathered where sharded. Collective over the data-parallel ranks.
+    /// All reduced gradients in order of declaration, all-gathered where sharded; zeros of frozen parameters. Collective over
+    /// the data-parallel ranks.
     pub fn gathered(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut buckets = Vec::new();
         for bucket in 0..self.buckets.len() {
+            let layout = &self.plan.buckets()[bucket];
+            if layout.frozen {
+                buckets.push(rank.compute.zeros(&[layout.len], DType::F32, Category::Workspace)?);
+                continue;
+            }
             let (at, mut mine) = ((&self.plan, bucket), self.local(rank, bucket)?);
             if !self.scheme.optimizer.is_full_size() {
                 mine = to_device(&rank.compute, &mine)?;

@@ -103,7 +103,7 @@ fn owned_specs(shapes: &[[usize; 2]]) -> Vec<ParamSpec> {
     }
     let mut specs = d.finish();
     for spec in specs.iter_mut().filter(|s| s.shape.len() == 2) {
-        spec.group = UpdateGroup { index: 1, storage: 1, frozen: false, whole: true };
+        spec.group = UpdateGroup { index: 1, storage: 1, frozen: false, base: false, whole: true };
     }
     specs
 }

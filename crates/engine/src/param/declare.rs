@@ -1,6 +1,7 @@
 //! Declarations of a model's parameters and MoE layers.
 
 use super::{ParamId, ParamSpec, Part, UnitId, UpdateGroup};
+use crate::lora::LoraPolicy;
 use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
 use crate::quant::{LinearQuant, Policy};
 use crate::{GroupRank, LossOptions, Rank, Shard};
@@ -16,6 +17,7 @@ pub struct Declarations {
     place: GroupRank,
     experts: ExpertParallelRank,
     policy: Policy,
+    lora: LoraPolicy,
     moe_layers: Vec<MoeLayerSpec>,
     moe_training: Arc<MoeTraining>,
     loss: LossOptions,
@@ -59,6 +61,7 @@ impl Declarations {
             place,
             experts: ExpertParallelRank::SINGLE,
             policy: Policy::default(),
+            lora: LoraPolicy::default(),
             moe_layers: Vec::new(),
             moe_training: Arc::default(),
             loss: LossOptions::default(),
@@ -80,6 +83,16 @@ impl Declarations {
     /// Quantizes GEMMs as the policy says.
     pub fn with_policy(self, policy: Policy) -> Declarations {
         Declarations { policy, ..self }
+    }
+
+    /// Gives linears adapters as the policy says.
+    pub fn with_lora(self, lora: LoraPolicy) -> Declarations {
+        Declarations { lora, ..self }
+    }
+
+    /// Which linears have adapters.
+    pub(crate) fn lora(&self) -> &LoraPolicy {
+        &self.lora
     }
 
     /// Computes the loss with these options.

@@ -108,7 +108,10 @@ impl Linear {
         let f = self.factor(p, e, LinearGemm::Dgrad)?;
         if self.row_parallel && !alone {
             let (dx, dy_cols) = self.backward_gathered(p, e, &f, &dy.values)?;
-            let weight = self.weight_grad(p, e, dy_cols, saved)?;
+            let weight = match p.is_frozen(self.weight) {
+                true => WeightGrad::default(),
+                false => self.weight_grad(p, e, dy_cols, saved)?,
+            };
             return Ok((dx, weight.and(self.bias_grad(dy))));
         }
         let orientations = Orientations { rows: e.dgrad, cols: e.wgrad };
@@ -129,8 +132,15 @@ impl Linear {
             true => p.gemm(&rows, &f)?,
             false => p.gemm_reduce_scatter(&rows, &f, "gradient of a layer's input")?,
         };
-        let weight =
-            self.weight_grad(p, e, quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(values)), saved)?;
+        let weight = match p.is_frozen(self.weight) {
+            true => WeightGrad::default(),
+            false => self.weight_grad(
+                p,
+                e,
+                quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(values)),
+                saved,
+            )?,
+        };
         let sums = taken.or_else(|| dy.sums.clone());
         Ok((dx, weight.and(self.bias_grad(&WithAmax { values: values.clone(), amax: None, sums }))))
     }
@@ -300,6 +310,6 @@ fn transposed(rank: &Rank, rows: &GemmOperand) -> Result<GemmOperand> {
 
 impl LinearSaved {
     fn quantized(operand: &GemmOperand) -> LinearSaved {
-        LinearSaved { x: None, quantized: Some(SavedOperand::of(operand)), amax: None }
+        LinearSaved::of_quantized(SavedOperand::of(operand))
     }
 }

@@ -13,6 +13,7 @@ mod fp8_tensor_parallel;
 mod gradients;
 mod linear;
 mod lm_head;
+mod lora;
 mod mla;
 mod mlp;
 mod moe;

@@ -1,8 +1,8 @@
 //! Test values, f64 references and comparisons.
 
 use ferrotron_engine::{
-    Declarations, GradBuffer, LmHead, LmHeadConfig, ParamId, Params, Rank, Saved, SavedTensor, StepContext,
-    StepState, WeightGrad,
+    Declarations, GradBuffer, LmHead, LmHeadConfig, ParamId, ParamKind, ParamSpec, Params, Rank, Saved,
+    SavedTensor, StepContext, StepState, WeightGrad,
 };
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
@@ -50,7 +50,18 @@ impl Setup {
 
     /// The same on a given rank.
     pub fn on(rank: Rank, d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
-        let params = Params::allocate(&rank, d.finish(), dtype).unwrap();
+        Setup::of(rank, d.finish(), dtype, seed, size)
+    }
+
+    /// [`Setup::new`] where nothing but adapters is trained.
+    pub fn frozen(d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
+        let mut specs = d.finish();
+        specs.iter_mut().for_each(|s| s.group.frozen = s.kind() != ParamKind::Adapter);
+        Setup::of(Rank::cpu(2, 1).unwrap(), specs, dtype, seed, size)
+    }
+
+    fn of(rank: Rank, specs: Vec<ParamSpec>, dtype: DType, seed: u64, size: f64) -> Setup {
+        let params = Params::allocate(&rank, specs, dtype).unwrap();
         let draw = |i: usize, n| numbers(seed + i as u64, n).iter().map(|x| x * size).collect();
         let weights: Vec<Vec<f64>> =
             params.specs().iter().enumerate().map(|(i, s)| rounded(dtype, draw(i, s.numel()))).collect();
@@ -129,6 +140,10 @@ impl Setup {
         close(&format!("{what} {dtype} output"), dtype, &y, &f(&at));
         let theirs = differences(&|a: &[Vec<f64>]| dot(&f(a), dy), &at);
         for (i, (ours, theirs)) in std::iter::once(&dx).chain(&grads).zip(&theirs).enumerate() {
+            if i > 0 && self.params.specs()[i - 1].group.frozen {
+                assert!(ours.iter().all(|x| *x == 0.0), "{what}: {} is frozen", self.name(i));
+                continue;
+            }
             close(&format!("{what} {dtype} gradient of {}", self.name(i)), dtype, ours, theirs);
         }
         assert_eq!(grads.len() + 1, theirs.len(), "{what}");

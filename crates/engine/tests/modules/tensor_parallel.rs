@@ -65,7 +65,9 @@ pub fn on_ranks<M>(
         let rank = Rank { tp: world.all(), world, overlap, ..watched };
         let mut d = Declarations::at(rank.place());
         let module = build(&mut d, &rank);
-        let params = Params::allocate(&rank, d.finish(), dtype).unwrap();
+        let mut specs = d.finish();
+        specs.iter_mut().zip(alone.params.specs()).for_each(|(s, whole)| s.group = whole.group);
+        let params = Params::allocate(&rank, specs, dtype).unwrap();
         for ((spec, value), whole) in params.specs().iter().zip(params.values()).zip(weights) {
             let mut rest = &whole[..];
             let mut mine = Vec::new();
@@ -117,7 +119,7 @@ fn join_grads(s: &Setup, work: WeightGrad) -> Vec<Vec<f64>> {
 }
 
 /// On 2 and 4 ranks, with and without overlap: bit-equal, and equal to the reference.
-fn check<M>(
+pub fn check<M>(
     what: &str,
     alone: &Setup,
     (xs, dys): (&[f64], &[f64]),

@@ -36,8 +36,9 @@ impl Gemm<'_> {
     }
 }
 
-impl GemmKernels for CudaKernels {
-    fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()> {
+impl CudaKernels {
+    /// A GEMM; with `rounds_twice` the library may add its rounded product to a 16-bit result.
+    fn launch_gemm(&self, s: &Stream, g: &Gemm, rounds_twice: bool) -> Result<()> {
         let sizes = g.sizes()?;
         let input = g.a.dtype();
         if !matches!(input, DType::F32 | DType::BF16 | DType::F16) {
@@ -48,7 +49,7 @@ impl GemmKernels for CudaKernels {
         }
         // 16-bit results are rounded once. The library rounds before it adds to an existing result, and before it adds
         // a bias where rows are not aligned to 16 bytes: those cases go to the generic kernel.
-        let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() != DType::F32);
+        let onto = g.accumulate && (g.bias.is_some() || (g.c.dtype() != DType::F32 && !rounds_twice));
         if sizes.k > 0 && !onto && (g.bias.is_none() || g.rows_aligned16(&sizes)) {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };
             let (bias, accumulate) = (g.bias.map(read), g.accumulate);
@@ -61,6 +62,16 @@ impl GemmKernels for CudaKernels {
         let args = [read(g.a), read(g.b), write(g.c), read(g.bias.unwrap_or(g.a))];
         let count = if g.bias.is_some() { 4 } else { 3 };
         s.launch(g.name(), &args[..count], |l| self.generic_gemm(l, g, &sizes))
+    }
+}
+
+impl GemmKernels for CudaKernels {
+    fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()> {
+        self.launch_gemm(s, g, false)
+    }
+
+    fn gemm_add(&self, s: &Stream, g: &Gemm) -> Result<()> {
+        self.launch_gemm(s, g, true)
     }
 
     fn gemm_batched(&self, s: &Stream, g: &BatchedGemm) -> Result<()> {

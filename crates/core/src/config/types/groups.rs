@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroup {
-    /// Kinds (`embedding`, `lm_head`, `router`, `expert`, `matrix`, `bias`, `norm`) and names with `*` for any text.
+    /// Kinds (`embedding`, `lm_head`, `router`, `expert`, `matrix`, `adapter`, `bias`, `norm`) and names with `*` for any text.
     pub params: OneOrMany,
     /// Update rule; unset: that of the section.
     #[serde(default, skip_serializing_if = "Option::is_none")]

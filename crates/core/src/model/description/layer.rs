@@ -4,6 +4,7 @@ use super::shape::{Group, Rows, StepShape};
 use super::{Block, Collective, Gemm, LayerDescription, Lifetime, Pass, SavedTensor};
 use crate::model::config::NormKind;
 use ferrotron_comm::OpKind;
+use ferrotron_engine::lora::{LORA_A, LORA_B, fused_module};
 use ferrotron_engine::quant::{LinearGemm, LinearQuant, Role};
 use ferrotron_engine::{ParamSpec, Split};
 use ferrotron_kernels::BLOCK;
@@ -197,6 +198,9 @@ impl<'a> LayerBuilder<'a> {
             (LinearGemm::Dgrad, [rows, k, n], quant.is_some_and(|q| q.dgrad)),
             (LinearGemm::Wgrad, [n, k, rows], quant.is_some_and(|q| q.wgrad)),
         ] {
+            if gemm == LinearGemm::Wgrad && spec.group.frozen {
+                continue;
+            }
             let recomputed = self.recomputed && gemm == LinearGemm::Fprop;
             let (names, block, experts) = (names.clone(), self.block, spec.matrices);
             self.layer.gemms.push(Gemm { names, block, gemm, m, n, k, experts, fp8, recomputed });
@@ -222,7 +226,18 @@ impl<'a> LayerBuilder<'a> {
         self.gemms(spec, computed);
         let gathered = parallel == Parallel::Column && t > 1;
         let held = if parallel == Parallel::Column { rows.local } else { computed };
-        self.save_input(spec, input, held, gathered);
+        let adapter = self.adapter(spec);
+        // There is no wgrad of a frozen weight, and an adapter reads the input as it is.
+        let quant = spec
+            .quant
+            .map(|q| LinearQuant { wgrad: q.wgrad && !spec.group.frozen && adapter.is_none(), ..q });
+        let spec = &ParamSpec { quant, ..spec.clone() };
+        if !spec.group.frozen || adapter.is_some() {
+            self.save_input(spec, input, held, gathered);
+        }
+        if let Some([a, b]) = adapter {
+            self.adapter_gemms(a, b, (parallel, [held, computed]));
+        }
         if t == 1 {
             return;
         }
@@ -245,7 +260,8 @@ impl<'a> LayerBuilder<'a> {
                 let x = self.moved(width, size(fp8_wgrad))
                     + if block(fp8_wgrad) { self.scales(width, rows.local) } else { 0 };
                 // A detached LM head has no wgrad; in FP8 its input is gathered all the same.
-                if !(self.detached && self.block == Block::Output && quant.is_none()) {
+                let detached = self.detached && self.block == Block::Output && quant.is_none();
+                if !detached && !spec.group.frozen {
                     self.backward(Group::Tp, OpKind::AllGather, x);
                 }
             }
@@ -274,6 +290,42 @@ impl<'a> LayerBuilder<'a> {
                 self.backward(Group::Tp, OpKind::AllReduce, amax);
             }
         }
+    }
+
+    /// A and B of a weight's adapters.
+    fn adapter(&self, spec: &ParamSpec) -> Option<[&'a ParamSpec; 2]> {
+        let modules: Vec<&str> = spec.parts.iter().filter_map(|p| p.name.strip_suffix(".weight")).collect();
+        let find = |module: &str, end: &str| self.params.get(format!("{module}{end}").as_str()).copied();
+        let b = modules.iter().find_map(|module| find(module, LORA_B))?;
+        let a = modules.iter().find_map(|module| find(module, LORA_A));
+        Some([a.or_else(|| find(&fused_module(&modules), LORA_A))?, b])
+    }
+
+    /// GEMMs, saved activations and collectives of adapters on a linear that reads `rows[0]` rows of its input.
+    ///
+    /// | base | h = x·Aᵀ | dh = dy·B |
+    /// |---|---|---|
+    /// | column-parallel | T rows, all-gathered | N rows, reduce-scattered |
+    /// | row-parallel | N rows, reduce-scattered | T rows, all-gathered |
+    /// | replicated | T rows | T rows |
+    fn adapter_gemms(&mut self, a: &ParamSpec, b: &ParamSpec, (parallel, rows): (Parallel, [usize; 2])) {
+        let [held, computed] = rows;
+        let (out_rows, width) = match parallel {
+            Parallel::Row => (self.rows.local, a.shape[0]),
+            _ => (computed, a.shape[0]),
+        };
+        self.gemms(a, held);
+        self.gemms(b, out_rows);
+        let module = b.parts[0].name.trim_end_matches(LORA_B).rsplit('.').next().unwrap_or("x");
+        self.save(&format!("lora.{module}"), &[out_rows, width], self.shape.dtype);
+        let moved = self.moved(width, self.shape.dtype.size());
+        let (forward, backward) = match parallel {
+            Parallel::Replicated => return,
+            Parallel::Column => (OpKind::AllGather, OpKind::ReduceScatter),
+            Parallel::Row => (OpKind::ReduceScatter, OpKind::AllGather),
+        };
+        self.forward(Group::Tp, forward, moved);
+        self.backward(Group::Tp, backward, moved);
     }
 
     /// Scales f32 of FP8 blocks of `[r, c]` along c, sent to every other tensor-parallel rank.

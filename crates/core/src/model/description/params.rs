@@ -32,6 +32,7 @@ pub(crate) fn declare_chunks(
     let experts = ExpertParallelRank { ep: ranks.ep, etp: ranks.etp };
     let params = Declarations::on(ranks.tp, experts)
         .with_policy(options.policy.clone())
+        .with_lora(options.lora.clone())
         .with_moe_training(&options.moe_training)
         .with_loss(options.loss);
     let mut no_tables = |_| Ok(None);

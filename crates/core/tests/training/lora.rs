@@ -1,0 +1,133 @@
+//! LoRA: adapters train beside a frozen base model.
+
+use super::support::*;
+use ferrotron_core::Error;
+use ferrotron_core::checkpoint;
+use ferrotron_core::train::{LogicalValues, Trainer};
+use std::collections::HashMap;
+
+const LORA: &[&str] = &["lora.rank=3", "lora.alpha=6"];
+
+fn is_adapter(name: &str) -> bool {
+    name.contains(".lora_")
+}
+
+/// Values in (-1, 1) by index.
+fn value(i: usize) -> f32 {
+    ((i as f32 * 12.9898).sin() * 43758.547).fract()
+}
+
+/// Sets every adapter, B too, to values that differ.
+fn fill_adapters(t: &Trainer) -> HashMap<String, Vec<f32>> {
+    let weights = t.weights().unwrap();
+    let adapters = weights.iter().enumerate().filter(|(_, w)| is_adapter(&w.name));
+    let drawn: HashMap<String, Vec<f32>> = adapters
+        .map(|(k, w)| (w.name.clone(), (0..w.values.len()).map(|i| 0.2 * value(1000 * k + i)).collect()))
+        .collect();
+    set_adapters(t, &drawn);
+    drawn
+}
+
+fn set_adapters(t: &Trainer, values: &HashMap<String, Vec<f32>>) {
+    let missing = |name: &str| Error::Invalid(format!("no {name}"));
+    t.import_adapters(&|name| values.get(name).cloned().ok_or_else(|| missing(name))).unwrap();
+}
+
+#[test]
+fn adapters_train_and_the_base_stays() {
+    for more in [
+        &[][..],
+        &["precision.dtype=bf16"],
+        &["lora.fused=true"],
+        &["lora.b_lr_factor=4", "optimizer.lr=1e-2"],
+    ] {
+        let mut t = trainer(&recipe(&[LORA, &["train.steps=40", "optimizer.lr=3e-2"], more].concat()));
+        let start = t.weights().unwrap();
+        let losses: Vec<f64> = (0..40).map(|_| t.train_step(&RULE).unwrap().loss).collect();
+        assert!(losses[39] < 0.88 * losses[0], "{more:?}: {losses:?}");
+        for (a, b) in start.iter().zip(&t.weights().unwrap()) {
+            assert_eq!(a.values != b.values, is_adapter(&a.name), "{more:?}: {}", a.name);
+        }
+    }
+}
+
+/// Gradients of adapters by central differences of the loss.
+#[test]
+fn gradients_of_adapters_are_those_of_the_loss() {
+    let r = recipe(LORA);
+    let mut t = trainer(&r);
+    let mut values = fill_adapters(&t);
+    t.train_step(&RULE).unwrap();
+    let gradients: HashMap<String, Vec<f32>> =
+        t.gradients().unwrap().into_iter().map(|g| (g.name, g.values)).collect();
+    let names: Vec<String> = values.keys().cloned().collect();
+    assert_eq!(names.len(), 2 * 2 * 7, "A and B of seven linears in two layers");
+    assert!(gradients.iter().all(|(name, g)| is_adapter(name) != g.iter().all(|x| *x == 0.0)));
+    for name in names {
+        for i in [0, values[&name].len() - 1] {
+            const H: f32 = 1e-2;
+            let here = values[&name][i];
+            let mut at = |x: f32| {
+                values.get_mut(&name).unwrap()[i] = x;
+                set_adapters(&t, &values);
+                t.evaluate(&RULE, 2).unwrap()
+            };
+            // Central differences without their error of second order.
+            let [down, up, down2, up2] = [-H, H, -2.0 * H, 2.0 * H].map(|h| at(here + h));
+            at(here);
+            let wanted = (8.0 * (up - down) - (up2 - down2)) / (12.0 * f64::from(H));
+            let got = f64::from(gradients[&name][i]);
+            assert!((wanted - got).abs() < 2e-3 * wanted.abs() + 2e-5, "{name}[{i}]: {got}, not {wanted}");
+        }
+    }
+}
+
+/// `W + alpha / rank · B·A` of every linear.
+fn merged(weights: &[LogicalValues], scale: f32) -> HashMap<String, Vec<f32>> {
+    let by_name: HashMap<&str, &LogicalValues> = weights.iter().map(|w| (w.name.as_str(), w)).collect();
+    let merge = |w: &LogicalValues| {
+        let module = w.name.trim_end_matches(".weight");
+        let factors = ["lora_a", "lora_b"].map(|f| by_name.get(format!("{module}.{f}.weight").as_str()));
+        let [Some(a), Some(b)] = factors else { return w.values.clone() };
+        let (input, rank) = (a.shape[1], a.shape[0]);
+        let update = |at: usize| {
+            let (row, column) = (at / input, at % input);
+            (0..rank).map(|r| b.values[row * rank + r] * a.values[r * input + column]).sum::<f32>()
+        };
+        w.values.iter().enumerate().map(|(at, x)| x + scale * update(at)).collect()
+    };
+    weights.iter().filter(|w| !is_adapter(&w.name)).map(|w| (w.name.clone(), merge(w))).collect()
+}
+
+#[test]
+fn merged_weights_give_the_same_loss() {
+    let adapted = trainer(&recipe(LORA));
+    fill_adapters(&adapted);
+    let merged = merged(&adapted.weights().unwrap(), 2.0);
+    let plain = trainer(&recipe(&[]));
+    let without = plain.evaluate(&RULE, 4).unwrap();
+    plain.import(&|name| Ok(merged[name].clone())).unwrap();
+    let [a, b] = [&adapted, &plain].map(|t| t.evaluate(&RULE, 4).unwrap());
+    assert!((a / b - 1.0).abs() < 1e-6, "{a} and {b}");
+    assert!((a / without - 1.0).abs() > 1e-3, "the adapters change nothing");
+}
+
+/// A resumed run ends with the bits of an undisturbed one; its checkpoints hold adapters alone.
+#[test]
+fn runs_of_adapters_resume_to_the_same_bits() {
+    for more in [&[][..], &["precision.dtype=bf16"]] {
+        let r = recipe(&[LORA, more].concat());
+        let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        run(dirs[0].path(), &r, 1, &RULE, None, None);
+        run(dirs[1].path(), &r, 2, &RULE, None, Some(3));
+        run(dirs[1].path(), &r, 1, &RULE, None, None);
+        let [a, b] = [0, 1].map(|i| newest(dirs[i].path()));
+        assert!(a == b, "{more:?}");
+        let path = checkpoint::latest(&dirs[0].path().join("checkpoints")).unwrap().unwrap();
+        let loaded = checkpoint::load(&path).unwrap();
+        assert!(loaded.get("model/layers.0.attn.q.lora_a.weight").is_some());
+        assert!(loaded.get("adam.m/layers.1.mlp.down.lora_b.weight").is_some());
+        assert!(loaded.get("model/layers.0.attn.q.weight").is_none());
+        assert!(loaded.get("model/embed.tokens").is_none());
+    }
+}
