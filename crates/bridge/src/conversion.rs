@@ -11,10 +11,11 @@ use crate::json::read_text;
 use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
 use crate::model_source::{COMPANIONS, ModelSource};
 use crate::native_checkpoint::PREFIX;
+use crate::peft::{Adapter, write_peft};
 use crate::replaceable::OutputKind;
 use crate::staged_folder::StagedFolder;
 use crate::tokenizer::byte_tokenizer_json;
-use crate::weights::{ModelLocation, Weights, locate_model, to_core};
+use crate::weights::{AdaptedWeights, ModelLocation, Weights, locate_model, to_core};
 use ferrotron_core::checkpoint::{SingleFile, check_folder_name, write_single_file};
 use ferrotron_core::fs::sync_folder;
 use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
@@ -30,6 +31,8 @@ pub struct ConvertOptions<'a> {
     pub dtype: Option<DType>,
     /// A Hugging Face folder whose tensor names, files, `config.json` and tokenizer the output follows.
     pub like: Option<&'a Path>,
+    /// Merge adapters into their base model.
+    pub merge: bool,
     /// Turn a dense Hugging Face model into an MoE model.
     pub upcycle: Option<UpcycleConfig>,
     /// Replace an output folder that an earlier conversion wrote.
@@ -40,11 +43,22 @@ pub struct ConvertOptions<'a> {
     pub progress: &'a dyn Fn(u64, u64),
 }
 
+/// What a conversion writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConvertedKind {
+    /// A native checkpoint.
+    Checkpoint,
+    /// A Hugging Face folder.
+    HuggingFace,
+    /// A PEFT folder.
+    Peft,
+}
+
 /// Summary of a conversion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Converted {
-    /// True if the output is a Hugging Face folder, false if it is a checkpoint.
-    pub hugging_face: bool,
+    /// What was written.
+    pub kind: ConvertedKind,
     /// The folder that was read.
     pub from: PathBuf,
     /// Parameters of the model.
@@ -61,21 +75,39 @@ pub struct Converted {
     pub tokenizer: bool,
 }
 
-/// Converts a Hugging Face folder to a checkpoint, or a checkpoint (of a run: its newest) to a Hugging Face folder.
+/// Converts a Hugging Face folder to a checkpoint, or a checkpoint (of a run: its newest) to a Hugging Face folder; one of adapters
+/// to a PEFT folder. With `merge`, adapters of either kind and their base model become a Hugging Face folder.
 /// The new folder `to` appears only once it is complete. One tensor is in memory at a time.
 pub fn convert(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
     let place = locate_model(from)?;
-    let (ModelLocation::HuggingFace(read) | ModelLocation::Checkpoint { folder: read, .. }) = &place;
-    for read in [read.as_path()].into_iter().chain(options.like) {
+    for read in [place.folder()].into_iter().chain(options.like) {
         check_apart(read, to)?;
     }
     match place {
+        ModelLocation::HuggingFace(_) if options.merge => {
+            let what = "is a whole model without adapters; leave out --merge";
+            Err(Error::config(&from.display().to_string(), what))
+        }
         ModelLocation::HuggingFace(dir) => to_checkpoint(&dir, to, options),
+        ModelLocation::Peft { .. } if !options.merge => {
+            let what = "is a PEFT folder, which train, generate and eval take as it is; --merge writes the merged model";
+            Err(Error::config(&from.display().to_string(), what))
+        }
         ModelLocation::Checkpoint { .. } if options.upcycle.is_some() => {
             let what = "is a checkpoint, and --upcycle takes a Hugging Face folder; convert it to one first";
             Err(Error::config(&from.display().to_string(), what))
         }
-        ModelLocation::Checkpoint { .. } => to_hugging_face(from, to, options),
+        ModelLocation::Checkpoint { .. } | ModelLocation::Peft { .. } => {
+            let found = ModelSource::open(from)?;
+            match &found.weights {
+                Weights::Adapted(adapted) if !options.merge => to_peft(&found, adapted, to, options),
+                Weights::Checkpoint(_) if options.merge => {
+                    let what = "is a checkpoint of a whole model without adapters; leave out --merge";
+                    Err(Error::config(&from.display().to_string(), what))
+                }
+                _ => to_hugging_face(&found, to, options),
+            }
+        }
     }
 }
 
@@ -188,7 +220,7 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
     sync_folder(&own)?;
     folder.publish()?;
     Ok(Converted {
-        hugging_face: false,
+        kind: ConvertedKind::Checkpoint,
         from: from.into(),
         parameters: counter.total,
         bytes,
@@ -199,13 +231,36 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
     })
 }
 
-fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
-    let found = ModelSource::open(from)?;
+fn to_peft(
+    found: &ModelSource,
+    adapted: &AdaptedWeights,
+    to: &Path,
+    options: &ConvertOptions,
+) -> Result<Converted> {
+    let config = adapted.base.hf_config()?;
+    let base = found.config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
+    let base = base.filter(|dir| dir.join("config.json").is_file());
+    let dtype = options.dtype.unwrap_or(DType::F32);
+    let count = |(_, a): (&str, &Adapter)| (a.a.len() + a.b.len()) as u64;
+    let bytes = write_peft(to, &adapted.adapters, (&config, base.as_deref()), (dtype, options.overwrite))?;
+    Ok(Converted {
+        kind: ConvertedKind::Peft,
+        from: found.folder().into(),
+        parameters: adapted.adapters.iter().map(count).sum(),
+        bytes,
+        like: None,
+        family: config.family().name.to_string(),
+        non_finite: Vec::new(),
+        tokenizer: to.join("tokenizer.json").is_file(),
+    })
+}
+
+fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> Result<Converted> {
     let model = found.model();
     let common = found.weights.common_dtype().unwrap_or(DType::F32);
     let reference = match options.like {
         Some(like) => Some(HfCheckpoint::open(like)?),
-        None => origin_checkpoint(&found),
+        None => origin_checkpoint(found),
     };
     let companions = found.companions();
     let config = match (&reference, &companions) {
@@ -242,7 +297,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<C
     };
     let exported = export(to, &config, &source, &out)?;
     Ok(Converted {
-        hugging_face: true,
+        kind: ConvertedKind::HuggingFace,
         from: found.folder().into(),
         parameters: counter.total,
         bytes: exported.tensor_bytes,
@@ -260,7 +315,10 @@ fn target_dtype(weights: &Weights, logical: &str, asked: Option<DType>) -> Resul
 
 /// The Hugging Face folder that a run started from, if it still exists and has the same shapes.
 fn origin_checkpoint(found: &ModelSource) -> Option<HfCheckpoint> {
-    let dir = PathBuf::from(found.config.as_ref()?.model.hf.as_ref()?);
+    let dir = match &found.place {
+        ModelLocation::Peft { base, .. } => base.clone(),
+        _ => PathBuf::from(found.config.as_ref()?.model.hf.as_ref()?),
+    };
     let checkpoint = HfCheckpoint::open(&dir).ok()?;
     let same = crate::logical_tensors(checkpoint.config().model()) == found.weights.tensors();
     (same && checkpoint.config().with_model(found.model()).is_ok()).then_some(checkpoint)

@@ -335,11 +335,11 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 fn hf_gradients(weights: &Weights, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
     let model = ModelConfig { mtp: None, ..weights.model().clone() };
-    let all = match weights {
+    let all = match weights.base() {
         Weights::HuggingFace(checkpoint) => {
             hf_tensors(checkpoint.config().family(), &model, checkpoint.prefix())?
         }
-        Weights::Checkpoint(_) => HfConfig::from_model(&model, DType::F32)?.hf_tensors()?,
+        _ => HfConfig::from_model(&model, DType::F32)?.hf_tensors()?,
     };
     for t in all.into_iter().filter(|t| !t.is_buffer()) {
         let mut values = vec![0f32; t.shape.iter().product()];
@@ -371,10 +371,13 @@ pub fn check_output(output: &Path, model: &Weights, input: &Path) -> Result<()> 
     if is_output(input) {
         return wrong("is the input; choose another name for the output");
     }
-    let of_model = match model {
+    let is_inside = |dir: &Path| dir.canonicalize().is_ok_and(|dir| path.starts_with(dir));
+    let of_base = match model.base() {
         Weights::HuggingFace(folder) => folder.files()?.iter().any(|f| is_output(f)),
-        Weights::Checkpoint(native) => native.path().canonicalize().is_ok_and(|dir| path.starts_with(dir)),
+        Weights::Checkpoint(native) => is_inside(native.path()),
+        Weights::Adapted(_) => false,
     };
+    let of_model = of_base || matches!(model, Weights::Adapted(a) if is_inside(&a.folder));
     match of_model {
         true => wrong("is a file of the model; choose another name for the output"),
         false => Ok(()),

@@ -19,6 +19,7 @@ mod json;
 pub mod logical;
 pub mod model_source;
 mod native_checkpoint;
+pub mod peft;
 mod problems;
 mod quantized;
 mod read_tensor;

@@ -74,6 +74,9 @@ impl ModelSource {
         let with_tokenizer = |dir: &PathBuf| dir.join("tokenizer.json").is_file();
         match (&self.place, &self.config) {
             (ModelLocation::HuggingFace(dir), _) => Some(dir.clone()),
+            (ModelLocation::Peft { folder, base }, _) => {
+                Some(if with_tokenizer(folder) { folder.clone() } else { base.clone() })
+            }
             (ModelLocation::Checkpoint { folder, .. }, config) => {
                 let named = config.as_ref().and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
                 let first = config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
@@ -145,9 +148,7 @@ impl ModelSource {
 
     /// The folder the weights are in.
     pub fn folder(&self) -> &Path {
-        match &self.place {
-            ModelLocation::HuggingFace(dir) | ModelLocation::Checkpoint { folder: dir, .. } => dir,
-        }
+        self.place.folder()
     }
 }
 

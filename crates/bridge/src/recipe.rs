@@ -1,9 +1,10 @@
 //! Resolves recipes that name Hugging Face folders, checkpoints or tokenizers.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model_source::{COMPANIONS, tokenizer_at};
+use crate::peft::{Adapters, alpha};
 use crate::tokenized;
-use crate::weights::Weights;
+use crate::weights::{AdaptedWeights, Weights};
 use ferrotron_core::config::{Config, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
 use ferrotron_core::model::config::ModelConfig;
@@ -21,12 +22,50 @@ pub fn resolve_with(
     progress: &dyn Fn(&str, u64, u64),
 ) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
-    let weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
+    let mut weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
+    if let Some(folder) = recipe.config.lora.adapter.clone() {
+        weights = Some(with_adapters(recipe, weights, PathBuf::from(folder))?);
+    }
     let model = weights.as_ref().map(Weights::model);
     fill_epochs(recipe, model, progress)?;
     let mut resolved = recipe.resolve(model)?;
     tokenized::tokenize(&mut resolved, progress)?;
     Ok((resolved, weights))
+}
+
+/// The base model with the adapters of `lora.adapter`, whose rank, alpha and targets the recipe gets where it has none.
+fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) -> Result<Weights> {
+    let wrong = |what: String| Err(Error::config(&folder.display().to_string(), what));
+    let Some(base) = base else {
+        return wrong(
+            "lora.adapter needs the base model of the adapters; name its folder with model.hf".into(),
+        );
+    };
+    let config = base.hf_config()?;
+    let adapters = Adapters::from_peft(&folder, &config)?;
+    let Some((_, first)) = adapters.iter().next() else { return wrong("holds no adapter".into()) };
+    if let Some((module, other)) =
+        adapters.iter().find(|(_, a)| a.rank != first.rank || (a.scale - first.scale).abs() > 1e-9)
+    {
+        return wrong(format!(
+            "has adapters of rank {} and scale {}, and of rank {} and scale {} ({module}); one of each can be trained further",
+            first.rank, first.scale, other.rank, other.scale
+        ));
+    }
+    let missing = |recipe: &Recipe, key: &str| !recipe.is_set(key);
+    if missing(recipe, "lora.rank") {
+        recipe.put_key("lora.rank", first.rank as i64)?;
+    }
+    if missing(recipe, "lora.alpha") {
+        recipe.put_key("lora.alpha", alpha(first.rank, first.scale))?;
+    }
+    if missing(recipe, "lora.targets") {
+        recipe.put_key("lora.targets", adapters.targets(&config)?)?;
+    }
+    if missing(recipe, "lora.fused") && adapters.share_a() {
+        recipe.put_key("lora.fused", true)?;
+    }
+    Ok(Weights::Adapted(Box::new(AdaptedWeights { base, adapters, folder, apart: true })))
 }
 
 /// Turns `train.epochs` into `train.tokens`, which needs the data.

@@ -4,6 +4,7 @@ use crate::companions::is_companion;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::model_source::COMPANIONS;
+use crate::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig};
 use crate::shards::{INDEX, SINGLE, shard_names};
 use ferrotron_core::checkpoint::listed_files;
 use ferrotron_core::fs::is_regular_file;
@@ -16,6 +17,7 @@ use std::path::Path;
 pub(crate) enum OutputKind {
     Checkpoint,
     HuggingFace,
+    Peft,
 }
 
 /// Fails unless the folder is what a conversion of this kind writes, by its content: a checkpoint's manifest and the
@@ -35,6 +37,7 @@ pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
             Err(e) => Err(format!("is not a checkpoint ({e})")),
         },
         OutputKind::HuggingFace => hugging_face_files(dir),
+        OutputKind::Peft => peft_files(dir),
     };
     let (own, reason) = match own {
         Ok(own) => (own, String::new()),
@@ -46,7 +49,8 @@ pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
         let path = dir.join(&name);
         match kind {
             _ if own.contains(&name) && is_regular_file(&path) => {}
-            OutputKind::HuggingFace if !own.is_empty() && is_companion(&name) && is_regular_file(&path) => {}
+            OutputKind::HuggingFace | OutputKind::Peft
+                if !own.is_empty() && is_companion(&name) && is_regular_file(&path) => {}
             OutputKind::Checkpoint if !own.is_empty() && name == COMPANIONS && is_folder(&path) => {
                 let known = |n: &String| n == "config.json" || is_companion(n);
                 let strange = |n: &String| !known(n) || !is_regular_file(&path.join(n));
@@ -78,6 +82,14 @@ fn hugging_face_files(dir: &Path) -> Result<Vec<String>, String> {
     }
     files.extend(["config.json", INDEX].map(String::from));
     Ok(files)
+}
+
+/// The files of a PEFT folder, or why it is none.
+fn peft_files(dir: &Path) -> Result<Vec<String>, String> {
+    let wrong = |e: Error| format!("is not a PEFT folder ({e})");
+    PeftConfig::from_dir(dir).map_err(wrong)?;
+    TensorFile::open(&dir.join(ADAPTER_WEIGHTS)).map_err(|e| wrong(e.into()))?;
+    Ok([ADAPTER_CONFIG, ADAPTER_WEIGHTS].map(String::from).to_vec())
 }
 
 fn is_folder(path: &Path) -> bool {

@@ -1,13 +1,18 @@
 //! The weights of a model in a Hugging Face folder, a checkpoint or a run folder.
 
+use crate::cast::cast;
+use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::finite;
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::LogicalTensor;
 use crate::native_checkpoint::NativeCheckpoint;
-use ferrotron_core::checkpoint::latest;
+use crate::peft::{ADAPTER_CONFIG, Adapters, PeftConfig};
+use ferrotron_core::checkpoint::{latest, load};
+use ferrotron_core::config::Recipe;
 use ferrotron_core::model::{ModelConfig, set_expert_biases};
 use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
+use ferrotron_engine::lora::LORA_B;
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
@@ -23,6 +28,24 @@ pub enum ModelLocation {
         /// The run's.
         run: Option<PathBuf>,
     },
+    /// A PEFT folder, and the Hugging Face folder of its base model.
+    Peft {
+        /// The adapters'.
+        folder: PathBuf,
+        /// The base model's.
+        base: PathBuf,
+    },
+}
+
+impl ModelLocation {
+    /// The folder that was found.
+    pub fn folder(&self) -> &Path {
+        match self {
+            ModelLocation::HuggingFace(folder)
+            | ModelLocation::Checkpoint { folder, .. }
+            | ModelLocation::Peft { folder, .. } => folder,
+        }
+    }
 }
 
 /// Detects what a folder holds; for a run folder, finds its newest checkpoint.
@@ -32,6 +55,17 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
         let run = path.parent().filter(|p| p.ends_with(CHECKPOINTS)).and_then(Path::parent);
         let run = run.filter(|r| r.join(CONFIG).is_file()).map(Path::to_path_buf);
         return Ok(ModelLocation::Checkpoint { folder: path.into(), run });
+    }
+    if path.join(ADAPTER_CONFIG).is_file() {
+        let config = PeftConfig::from_dir(path)?;
+        return match config.base_folder() {
+            Some(base) => Ok(ModelLocation::Peft { folder: path.into(), base }),
+            None => wrong(&format!(
+                "holds adapters of the base model {}, which is no folder here; put its folder into base_model_name_or_path of \
+                 adapter_config.json",
+                config.base.as_deref().unwrap_or("(not named)")
+            )),
+        };
     }
     if path.join("config.json").is_file() {
         return Ok(ModelLocation::HuggingFace(path.into()));
@@ -46,7 +80,7 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
         return wrong("does not exist");
     }
     wrong(
-        "holds no model: it is neither a Hugging Face folder (config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
+        "holds no model: it is neither a Hugging Face folder (config.json), a PEFT folder (adapter_config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
     )
 }
 
@@ -81,6 +115,21 @@ pub enum Weights {
     HuggingFace(Box<HfCheckpoint>),
     /// Of a checkpoint.
     Checkpoint(Box<NativeCheckpoint>),
+    /// Of a base model, with adapters merged as they are read.
+    Adapted(Box<AdaptedWeights>),
+}
+
+/// A base model and its adapters.
+#[derive(Debug)]
+pub struct AdaptedWeights {
+    /// The base model.
+    pub base: Weights,
+    /// The adapters.
+    pub adapters: Adapters,
+    /// The folder of the adapters.
+    pub folder: PathBuf,
+    /// The adapters are trained further: a trainer gets them beside the base model, not merged into it.
+    pub apart: bool,
 }
 
 impl Weights {
@@ -93,10 +142,30 @@ impl Weights {
     pub fn at(place: &ModelLocation) -> Result<Weights> {
         Ok(match place {
             ModelLocation::HuggingFace(dir) => Weights::HuggingFace(Box::new(HfCheckpoint::open(dir)?)),
-            ModelLocation::Checkpoint { folder, .. } => {
-                Weights::Checkpoint(Box::new(NativeCheckpoint::open(folder)?))
+            ModelLocation::Checkpoint { folder, run } => match adapted(folder, run.as_deref())? {
+                Some(adapted) => Weights::Adapted(Box::new(adapted)),
+                None => Weights::Checkpoint(Box::new(NativeCheckpoint::open(folder)?)),
+            },
+            ModelLocation::Peft { folder, base } => {
+                let base = HfCheckpoint::open(base)?;
+                let adapters = Adapters::from_peft(folder, base.config())?;
+                let base = Weights::HuggingFace(Box::new(base));
+                Weights::Adapted(Box::new(AdaptedWeights {
+                    base,
+                    adapters,
+                    folder: folder.clone(),
+                    apart: false,
+                }))
             }
         })
+    }
+
+    /// The weights that adapters belong to, or these where there are none.
+    pub(crate) fn base(&self) -> &Weights {
+        match self {
+            Weights::Adapted(a) => a.base.base(),
+            other => other,
+        }
     }
 
     /// The architecture.
@@ -104,6 +173,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.config().model(),
             Weights::Checkpoint(native) => native.model(),
+            Weights::Adapted(a) => a.base.model(),
         }
     }
 
@@ -112,6 +182,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.tensors(),
             Weights::Checkpoint(native) => native.tensors(),
+            Weights::Adapted(a) => a.base.tensors(),
         }
     }
 
@@ -120,6 +191,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.buffers(),
             Weights::Checkpoint(native) => native.buffers(),
+            Weights::Adapted(a) => a.base.buffers(),
         }
     }
 
@@ -128,6 +200,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.dtype(logical),
             Weights::Checkpoint(native) => native.dtype(logical),
+            Weights::Adapted(a) => a.base.dtype(logical),
         }
     }
 
@@ -150,11 +223,29 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.read(logical, dtype),
             Weights::Checkpoint(native) => native.read(logical, dtype),
+            Weights::Adapted(a) => a.read(logical, dtype),
+        }
+    }
+
+    /// The configuration of a Hugging Face folder with these weights.
+    pub(crate) fn hf_config(&self) -> Result<HfConfig> {
+        match self {
+            Weights::HuggingFace(checkpoint) => Ok(checkpoint.config().clone()),
+            Weights::Adapted(a) => a.base.hf_config(),
+            Weights::Checkpoint(_) => {
+                HfConfig::from_model(self.model(), self.common_dtype().unwrap_or(DType::F32))
+            }
         }
     }
 
     /// Loads the weights into a trainer.
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
+        if let Weights::Adapted(a) = self
+            && a.apart
+        {
+            a.base.fill(trainer)?;
+            return trainer.import_adapters(&|name| a.values(name).map_err(to_core));
+        }
         let source = |name: &str| to_f32(DType::F32, &self.read_finite(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
         // A recipe may enable expert biases that the weights lack: they start from zero.
@@ -164,6 +255,56 @@ impl Weights {
             if known { source(name) } else { Ok(vec![0.0; experts]) }
         })
     }
+}
+
+impl AdaptedWeights {
+    /// The values of an adapter's tensor.
+    fn values(&self, logical: &str) -> Result<Vec<f32>> {
+        let none = || {
+            let what =
+                format!("is not among the adapters of {}; leave out lora.targets", self.folder.display());
+            Error::tensor(logical, what)
+        };
+        self.adapters.tensor(logical).map(<[f32]>::to_vec).ok_or_else(none)
+    }
+
+    /// One parameter of the merged model, which is computed in f32.
+    fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
+        let is_adapted = logical.strip_suffix(".weight").is_some_and(|m| self.adapters.get(m).is_some());
+        if !is_adapted {
+            return self.base.read(logical, dtype);
+        }
+        let mut values = to_f32(DType::F32, &self.base.read(logical, DType::F32)?)?;
+        self.adapters.merge(logical, &mut values)?;
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let mut out = vec![0; values.len() * dtype.size()];
+        cast(&bytes, DType::F32, &mut out, dtype);
+        Ok(out)
+    }
+}
+
+/// The model of a checkpoint that holds adapters only.
+fn adapted(folder: &Path, run: Option<&Path>) -> Result<Option<AdaptedWeights>> {
+    let loaded = load(folder)?;
+    if !loaded.tensors().any(|t| t.name.ends_with(LORA_B)) {
+        return Ok(None);
+    }
+    let wrong = |what: &str| Err(Error::config(&folder.display().to_string(), what));
+    let Some(run) = run else {
+        return wrong(
+            "holds adapters only and is not in the folder of its run, which names the base model; give the run folder",
+        );
+    };
+    let config = Recipe::read_stored(&run.join(CONFIG))?.config;
+    let Some(base) = &config.model.hf else {
+        return wrong(
+            "holds adapters only, and their base model was initialized at random; train them on a model with model.hf",
+        );
+    };
+    let base = Weights::open(Path::new(base))?;
+    let rank = config.lora.rank.max(1) as f64;
+    let adapters = Adapters::of_checkpoint(&loaded, config.lora.alpha.unwrap_or(rank) / rank)?;
+    Ok(Some(AdaptedWeights { base, adapters, folder: folder.into(), apart: false }))
 }
 
 /// Converts an error for code that returns core's.

@@ -4,7 +4,7 @@ use crate::args::Global;
 use crate::progress::JobProgress;
 use crate::{format, output};
 use anyhow::Result;
-use ferrotron_bridge::conversion::{ConvertOptions, convert};
+use ferrotron_bridge::conversion::{ConvertOptions, ConvertedKind, convert};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::upcycle::UpcycleConfig;
 use ferrotron_tensor::format_bytes;
@@ -13,11 +13,12 @@ use std::process::ExitCode;
 
 /// Text of `--help`.
 pub const LONG: &str = "\
-Convert a Hugging Face folder to a native checkpoint, or a native checkpoint to a Hugging Face folder.
+Convert a Hugging Face folder to a native checkpoint, or a native checkpoint to a Hugging Face or PEFT folder.
 
 The direction follows from FROM. A folder with config.json and .safetensors files becomes a checkpoint. A checkpoint, or the
 newest checkpoint of a run folder, becomes a Hugging Face folder, with the tensor names and tokenizer of the folder that it was
-trained or converted from, where that is known. TO must not exist or be empty, and appears only once it is complete.
+trained or converted from, where that is known. A run of adapters (lora.rank) becomes a PEFT folder; with --merge, adapters and
+their base model become a Hugging Face folder, and FROM may be a PEFT folder, too. TO must not exist or be empty, and appears only once it is complete.
 
 With --overwrite TO is replaced if it is what an earlier conversion of the same direction wrote: a checkpoint of weights, or a
 folder of config.json, weights and tokenizer files. If anything else is in it, or it is a checkpoint of a run, it is refused.
@@ -37,13 +38,15 @@ Examples:
   ferrotron convert models/Qwen3-0.6B qwen3.ckpt
   ferrotron convert runs/tiny exported
   ferrotron convert runs/tuned exported --like models/Llama-3.2-1B    use the tensor names and tokenizer of that folder
+  ferrotron convert runs/lora adapter                                 adapters as a PEFT folder
+  ferrotron convert runs/lora merged --merge                          adapters merged into their base model
   ferrotron convert models/Qwen3-0.6B qwen3x8.ckpt --upcycle experts=8";
 
 /// Arguments of `convert`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// Hugging Face folder, checkpoint or run folder
+    /// Hugging Face folder, checkpoint, run folder, or PEFT folder with --merge
     pub from: PathBuf,
     /// Folder to write
     pub to: PathBuf,
@@ -53,6 +56,9 @@ pub struct Args {
     /// Hugging Face folder whose tensor names, config.json and tokenizer the output follows
     #[arg(long, value_name = "DIR")]
     pub like: Option<PathBuf>,
+    /// Merge adapters into their base model
+    #[arg(long)]
+    pub merge: bool,
     /// Turn a dense Hugging Face model into an MoE model, for example experts=8,topk=2,granularity=1
     #[arg(long, value_name = "KEY=N,...")]
     pub upcycle: Option<UpcycleConfig>,
@@ -70,6 +76,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let options = ConvertOptions {
         dtype: args.dtype.map(Precision::dtype),
         like: args.like.as_deref(),
+        merge: args.merge,
         upcycle: args.upcycle,
         overwrite: args.overwrite,
         allow_non_finite: args.allow_nonfinite,
@@ -88,7 +95,11 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         output::print_json(&serde_json::json!({
             "from": done.from,
             "to": args.to,
-            "kind": if done.hugging_face { "huggingface" } else { "checkpoint" },
+            "kind": match done.kind {
+                ConvertedKind::Checkpoint => "checkpoint",
+                ConvertedKind::HuggingFace => "huggingface",
+                ConvertedKind::Peft => "peft",
+            },
             "family": done.family,
             "parameters": done.parameters,
             "bytes": done.bytes,
@@ -98,7 +109,11 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let kind = if done.hugging_face { "Hugging Face folder" } else { "checkpoint" };
+    let kind = match done.kind {
+        ConvertedKind::Checkpoint => "checkpoint",
+        ConvertedKind::HuggingFace => "Hugging Face folder",
+        ConvertedKind::Peft => "PEFT folder",
+    };
     let like = done.like.map(|l| format!(", with the files of {}", l.display())).unwrap_or_default();
     let tokenizer = if done.tokenizer { "" } else { "; FROM has no tokenizer" };
     output::print(&format!(

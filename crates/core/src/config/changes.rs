@@ -34,6 +34,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("data.chat_template", ChangeEffect::None),
     ("data.cache", ChangeEffect::None),
     ("model.hf", ChangeEffect::None), // only of a fresh run
+    ("lora.adapter", ChangeEffect::None),
     ("model.preset", ChangeEffect::None),
     ("moe.dispatcher", ChangeEffect::None),
     ("moe.log", ChangeEffect::None),

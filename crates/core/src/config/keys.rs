@@ -289,6 +289,8 @@ keys! {
         fused: bool = false, "canonical_lora", "performant_lora", "fused_lora";
         /// Factor on the learning rate of B (LoRA+).
         b_lr_factor: f64 = 1.0, "loraplus_lr_ratio", "lora_plus_ratio", "lora_plus";
+        /// PEFT folder whose adapters are trained further; it gives rank, alpha and targets. model.hf names their base model.
+        adapter: Option<String> = None, "lora_model_dir", "adapter_name_or_path", "peft_ckpt_path";
     }
 
     /// Schedules of the learning rate and weight decay.

@@ -1,0 +1,160 @@
+//! Adapters of PEFT: folders that PEFT wrote, with its logits, and the same tensors written back.
+//! `scripts/peft_round_trip.py --golden` makes the folders; without `--golden` it checks both directions with the real library.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use ferrotron_bridge::HfConfig;
+use ferrotron_bridge::forward::{self, ForwardOptions};
+use ferrotron_bridge::peft::{Adapters, PeftConfig, write_peft};
+use ferrotron_bridge::weights::Weights;
+use ferrotron_core::model::PipelineLayout;
+use ferrotron_core::tensorfile::TensorFile;
+use ferrotron_core::train::to_f32;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::DType;
+use std::path::{Path, PathBuf};
+
+/// Every golden folder with its name.
+fn cases() -> Vec<(String, PathBuf)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/peft");
+    let mut all: Vec<(String, PathBuf)> = std::fs::read_dir(&root)
+        .unwrap_or_else(|e| panic!("{}: {e}", root.display()))
+        .map(|entry| entry.unwrap().path())
+        .map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path))
+        .collect();
+    all.sort();
+    assert!(all.len() >= 8, "{all:?}");
+    all
+}
+
+/// The tensors of a file, but token ids.
+fn tensors(path: &Path) -> Vec<(String, Vec<usize>, Vec<f32>)> {
+    let file = TensorFile::open(path).unwrap();
+    let read = |t: &ferrotron_core::tensorfile::TensorInfo| {
+        let values = to_f32(t.dtype.native().unwrap(), &file.read(&t.name).unwrap()).unwrap();
+        (t.name.clone(), t.shape.clone(), values)
+    };
+    let mut all: Vec<_> = file.tensors().iter().filter(|t| t.name != "input_ids").map(read).collect();
+    all.sort_by(|a, b| a.0.cmp(&b.0));
+    all
+}
+
+/// W + s·B·A of the golden tensors in f64, straight from their names, for linears that are not fused.
+#[test]
+fn merged_weights_are_those_of_the_definition() {
+    let mut checked = 0;
+    for (name, dir) in
+        cases().into_iter().filter(|(name, _)| ["llama", "llama-some", "qwen3"].contains(&name.as_str()))
+    {
+        let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+        let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+        let rslora = name == "llama-some";
+        let stored = tensors(&dir.join("adapter/adapter_model.safetensors"));
+        let weights = Weights::open(&dir.join("base")).unwrap();
+        let config = PeftConfig::from_dir(&dir.join("adapter")).unwrap();
+        for (key, shape, b) in stored.iter().filter(|t| t.0.contains("q_proj.lora_B")) {
+            let (_, _, a) = stored.iter().find(|t| t.0 == key.replace("lora_B", "lora_A")).unwrap();
+            let layer = key.split('.').nth(4).unwrap();
+            let logical = format!("layers.{layer}.attn.q");
+            let rank = shape[1];
+            let scale = config.alpha / if rslora { (rank as f64).sqrt() } else { rank as f64 };
+            let mut merged =
+                to_f32(DType::F32, &weights.read(&format!("{logical}.weight"), DType::F32).unwrap()).unwrap();
+            let inputs = a.len() / rank;
+            let exact: Vec<f64> = (0..merged.len())
+                .map(|i| {
+                    let update: f64 = (0..rank)
+                        .map(|r| f64::from(b[i / inputs * rank + r]) * f64::from(a[r * inputs + i % inputs]))
+                        .sum();
+                    f64::from(merged[i]) + scale * update
+                })
+                .collect();
+            adapters.get(&logical).unwrap().merge(&mut merged);
+            for (got, want) in merged.iter().zip(&exact) {
+                assert!(
+                    (f64::from(*got) - want).abs() <= 1e-5 * want.abs().max(1.0),
+                    "{name} {logical}: {got} {want}"
+                );
+            }
+            checked += 1;
+        }
+    }
+    assert!(checked >= 5, "{checked}");
+}
+
+/// The model with its adapters merged computes what PEFT does.
+#[test]
+fn logits_are_those_of_peft() {
+    let work = tempfile::tempdir().unwrap();
+    for (name, dir) in cases() {
+        let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+        let adapter = work.path().join(&name);
+        let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+        write_peft(&adapter, &adapters, (&base, Some(&dir.join("base"))), (DType::F32, false)).unwrap();
+        let weights = Weights::open(&adapter).unwrap();
+        let golden = dir.join("logits.safetensors");
+        let input = forward::read_input(&golden).unwrap();
+        let options = ForwardOptions {
+            dtype: DType::F32,
+            stages: PipelineLayout::default(),
+            backward: false,
+            ulp_seed: None,
+        };
+        let rank = Rank::cpu(1, 1).unwrap();
+        let got = forward::forward(rank, &weights, &input, &options).unwrap();
+        let all = tensors(&golden);
+        let (_, _, want) = all.iter().find(|t| t.0 == "logits").unwrap();
+        let apart = got.logits.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(got.logits.len() == want.len() && apart <= 1e-5, "{name}: {apart:e}");
+    }
+}
+
+#[test]
+fn what_peft_wrote_is_written_back() {
+    let out = tempfile::tempdir().unwrap();
+    for (name, dir) in cases() {
+        let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+        let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+        assert!(!adapters.is_empty(), "{name}");
+        let written = out.path().join(&name);
+        write_peft(&written, &adapters, (&base, None), (DType::F32, false)).unwrap();
+        let file = "adapter_model.safetensors";
+        assert!(
+            tensors(&written.join(file)) == tensors(&dir.join("adapter").join(file)),
+            "{name}: tensors differ"
+        );
+        // The configuration that was written means the same.
+        let again = Adapters::from_peft(&written, &base).unwrap();
+        assert_eq!(again.len(), adapters.len(), "{name}");
+        for ((module, a), (other, b)) in again.iter().zip(adapters.iter()) {
+            let same = (&a.a, &a.b, &a.magnitude, a.rank) == (&b.a, &b.b, &b.magnitude, b.rank);
+            assert!(module == other && same && a.scale as f32 == b.scale as f32, "{name}: {module}");
+        }
+        // An earlier export is replaced only when that is wanted.
+        let again = |overwrite| write_peft(&written, &adapters, (&base, None), (DType::F32, overwrite));
+        assert!(again(false).is_err());
+        again(true).unwrap();
+    }
+}
+
+#[test]
+fn folders_that_do_not_fit_are_refused_by_name() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let (_, other) = cases().into_iter().find(|(name, _)| name == "gpt2").unwrap();
+    let wrong = HfConfig::from_dir(&other.join("base")).unwrap();
+    let e = Adapters::from_peft(&dir.join("adapter"), &wrong).unwrap_err().to_string();
+    assert!(e.contains("unexpected") && e.contains("q_proj.lora_A"), "{e}");
+    // No base model is named in the golden files.
+    let e = Weights::open(&dir.join("adapter")).unwrap_err().to_string();
+    assert!(e.contains("base_model_name_or_path"), "{e}");
+    // Another rank than the tensors have.
+    let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    for file in ["adapter_config.json", "adapter_model.safetensors"] {
+        std::fs::copy(dir.join("adapter").join(file), copy.path().join(file)).unwrap();
+    }
+    let config = copy.path().join("adapter_config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replace("\"r\": 4", "\"r\": 5");
+    std::fs::write(&config, text).unwrap();
+    let e = Adapters::from_peft(copy.path(), &base).unwrap_err().to_string();
+    assert!(e.contains("[4, 16]") && e.contains("[5, 16]"), "{e}");
+}
