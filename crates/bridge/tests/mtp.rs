@@ -132,6 +132,7 @@ fn mtp_modules_survive_a_native_checkpoint() {
     let options = ConvertOptions {
         dtype: None,
         like: None,
+        merge: false,
         upcycle: None,
         overwrite: false,
         allow_non_finite: false,
