@@ -1,5 +1,6 @@
 //! Hugging Face checkpoints in and out: `config.json`, weights, tokenizers and chat templates.
 
+mod adapted;
 mod cast;
 pub mod chat;
 pub mod chat_encoder;

@@ -51,6 +51,36 @@ fn text_from_a_run_its_checkpoint_and_its_export() {
     assert_eq!(threads["tokens"], first["tokens"]);
 }
 
+/// A run of adapters writes what its merged export does. Its base model is a folder, or drawn from the seed of the run.
+#[test]
+fn text_from_a_run_of_adapters_and_its_merged_export() {
+    let (dir, recipe, base) = trained(&["precision.dtype=f32"]);
+    let hf = dir.path().join("base-hf");
+    ok(&["convert", path(&base), path(&hf)]);
+    let from = format!("model.hf={}", path(&hf));
+    let folder =
+        ["finetune-hf", "--set", &from, "--data", "embedded", "--set", "data.seq_len=32", "--steps", "4"];
+    for (name, recipe) in [("drawn", &[path(&recipe)][..]), ("folder", &folder)] {
+        let (run, exported) = (dir.path().join(name), dir.path().join(format!("{name}-hf")));
+        let adapters =
+            ["--set", "lora.rank=2", "--set", "precision.dtype=f32", "--set", "optimizer.lr=0.1", "--out"];
+        ok(&[&["train"], recipe, &adapters, &[path(&run)]].concat());
+        ok(&["convert", path(&run), path(&exported)]);
+        let text = |model: &std::path::Path| {
+            let args = ["--prompt", "pub fn", "--tokens", "8", "--temperature", "0"];
+            json(&[&["generate", "--model", path(model)][..], &args].concat())["tokens"].clone()
+        };
+        assert_eq!(text(&run), text(&exported), "{name}");
+        if name == "folder" {
+            assert_ne!(text(&run), text(&hf), "the adapters change nothing");
+        }
+    }
+    // Weights that the adapters were not trained for.
+    ok(&["convert", path(&dir.path().join("folder-hf")), path(&hf), "--overwrite"]);
+    let error = fails(&["generate", "--model", path(&dir.path().join("folder"))], 1);
+    assert!(error.contains("holds other weights now"), "{error}");
+}
+
 #[test]
 fn prompts_from_standard_input_and_from_nothing() {
     let (_dir, _, run) = trained(&[]);

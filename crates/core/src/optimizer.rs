@@ -210,7 +210,7 @@ impl Optimizer {
                 draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
                 at += n;
             }
-            self.set_weight(rank, params, i, &master)?;
+            self.set_weight(rank, (params, step_state), i, &master)?;
         }
         self.sync_params(rank, params, step_state)
     }
@@ -231,12 +231,35 @@ impl Optimizer {
     }
 
     /// Sets this rank's shard of a parameter to f32 values: its master weights, or the weights where it has none.
-    fn set_weight(&self, rank: &Rank, params: &Params, i: usize, values: &Tensor) -> Result<()> {
+    fn set_weight(
+        &self,
+        rank: &Rank,
+        (params, state): (&Params, &StepState),
+        i: usize,
+        values: &Tensor,
+    ) -> Result<()> {
+        if params.specs()[i].fp8_resident() && !self.has_master(i) {
+            return self.quantize_base(rank, (params, state), i, values);
+        }
         let weight = self.weight(params, i)?;
         match self.has_master(i) {
             true => self.masters.put(rank, &weight, i, values),
             false => Ok(rank.kernels.copy(&rank.compute, values, &weight)?),
         }
+    }
+
+    /// Quantizes an FP8-resident weight of the base model from this rank's shard of its values.
+    fn quantize_base(
+        &self,
+        rank: &Rank,
+        (params, state): (&Params, &StepState),
+        i: usize,
+        values: &Tensor,
+    ) -> Result<()> {
+        let mut all = self.masters.pieces().to_vec();
+        all[i] = values.clone();
+        let masters = MasterShards { scheme: self.scheme, shards: &self.pieces, values: &all };
+        Ok(params.quantize_base(rank, state, ParamId(i), &masters)?)
     }
 
     /// Sets the master weights of parameters that are adapters, or of all others, to `values` of the logical tensors and
@@ -258,7 +281,7 @@ impl Optimizer {
                 held.extend(values(part, &runs)?);
             }
             let held = rank.compute.upload(&held, &[held.len()], Category::Workspace)?;
-            self.set_weight(rank, params, i, &held)?;
+            self.set_weight(rank, (params, step_state), i, &held)?;
         }
         self.sync_params(rank, params, step_state)
     }
@@ -292,6 +315,7 @@ impl Optimizer {
             }
         }
         self.all_gather_params(rank, params, step_state, (0..params.plan().buckets().len(), false))?;
+        params.sync_base(rank, &self.scheme)?;
         Ok(params.wait_params(rank)?)
     }
 

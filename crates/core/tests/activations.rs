@@ -128,6 +128,25 @@ fn dense_models() {
     assert!(check("tp=2", &[])[&Block::Mlp] < plain[&Block::Mlp]);
 }
 
+/// Linears with adapters save their input and `[tokens, r]`; frozen ones without, and the LM head, nothing.
+#[test]
+fn adapters() {
+    let all: usize = check("tp=1", &[]).values().sum();
+    for set in [
+        &["lora.rank=8"][..],
+        &["lora.rank=8", "lora.fused=true", "train.recompute=[\"norm\", \"activation\"]"],
+        &["lora.rank=8", "lora.targets=[\"q_proj\", \"v_proj\"]"],
+        &["lora.rank=8", "precision.recipe=fp8-current"],
+        &["lora.rank=8", MOE[0], MOE[1], MOE[2]],
+    ] {
+        for layout in ["tp=1", "tp=2", "cp=2"] {
+            check(layout, set);
+        }
+    }
+    let few: usize = check("tp=1", &["lora.rank=8", "lora.targets=v_proj"]).values().sum();
+    assert!(few < all);
+}
+
 #[test]
 fn recomputation() {
     for model in [&[][..], &MLA, &MOE, &["mtp.layers=1"]] {

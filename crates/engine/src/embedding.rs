@@ -161,8 +161,13 @@ impl Embedding {
                 )
             })
         };
-        let all = p.begin_all_gather(&GemmOperand::rowwise(dy), "gradient of embeddings")?;
-        let grads = lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale);
+        let grads = match p.is_frozen(self.tokens) {
+            true => WeightGrad::default(),
+            false => {
+                let all = p.begin_all_gather(&GemmOperand::rowwise(dy), "gradient of embeddings")?;
+                lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale)
+            }
+        };
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
                 let dy = InFlight::ready(GemmOperand::rowwise(dy));

@@ -230,7 +230,11 @@ impl LmHead {
             return self.loss_fp8(p, map, x, targets, train);
         }
         let x = &x.values;
-        let x_saved = SavedTensor::activation(x);
+        // Only wgrad reads the hidden states again.
+        let x_saved = match p.is_frozen(self.weight) {
+            true => SavedTensor::small(&p.empty(&[0])?),
+            false => SavedTensor::activation(x),
+        };
         let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         let chunk = self.chunk();
@@ -342,6 +346,9 @@ impl LmHead {
     /// Gradient of the hidden states.
     pub fn backward(&self, p: &StepContext, saved: LmHeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
+            LmHeadSaved::Full { .. } | LmHeadSaved::Chunked { .. } if p.is_frozen(self.weight) => {
+                Ok((self.backward_input(p, saved)?, WeightGrad::default()))
+            }
             LmHeadSaved::Quantized { dlogits, x } => match self.quant {
                 Some(e) => self.backward_fp8(p, e, &dlogits, *x),
                 None => missing_activation("LM head", "unquantized hidden states"),

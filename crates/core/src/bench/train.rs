@@ -202,7 +202,7 @@ pub fn train(
         frames,
         tokens,
         context: data.document,
-        flops_per_token: r.model.flops_per_token(data.document as f64)?.total(),
+        flops_per_token: r.flops_per_token(data.document as f64)?.total(),
         start_s,
         first_step_s: first_step_s.unwrap_or(f64::NAN),
         memory: trainer.rank.device().memory(),

@@ -1,9 +1,9 @@
 //! LoRA: from the `[lora]` keys to the policy that modules consult, and what is refused.
 
 use super::resolve::Derivations;
-use super::{Config, Recipe, Resolved};
+use super::{Config, LoraSection, QuantRecipe, Recipe, Resolved};
 use crate::error::Result;
-use crate::model::{ModelConfig, ModelOptions};
+use crate::model::{ModelConfig, ModelOptions, logical_specs};
 use ferrotron_engine::lora::{LoraPolicy, LoraTargets};
 use std::sync::Arc;
 
@@ -44,10 +44,16 @@ impl Resolved {
 impl Recipe {
     /// Derives the scale of adapters.
     pub(super) fn derive_lora(&self, c: &mut Config, derived: &mut Derivations) {
-        let l = &mut c.lora;
-        if l.rank > 0 && l.alpha.is_none() {
-            l.alpha =
-                Some(derived.add("lora.alpha", l.rank as f64, "the rank: B·A is added with a scale of 1"));
+        if c.lora.rank == 0 {
+            return;
+        }
+        let rank = c.lora.rank as f64;
+        let scale = || derived.add("lora.alpha", rank, "the rank: B·A is added with a scale of 1");
+        c.lora.alpha.get_or_insert_with(scale);
+        let scaled_once = matches!(c.precision.recipe, QuantRecipe::Fp8Current | QuantRecipe::Fp8Block);
+        if scaled_once && !self.is_set("precision.fp8_params") {
+            let reason = "frozen weights are quantized once and stay in FP8";
+            c.precision.fp8_params = derived.add("precision.fp8_params", true, reason);
         }
     }
 
@@ -60,8 +66,16 @@ impl Recipe {
         }
         self.within("lora.b_lr_factor", l.b_lr_factor, 1e-6, 1e6)?;
         if l.rank == 0 {
-            let keys = ["lora.alpha", "lora.targets", "lora.exclude", "lora.fused", "lora.b_lr_factor"];
-            if let Some(key) = keys.into_iter().find(|key| self.is_set(key)) {
+            // A stored configuration has defaults written out.
+            let none = LoraSection::default();
+            let differs = [
+                ("lora.alpha", l.alpha != none.alpha),
+                ("lora.targets", l.targets != none.targets),
+                ("lora.exclude", l.exclude != none.exclude),
+                ("lora.fused", l.fused != none.fused),
+                ("lora.b_lr_factor", l.b_lr_factor != none.b_lr_factor),
+            ];
+            if let Some((key, _)) = differs.into_iter().find(|(_, differs)| *differs) {
                 return self.refuse(key, "there are no adapters; set lora.rank, or leave this out");
             }
         }
@@ -73,6 +87,20 @@ impl Recipe {
         let l = &r.config.lora;
         if l.rank == 0 {
             return Ok(());
+        }
+        let p = &r.config.precision;
+        if p.fp8_params && p.recipe == QuantRecipe::Fp8Delayed {
+            let what = "frozen weights have no amax history; set precision.recipe = \"fp8-current\", or leave this out";
+            return self.refuse("precision.fp8_params", what);
+        }
+        let specs = logical_specs(&r.model, &r.model_options())?;
+        if let Some(spec) = specs.iter().find(|s| s.quant.is_some() && !s.group.frozen) {
+            let name = spec.parts.first().map_or("", |p| &p.name);
+            let what = format!(
+                "{name} is trained, but the base model of adapters is quantized once; leave it frozen, or set \
+                 precision.recipe = \"none\""
+            );
+            return self.refuse("optimizer.groups", what);
         }
         let modules = linear_modules(&r.model)?;
         let lists = [("lora.targets", &l.targets.0), ("lora.exclude", &l.exclude.0)];
@@ -91,10 +119,8 @@ impl Recipe {
         if chosen.is_empty() {
             return self.refuse("lora.exclude", "leaves no linear to adapt; exclude less");
         }
-        let unsupported = |module: &&&String| module.contains(".moe.experts.") || module.ends_with(".router");
-        if let Some(module) = chosen.iter().find(unsupported) {
-            let what =
-                format!("{module}: experts and routers have no adapters; exclude them with lora.exclude");
+        if let Some(module) = chosen.iter().find(|module| module.ends_with(".router")) {
+            let what = format!("{module}: routers have no adapters; leave them out");
             return self.refuse("lora.targets", what);
         }
         Ok(())

@@ -4,7 +4,9 @@
 //! Recomputation, the router, the embedding lookup, norms and activations count nothing.
 
 use crate::Result;
-use crate::model::{LinearInfo, ModelConfig};
+use crate::config::Resolved;
+use crate::model::{LinearInfo, ModelConfig, logical_specs};
+use ferrotron_engine::ParamKind;
 
 /// FLOPs of training one token, by part.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -18,6 +20,34 @@ pub struct TokenFlops {
     pub mlp: f64,
     /// LM head: `6·h·V`, again for each MTP layer.
     pub logits: f64,
+}
+
+impl Resolved {
+    /// FLOPs of training one token of sequences of `length` tokens, as [`ModelConfig::flops_per_token`] counts them. Frozen
+    /// linear layers have no wgrad: 4 instead of 6 for each multiplication. Adapters count `6·r·(in + out)`.
+    pub fn flops_per_token(&self, length: f64) -> Result<TokenFlops> {
+        let all = self.model.flops_per_token(length)?;
+        if !self.config.has_lora() {
+            return Ok(all);
+        }
+        let frozen = |x: f64| x * 2.0 / 3.0;
+        let mut flops = TokenFlops {
+            projections: frozen(all.projections),
+            mlp: frozen(all.mlp),
+            logits: frozen(all.logits),
+            ..all
+        };
+        let topk = self.model.moe.as_ref().map_or(1.0, |moe| moe.topk as f64);
+        for spec in logical_specs(&self.model, &self.model_options())? {
+            if spec.kind() == ParamKind::Adapter {
+                let used = if spec.experts { topk / spec.matrices.max(1) as f64 } else { 1.0 };
+                let attention = spec.parts.first().is_some_and(|p| p.name.contains(".attn."));
+                let part = if attention { &mut flops.projections } else { &mut flops.mlp };
+                *part += 6.0 * used * spec.numel() as f64;
+            }
+        }
+        Ok(flops)
+    }
 }
 
 impl TokenFlops {

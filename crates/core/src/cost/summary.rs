@@ -51,7 +51,7 @@ impl CostSummary {
         Ok(CostSummary {
             parameters: r.model.parameters(),
             active_parameters: r.model.active_parameters(),
-            flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64)?.total(),
+            flops_per_token: r.flops_per_token(r.plan.seq_len as f64)?.total(),
             ranks: r.config.parallel.layout().world()?,
             stages,
             bubble: pipelined.then(|| Ok::<_, crate::Error>(timeline(r)?.bubble())).transpose()?,

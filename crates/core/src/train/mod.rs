@@ -1,5 +1,6 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod base_model;
 mod checkpoint_parts;
 mod cuda_graph;
 mod energy;
@@ -30,6 +31,7 @@ mod trainer;
 mod values;
 
 pub use crate::tensorfile::to_f32;
+pub use base_model::{BaseModel, SavedAdapters, adapters_of};
 pub use cuda_graph::CudaGraphDecision;
 pub use execute::{MicroBatch, MicroBatchLoader, StepMode, StepPosition, execute};
 pub use gather::gather_all_stages;

@@ -1,5 +1,6 @@
 //! The model of a run on this rank: its modules, its parameters and their gradients in data-parallel buckets.
 
+use super::base_model::SavedAdapters;
 use crate::config::{FsdpOuter, Resolved};
 use crate::model::{Decoder, ModelOptions, PipelineLayout};
 use crate::{Error, Result};
@@ -18,6 +19,8 @@ pub struct ModelState {
     pub(super) grads: GradBuffer,
     /// What its parameters depend on besides the architecture.
     pub(super) options: ModelOptions,
+    /// The base model of its adapters, where it has any.
+    pub(super) adapters: Option<SavedAdapters>,
 }
 
 impl ModelState {
@@ -32,7 +35,8 @@ impl ModelState {
         let params = Params::new(rank, specs, dtype, layout)?;
         let step_state = StepState::new(rank, &params, decoder.moe_layers())?;
         let grads = GradBuffer::of(&params, sharding);
-        Ok(ModelState { decoder, params, step_state, grads, options })
+        let adapters = SavedAdapters::of(r)?;
+        Ok(ModelState { decoder, params, step_state, grads, options, adapters })
     }
 }
 

@@ -165,7 +165,7 @@ impl Run {
         let in_folder = folder.as_mut().filter(|_| !options.fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
         wait("the checkpoint is read")?;
-        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
+        let flops_per_token = resolved.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         // Everything is valid: the folder changes from here on.
         if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {

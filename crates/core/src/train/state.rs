@@ -1,5 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
+use super::base_model::SavedAdapters;
 use super::checkpoint_parts::{OwnParts, items};
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
@@ -95,6 +96,9 @@ struct State {
     /// Algorithms of the GEMMs, which decide the last bits; none on the CPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     gemms: Option<GemmTable>,
+    /// The base model, where only adapters are saved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    adapters: Option<SavedAdapters>,
 }
 
 /// What a checkpoint says of the run that wrote it, before it is restored.
@@ -131,6 +135,7 @@ pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
         loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
         run: t.record.clone(),
         gemms: t.gemms.clone(),
+        adapters: t.model.adapters.clone(),
     };
     serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))
 }
@@ -162,6 +167,23 @@ pub fn model_of(loaded: &Loaded) -> Result<ModelConfig> {
 
 const WEIGHTS_ONLY: &str = "weights_only";
 
+/// Refuses adapters of another base model, or of a run that trained all of it, and the reverse.
+fn check_base(t: &Trainer, state: &State, loaded: &Loaded) -> Result<()> {
+    let (saved, now) = (&state.adapters, &t.model.adapters);
+    let digest = |a: &SavedAdapters| a.base.as_ref().map(|b| b.digest.clone());
+    let what = match (saved, now) {
+        (Some(saved), Some(now)) if digest(saved) != digest(now) => {
+            "its adapters belong to another base model; set model.hf to that one"
+        }
+        (Some(_), None) => "it holds adapters alone; set lora.rank as in its run",
+        (None, Some(_)) => {
+            "it holds a whole model, without adapters; start from it with --set model.hf=ITS-FOLDER and another --out"
+        }
+        _ => return Ok(()),
+    };
+    Err(Error::damaged(loaded.path(), what))
+}
+
 pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     if loaded.state().get(WEIGHTS_ONLY).is_some() {
         let what = "holds weights only, no run to resume; move it out of here and start a run from it with --set model.hf=ITS-FOLDER";
@@ -176,6 +198,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
             "it belongs to a run with another model or seed; choose another --out folder, or go back to that recipe",
         ));
     }
+    check_base(t, &state, loaded)?;
     let states = t.optimizer.states();
     // Check names, shapes and dtypes before anything is changed. Moments may have been stored in another dtype: checkpoints
     // hold exact values, which are rounded to this run's dtype.

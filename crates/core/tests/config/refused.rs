@@ -69,6 +69,18 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ),
         ("optimizer.groups = [{ params = \"norm\", optimizer = \"muon\" }]", "Muon updates matrices"),
         ("optimizer.groups = [{ params = \"*\", frozen = true }]", "every parameter is frozen"),
+        ("lora.alpha = 8", "lora.alpha: there are no adapters; set lora.rank"),
+        ("lora.rank = 4\nlora.targets = \"q_prj\"", "\"q_prj\" names no linear of the model"),
+        ("lora.rank = 4\nlora.exclude = \"layers\"", "lora.exclude: leaves no linear to adapt"),
+        ("lora.rank = 4\nlora.b_lr_factor = 0", "lora.b_lr_factor: 0 is too small"),
+        (
+            "lora.rank = 4\nprecision.recipe = \"fp8-delayed\"\nprecision.fp8_params = true",
+            "frozen weights have no amax history",
+        ),
+        (
+            "lora.rank = 4\nprecision.recipe = \"fp8-current\"\noptimizer.groups = [{ params = \"matrix\" }]",
+            "is trained, but the base model of adapters is quantized once",
+        ),
         ("optimizer.muon = { steps = 5 }", "optimizer.muon: no parameter is updated by Muon"),
         ("optimizer.kind = \"muon\"\noptimizer.muon = { steps = 0 }", "steps must be 1 to 100"),
         ("optimizer.kind = \"muon\"\noptimizer.muon = { eps = nan }", "not finite"),

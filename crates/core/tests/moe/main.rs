@@ -8,6 +8,7 @@
 mod balance;
 mod checkpoints;
 mod deadlock;
+mod lora;
 mod matrix;
 mod metrics;
 mod overlap;

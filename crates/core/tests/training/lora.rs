@@ -3,10 +3,14 @@
 use super::support::*;
 use ferrotron_core::Error;
 use ferrotron_core::checkpoint;
+use ferrotron_core::config::Resolved;
 use ferrotron_core::train::{LogicalValues, Trainer};
 use std::collections::HashMap;
 
 const LORA: &[&str] = &["lora.rank=3", "lora.alpha=6"];
+
+/// Four experts, two of them for each token, in both layers.
+const MOE: &[&str] = &["moe.experts=4", "moe.topk=2", "moe.ffn=24", "moe.shared_ffn=16"];
 
 fn is_adapter(name: &str) -> bool {
     name.contains(".lora_")
@@ -54,14 +58,21 @@ fn adapters_train_and_the_base_stays() {
 /// Gradients of adapters by central differences of the loss.
 #[test]
 fn gradients_of_adapters_are_those_of_the_loss() {
-    let r = recipe(LORA);
-    let mut t = trainer(&r);
+    // Every expert for every token: no difference selects others.
+    let all = [MOE, &["moe.topk=4"]].concat();
+    for (more, linears) in [(&[][..], 7), (&all[..], 4 + 4 * 3 + 3)] {
+        check_gradients(&recipe(&[LORA, more].concat()), linears);
+    }
+}
+
+fn check_gradients(r: &Resolved, linears: usize) {
+    let mut t = trainer(r);
     let mut values = fill_adapters(&t);
     t.train_step(&RULE).unwrap();
     let gradients: HashMap<String, Vec<f32>> =
         t.gradients().unwrap().into_iter().map(|g| (g.name, g.values)).collect();
     let names: Vec<String> = values.keys().cloned().collect();
-    assert_eq!(names.len(), 2 * 2 * 7, "A and B of seven linears in two layers");
+    assert_eq!(names.len(), 2 * 2 * linears, "A and B of the linears of two layers");
     assert!(gradients.iter().all(|(name, g)| is_adapter(name) != g.iter().all(|x| *x == 0.0)));
     for name in names {
         for i in [0, values[&name].len() - 1] {
@@ -101,10 +112,14 @@ fn merged(weights: &[LogicalValues], scale: f32) -> HashMap<String, Vec<f32>> {
 
 #[test]
 fn merged_weights_give_the_same_loss() {
-    let adapted = trainer(&recipe(LORA));
+    [&[][..], MOE].into_iter().for_each(check_merged);
+}
+
+fn check_merged(more: &[&str]) {
+    let adapted = trainer(&recipe(&[LORA, more].concat()));
     fill_adapters(&adapted);
     let merged = merged(&adapted.weights().unwrap(), 2.0);
-    let plain = trainer(&recipe(&[]));
+    let plain = trainer(&recipe(more));
     let without = plain.evaluate(&RULE, 4).unwrap();
     plain.import(&|name| Ok(merged[name].clone())).unwrap();
     let [a, b] = [&adapted, &plain].map(|t| t.evaluate(&RULE, 4).unwrap());
@@ -115,7 +130,9 @@ fn merged_weights_give_the_same_loss() {
 /// A resumed run ends with the bits of an undisturbed one; its checkpoints hold adapters alone.
 #[test]
 fn runs_of_adapters_resume_to_the_same_bits() {
-    for more in [&[][..], &["precision.dtype=bf16"]] {
+    for more in
+        [&[][..], &["precision.dtype=bf16"], &["precision.dtype=bf16", "precision.recipe=fp8-current"]]
+    {
         let r = recipe(&[LORA, more].concat());
         let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
         run(dirs[0].path(), &r, 1, &RULE, None, None);
@@ -129,5 +146,25 @@ fn runs_of_adapters_resume_to_the_same_bits() {
         assert!(loaded.get("adam.m/layers.1.mlp.down.lora_b.weight").is_some());
         assert!(loaded.get("model/layers.0.attn.q.weight").is_none());
         assert!(loaded.get("model/embed.tokens").is_none());
+    }
+}
+
+/// A base that stays in FP8 gives the bits of one that is in bf16 and quantized in every pass.
+#[test]
+fn a_base_in_fp8_gives_the_bits_of_a_quantized_one() {
+    for recipe_of in ["precision.recipe=fp8-current", "precision.recipe=fp8-block"] {
+        for more in [&[][..], &["moe.experts=4", "moe.topk=2", "moe.ffn=128"]] {
+            let losses = |resident: &str| -> Vec<f64> {
+                let own =
+                    ["precision.dtype=bf16", recipe_of, resident, "model.hidden=128", "optimizer.lr=3e-2"];
+                let r = recipe(&[LORA, &own, more].concat());
+                let mut t = trainer(&r);
+                (0..4).map(|_| t.train_step(&RULE).unwrap().loss).collect()
+            };
+            let (resident, quantized) =
+                (losses("precision.fp8_params=true"), losses("precision.fp8_params=false"));
+            assert_eq!(resident, quantized, "{recipe_of} {more:?}");
+            assert!(resident[3] < resident[0], "{resident:?}");
+        }
     }
 }

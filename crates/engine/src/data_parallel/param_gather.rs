@@ -2,8 +2,8 @@
 
 use super::host_shards::on_device;
 use super::units::UnitLayout;
-use super::{FlatBuffer, ParamShard, Placement, ShardingStrategy, group_rank};
-use crate::{GroupRank, ParamId, Params, Rank, StepState};
+use super::{Bucket, FlatBuffer, ParamShard, Placement, ShardingStrategy, group_rank};
+use crate::{GroupRank, ParamId, ParamSpec, Params, Rank, StepState};
 use ferrotron_comm::Communicator;
 use ferrotron_tensor::{Event, Result, Stream, Tensor};
 use std::ops::Range;
@@ -51,6 +51,18 @@ impl Params {
         self.plan().update_parts()
     }
 
+    /// All-gathers the weights of frozen base models, which no step changes. Collective over the data-parallel ranks.
+    pub fn sync_base(&self, rank: &Rank, scheme: &ShardingStrategy) -> Result<()> {
+        let all = self.plan().buckets().iter().enumerate();
+        let base = all.filter(|(_, b)| self.is_base(b)).map(|(i, _)| i).collect::<Vec<_>>();
+        self.all_gather_buckets(rank, scheme, &base)
+    }
+
+    /// Whether a bucket holds weights of a frozen base model.
+    fn is_base(&self, bucket: &Bucket) -> bool {
+        bucket.spans.first().is_some_and(|s| self.specs()[s.param.0].group.base)
+    }
+
     /// Publishes updated weights of some buckets: quantizes FP8-resident ones from `masters` and all-gathers in forward
     /// order. Passes wait for a bucket at its first use. Sharded weights are gathered by the passes; before, their pieces from
     /// the groups that share a shard's optimizer state (HFSDP). `precomputed`: the optimizer's step has filled
@@ -62,18 +74,25 @@ impl Params {
         masters: &MasterShards,
         (buckets, precomputed): (Range<usize>, bool),
     ) -> Result<()> {
-        if let Some(quant) = state.quant() {
+        let trained = |s: &ParamSpec| s.quant.is_some() && !s.group.base;
+        if let Some(quant) = state.quant().filter(|_| self.specs().iter().any(trained)) {
             quant.weights_changed();
             self.quantize_params(rank, quant, masters, precomputed)?;
         }
-        let scheme = &masters.scheme;
+        let changed = |b: &usize| !self.is_base(&self.plan().buckets()[*b]);
+        let buckets: Vec<usize> = buckets.rev().filter(changed).collect();
+        self.all_gather_buckets(rank, &masters.scheme, &buckets)
+    }
+
+    /// All-gathers buckets in that order; passes wait for one at its first use.
+    fn all_gather_buckets(&self, rank: &Rank, scheme: &ShardingStrategy, buckets: &[usize]) -> Result<()> {
         let hybrid = !scheme.outer_optimizer.is_full_size();
         if scheme.optimizer.is_full_size() || (self.units.is_some() && !hybrid) || buckets.is_empty() {
             return Ok(());
         }
         let s = rank.dp_comm_stream()?;
         self.host_weights().map_or(Ok(()), |link| link.wait_weights(s))?;
-        for bucket in buckets.rev() {
+        for &bucket in buckets {
             match hybrid {
                 true => self.all_gather_shard(rank, bucket, scheme, s)?,
                 false => self.all_gather_bucket(rank, bucket, scheme.optimizer, s)?,

@@ -1,9 +1,11 @@
 //! LoRA: a trained low-rank update `s·B·A` beside a frozen weight.
 
 mod adapter;
+mod experts;
 mod targets;
 
 pub(crate) use adapter::Adapter;
+pub(crate) use experts::{ExpertAdapter, Projection};
 pub use targets::Targets as LoraTargets;
 
 /// Which linears have adapters, and of which kind.

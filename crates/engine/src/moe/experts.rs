@@ -1,6 +1,7 @@
 //! This rank's routed experts: two grouped GEMMs over rows sorted by expert, with the activation function between
 //! them.
 
+use crate::lora::{ExpertAdapter, Projection};
 use crate::quant::{
     GemmOperand, GemmOptions, LinearGemm, LinearQuant, Orientations, QuantInput, Role, SavedOperand,
     WgradOperand,
@@ -23,6 +24,8 @@ pub struct Experts {
     down_bias: Option<ParamId>,
     /// Quantization of the up and down projections.
     quant: [Option<LinearQuant>; 2],
+    /// LoRA beside the up and down projections.
+    adapters: [Option<Box<ExpertAdapter>>; 2],
     act: Act,
     gated: bool,
     /// Experts on this rank, their input width, and their intermediate size on this rank.
@@ -70,6 +73,8 @@ pub struct ExpertsSaved {
     sorted: bool,
     probs: SavedTensor,
     map: RowMap,
+    /// What adapters of the up and down projections have computed from their inputs, `[N, Σr]`.
+    adapters: [Option<SavedTensor>; 2],
 }
 
 impl Saved for ExpertsSaved {
@@ -83,6 +88,9 @@ impl Saved for ExpertsSaved {
         f(Module::MoeAct, &mut self.h);
         self.x.tensors(&mut |t| f(Module::ExpertFc1, t));
         f(Module::ExpertFc1, &mut self.probs);
+        let [up, down] = &mut self.adapters;
+        up.tensors(&mut |t| f(Module::ExpertFc1, t));
+        down.tensors(&mut |t| f(Module::ExpertFc2, t));
     }
 }
 
@@ -120,7 +128,15 @@ impl Experts {
         let names = |all: &[&str]| all.iter().map(|what| format!("{name}.{what}")).collect::<Vec<_>>();
         let quant = [d.quantize_experts(up, &names(ups)), d.quantize_experts(down, &names(&["down"]))];
         let count = own.len();
-        Ok(Experts { up, up_bias, down, down_bias, quant, act: c.act, gated: c.gated, count, width, ffn })
+        let outputs: Vec<(&str, usize)> = ups.iter().map(|what| (*what, c.ffn)).collect();
+        let up_adapter = Projection { outputs: &outputs, input: width, split: rows };
+        let down_adapter = Projection { outputs: &[("down", width)], input: c.ffn, split: columns };
+        let mut adapters = [None, None];
+        for (adapter, projection) in adapters.iter_mut().zip([&up_adapter, &down_adapter]) {
+            *adapter = ExpertAdapter::declare(d, (name, own.clone()), projection)?.map(Box::new);
+        }
+        let (act, gated) = (c.act, c.gated);
+        Ok(Experts { up, up_bias, down, down_bias, quant, adapters, act, gated, count, width, ffn })
     }
 
     /// Row alignment of each expert.
@@ -128,15 +144,22 @@ impl Experts {
         if self.quant.iter().any(Option::is_some) { BLOCK } else { 1 }
     }
 
-    /// Quantization in this pass; none while scales are being calibrated.
+    /// Quantization in this pass; none while scales are being calibrated. There is no wgrad of frozen weights, and an
+    /// adapter reads rows as they are.
     fn quant(&self, p: &StepContext) -> [Option<LinearQuant>; 2] {
-        let calibrating = p.state.quant().is_some_and(|s| s.is_calibrating());
-        if calibrating { [None; 2] } else { self.quant }
+        if p.state.quant().is_some_and(|s| s.is_calibrating()) {
+            return [None; 2];
+        }
+        let of = |which: usize, id: ParamId| {
+            let wgrad = !p.is_frozen(id) && self.adapters[which].is_none();
+            self.quant[which].map(|e| LinearQuant { wgrad: e.wgrad && wgrad, ..e })
+        };
+        [of(0, self.up), of(1, self.down)]
     }
 
     /// Whether the amax of the input is needed, now or in backward.
     pub(super) fn needs_input_amax(&self, p: &StepContext) -> bool {
-        self.quant[0].is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
+        self.quant(p)[0].is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
     }
 
     /// Output width of the up projection.
@@ -212,7 +235,8 @@ impl Experts {
         let [e, _] = self.quant(p);
         let used = e.is_some_and(|e| e.fprop || (p.train && e.wgrad));
         // FP8 rows serve fprop and wgrad alike.
-        let fp8 = e.is_some_and(|e| e.recipe.per_tensor() && e.fprop && (e.wgrad || !p.train));
+        let fp8 = e.is_some_and(|e| e.recipe.per_tensor() && e.fprop && (e.wgrad || !p.train))
+            && self.adapters[0].is_none();
         self.dispatch_rows(p, (self.up, e), Role::Input, x, (used, fp8))
     }
 
@@ -286,7 +310,7 @@ impl Experts {
             rows: e.is_some_and(|e| e.fprop),
             cols: e.is_some_and(|e| cols && p.train && e.wgrad),
         };
-        let (x, kept, _) =
+        let (x, kept, sorted_rows) =
             self.sorted(p, (self.up, Role::Input), (x, &scales, &map), orientations(up, true))?;
         let h = p.empty(&[n, self.inner()])?;
         let bias = self.bias(p, self.up_bias, self.inner())?;
@@ -294,7 +318,11 @@ impl Experts {
         let (w, fast) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Fprop)?;
         let how = GemmOptions { product: LinearGemm::Fprop, bias: bias.as_ref(), accumulate: false, fast };
         x.grouped_gemm(p.rank, &w, segments, how, &h)?;
-        drop((x, w));
+        let up_adapter = match &self.adapters[0] {
+            Some(adapter) => Some(adapter.forward(p, &sorted_rows, segments, &h)?),
+            None => None,
+        };
+        drop((x, w, sorted_rows));
         let recompute = p.recompute.activation;
         let measure = down.is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)));
         let a = self.activate(p, &h, &probs, measure)?;
@@ -303,12 +331,17 @@ impl Experts {
         let input = QuantInput::with_amax(&a.values, amax.as_ref());
         let quantized = p.quantize(self.down, Role::Input, input, orientations(down, !recompute))?;
         let cols = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a.values));
+        let unquantized = a.values.clone();
         let a = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&a.values));
         let y = p.empty(&[n, self.width])?;
         p.calibrates_weight(self.down)?;
         let (w, fast) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Fprop)?;
         let how = GemmOptions { product: LinearGemm::Fprop, bias: None, accumulate: false, fast };
         a.grouped_gemm(p.rank, &w, segments, how, &y)?;
+        let down_adapter = match &self.adapters[1] {
+            Some(adapter) => Some(adapter.forward(p, &unquantized, segments, &y)?),
+            None => None,
+        };
         if let Some(bias) = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0) {
             k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: &probs }, &y)?;
         }
@@ -320,6 +353,7 @@ impl Experts {
             sorted: kept.sorted,
             probs: SavedTensor::small(&probs),
             map,
+            adapters: [up_adapter, down_adapter].map(|h| h.as_ref().map(SavedTensor::activation)),
         };
         Ok((y, saved))
     }
@@ -332,7 +366,7 @@ impl Experts {
         (dy, scales): (Tensor, RowScales),
     ) -> Result<(Tensor, Tensor, WeightGrad)> {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
-        let ExpertsSaved { a, amax, h, x, sorted, probs, map } = saved;
+        let ExpertsSaved { a, amax, h, x, sorted, probs, map, adapters: [up_hidden, down_hidden] } = saved;
         let (n, segments) = (map.source.numel(), segments(&map));
         let orientations = |e: Option<LinearQuant>| Orientations {
             rows: e.is_some_and(|e| e.dgrad),
@@ -340,8 +374,8 @@ impl Experts {
         };
         let (rows, dy_cols, dy) =
             self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), orientations(down))?;
-        // Needed for the bias gradient only.
-        let dy = self.down_bias.map(|_| dy);
+        // Needed for the gradients of a bias and of adapters only.
+        let dy = Some(dy).filter(|_| self.down_bias.is_some() || self.adapters[1].is_some());
         let a = match a {
             Some(a) => a.operand(),
             None => {
@@ -361,6 +395,11 @@ impl Experts {
         let (w, _) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Dgrad)?;
         rows.grouped_gemm(p.rank, &w, segments, how, &da)?;
         drop((rows, w));
+        let mut grads = WeightGrad::default();
+        if let (Some(adapter), Some(hidden), Some(dy)) = (&self.adapters[1], &down_hidden, &dy) {
+            let x = WgradOperand { operand: a.clone(), sorted: true };
+            grads = adapter.backward(p, (x, hidden, &map), dy, &da)?;
+        }
         let (dh, dp) = (p.empty(h.shape())?, p.rank.activation(&[n], DType::F32)?);
         let amax = match up.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
             false => {
@@ -401,13 +440,8 @@ impl Experts {
             }
         };
         drop((da, h));
-        let mut grads = self.weight_grad(
-            self.down,
-            [self.width, self.ffn],
-            dy_cols,
-            WgradOperand { operand: a, sorted: true },
-            &map,
-        );
+        let a = WgradOperand { operand: a, sorted: true };
+        grads = grads.and(self.weight_grad(p, self.down, [self.width, self.ffn], (dy_cols, a), &map));
         let bias = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0);
         if let Some((bias, dy)) = bias.zip(dy) {
             // The bias gradient is stored later, that of the probabilities is needed now.
@@ -434,24 +468,30 @@ impl Experts {
             k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         }
+        let x = WgradOperand { operand: x.operand(), sorted };
+        if let (Some(adapter), Some(hidden)) = (&self.adapters[0], &up_hidden) {
+            grads = grads.and(adapter.backward(p, (x.clone(), hidden, &map), &dh, &dx)?);
+        }
         let dh = WgradOperand {
             operand: quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)),
             sorted: true,
         };
-        let x = WgradOperand { operand: x.operand(), sorted };
-        grads = grads.and(self.weight_grad(self.up, [self.inner(), self.width], dh, x, &map));
+        grads = grads.and(self.weight_grad(p, self.up, [self.inner(), self.width], (dh, x), &map));
         Ok((dx, dp, grads))
     }
 
     /// `dW_e = Σ dyᵀ·x` over the rows of each expert; `shape` is that of one expert's W.
     fn weight_grad(
         &self,
+        p: &StepContext,
         id: ParamId,
         shape: [usize; 2],
-        dy: WgradOperand,
-        x: WgradOperand,
+        (dy, x): (WgradOperand, WgradOperand),
         map: &RowMap,
     ) -> WeightGrad {
+        if p.is_frozen(id) {
+            return WeightGrad::default();
+        }
         let (count, map) = (self.count, map.clone());
         WeightGrad::deferred(id, move |rank, grad, accumulate| {
             let dw = grad.view(&[count, shape[0], shape[1]])?;

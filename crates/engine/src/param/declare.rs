@@ -137,6 +137,11 @@ impl Declarations {
         quant
     }
 
+    /// Parameters that stack one matrix for each of `count` experts.
+    pub(crate) fn stack_matrices(&mut self, ids: &[ParamId], count: usize) {
+        ids.iter().for_each(|id| self.specs[id.0].matrices = count);
+    }
+
     /// Quantization of the LM head. A tied embedding table is never FP8-resident: lookups need it in the compute
     /// dtype.
     pub(crate) fn quantize_lm_head(&mut self, weight: ParamId, table: bool) -> Option<LinearQuant> {

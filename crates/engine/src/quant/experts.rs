@@ -246,7 +246,7 @@ pub(crate) struct WgradOperand {
 
 impl WgradOperand {
     /// The columnwise operand of rows sorted by `map`.
-    fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
+    pub(crate) fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
         if self.sorted {
             return Ok(self.operand.clone());
         }

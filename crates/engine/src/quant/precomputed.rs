@@ -178,6 +178,42 @@ impl Params {
         Ok(())
     }
 
+    /// amax of one weight of a frozen base model, whose values f32 are given as `masters`; none where the recipe needs none.
+    /// Collective.
+    pub(super) fn measure_base(
+        &self,
+        rank: &Rank,
+        state: &QuantState,
+        (id, spec): (ParamId, &ParamSpec),
+        masters: &MasterShards,
+    ) -> Result<Option<Tensor>> {
+        let Some(m) = state.weight_amax() else { return Ok(None) };
+        let Some(amax) = m.of(id, spec)? else { return Ok(None) };
+        let (s, k) = (&rank.compute, &rank.kernels);
+        s.zero(&amax)?;
+        if spec.experts && holds_whole_experts(rank, &masters.scheme) {
+            return Ok(Some(amax));
+        }
+        let [n, c] = spec.matrix();
+        for run in runs(&masters.shards[id.0].param_range, n * c, usize::MAX) {
+            let start = run.elements.start - masters.shards[id.0].param_range.start;
+            let x = masters.values[id.0].narrow(0, start, run.elements.len())?;
+            let amax = amax.narrow(0, run.matrices.start, run.matrices.len())?;
+            match run.whole {
+                true => k.amax_stack(s, &x.view(&[run.matrices.len(), n, c])?, &amax)?,
+                false => k.amax(s, &matrix(&x)?, &amax)?,
+            }
+        }
+        if !masters.scheme.optimizer.is_full_size() {
+            let group = if spec.experts { &rank.expert_dp_group } else { &rank.dp_cp_group };
+            group.all_reduce(s, &amax, ReduceOp::Max, "amax of a base weight (dp)")?;
+        }
+        let group = if spec.experts { &rank.etp } else { &rank.tp };
+        group.all_reduce(s, &amax, ReduceOp::Max, "amax of a base weight (tp)")?;
+        self.round(rank, &amax)?;
+        Ok(Some(amax))
+    }
+
     /// Rounds the amax of masters to that of weights: rounding is monotonic, so the amax of rounded values is the
     /// rounded amax.
     fn round(&self, rank: &Rank, all: &Tensor) -> Result<()> {

@@ -7,7 +7,7 @@ use super::quantize::{QuantScale, Quantized};
 use super::runs::{Run, matrix, runs};
 use super::{GemmOperand, Method, QuantState, Recipe, Role};
 use crate::data_parallel::{MasterShards, ParamShard, ShardingStrategy, group_rank};
-use crate::{GroupRank, ParamId, ParamSpec, Params, Rank};
+use crate::{GroupRank, ParamId, ParamSpec, Params, Rank, StepState};
 use ferrotron_comm::Communicator;
 use ferrotron_kernels::{Fp8Tensor, Quantize, QuantizeStack, ScaleSource};
 use ferrotron_tensor::{Category, Result, Tensor};
@@ -126,6 +126,32 @@ impl Params {
             self.quantize_param(rank, state, &new)?;
         }
         Ok(())
+    }
+
+    /// Quantizes one FP8-resident weight of a frozen base model, once, from this rank's shard of its values f32. Collective
+    /// over the ranks that hold parts of it.
+    pub fn quantize_base(
+        &self,
+        rank: &Rank,
+        state: &StepState,
+        id: ParamId,
+        masters: &MasterShards,
+    ) -> Result<()> {
+        let params = self.fp8_params();
+        let (Some(state), Some(recipe), Some(fp8)) = (state.quant(), params.recipe, params.param(id)) else {
+            return Ok(());
+        };
+        let (spec, piece, master) = (&self.specs()[id.0], &masters.shards[id.0], &masters.values[id.0]);
+        let source = match self.measure_base(rank, state, (id, spec), masters)? {
+            Some(amax) => QuantScale::Amax(amax),
+            None => QuantScale::Blocks,
+        };
+        let (scheme, precomputed) = (masters.scheme, false);
+        self.quantize_param(
+            rank,
+            state,
+            &UpdatedParam { id, spec, fp8, piece, master, scheme, source, recipe, precomputed },
+        )
     }
 
     fn quantize_param(&self, rank: &Rank, state: &QuantState, new: &UpdatedParam) -> Result<()> {

@@ -227,14 +227,8 @@ impl<'a> LayerBuilder<'a> {
         let gathered = parallel == Parallel::Column && t > 1;
         let held = if parallel == Parallel::Column { rows.local } else { computed };
         let adapter = self.adapter(spec);
-        // There is no wgrad of a frozen weight, and an adapter reads the input as it is.
-        let quant = spec
-            .quant
-            .map(|q| LinearQuant { wgrad: q.wgrad && !spec.group.frozen && adapter.is_none(), ..q });
-        let spec = &ParamSpec { quant, ..spec.clone() };
-        if !spec.group.frozen || adapter.is_some() {
-            self.save_input(spec, input, held, gathered);
-        }
+        self.save_input(spec, input, held, gathered);
+        let spec = &self.without_wgrad(spec);
         if let Some([a, b]) = adapter {
             self.adapter_gemms(a, b, (parallel, [held, computed]));
         }
@@ -292,9 +286,17 @@ impl<'a> LayerBuilder<'a> {
         }
     }
 
+    /// A weight as its GEMMs see it: there is no wgrad of a frozen one, and an adapter reads the input as it is.
+    pub(super) fn without_wgrad(&self, spec: &ParamSpec) -> ParamSpec {
+        let wgrad = !spec.group.frozen && self.adapter(spec).is_none();
+        let quant = spec.quant.map(|q| LinearQuant { wgrad: q.wgrad && wgrad, ..q });
+        ParamSpec { quant, ..spec.clone() }
+    }
+
     /// A and B of a weight's adapters.
-    fn adapter(&self, spec: &ParamSpec) -> Option<[&'a ParamSpec; 2]> {
-        let modules: Vec<&str> = spec.parts.iter().filter_map(|p| p.name.strip_suffix(".weight")).collect();
+    pub(super) fn adapter(&self, spec: &ParamSpec) -> Option<[&'a ParamSpec; 2]> {
+        let first = &spec.parts[..spec.parts.len() / spec.matrices.max(1)];
+        let modules: Vec<&str> = first.iter().filter_map(|p| p.name.strip_suffix(".weight")).collect();
         let find = |module: &str, end: &str| self.params.get(format!("{module}{end}").as_str()).copied();
         let b = modules.iter().find_map(|module| find(module, LORA_B))?;
         let a = modules.iter().find_map(|module| find(module, LORA_A));
@@ -335,6 +337,10 @@ impl<'a> LayerBuilder<'a> {
 
     /// What wgrad needs of the input `[rows, k]`; `gathered`: it reads the rows of all tensor-parallel ranks.
     pub(super) fn save_input(&mut self, spec: &ParamSpec, input: Input, rows: usize, gathered: bool) {
+        if spec.group.frozen && self.adapter(spec).is_none() && !matches!(input, Input::Kept(_)) {
+            return;
+        }
+        let spec = &self.without_wgrad(spec);
         let k = spec.shape[1];
         let name = match input {
             Input::Dropped => return,

@@ -134,6 +134,8 @@ impl LayerBuilder<'_> {
         let (Some(up), Some(down)) = (self.weight(&up), self.weight(&format!("{name}.{first}.down"))) else {
             return;
         };
+        let adapters = [up, down].map(|spec| self.adapter(spec));
+        let [up, down] = &[up, down].map(|spec| self.without_wgrad(spec));
         let biased = moe.bias;
         let rows = self.dispatched(moe);
         self.gemms(up, rows.routed);
@@ -143,6 +145,13 @@ impl LayerBuilder<'_> {
         // Rows sorted by expert; memory is for the worst alignment.
         let selected = if rows.to_each.is_some() { rows.arrived } else { rows.arrived * moe.topk };
         let sorted = (selected + own * (align - 1)).next_multiple_of(align);
+        for (adapter, name) in adapters.into_iter().zip(["lora.experts.up", "lora.experts.down"]) {
+            if let Some([a, b]) = adapter {
+                self.gemms(a, rows.routed);
+                self.gemms(b, rows.routed);
+                self.save(name, &[sorted, a.matrix()[0]], dtype);
+            }
+        }
         let ([inner, _], [_, ffn]) = (up.matrix(), down.matrix());
         self.save("experts.h", &[sorted, inner], dtype);
         self.save("experts.probs", &[sorted], DType::F32);

@@ -24,7 +24,8 @@ impl LayerBuilder<'_> {
         // Each rank looks up its rows of the table: partial embeddings are reduce-scattered, their gradients gathered.
         let moved = self.moved(m.hidden, self.shape.dtype.size());
         self.forward(Group::Tp, OpKind::ReduceScatter, moved);
-        if !self.detached {
+        let trained = self.weight("embed.tokens").is_none_or(|spec| !spec.group.frozen);
+        if !self.detached && trained {
             self.backward(Group::Tp, OpKind::AllGather, moved);
         }
     }
@@ -62,7 +63,8 @@ impl LayerBuilder<'_> {
                 self.save("dx", &[rows.all, self.shape.model.hidden], dtype);
                 self.begin(Block::Output, true);
                 self.save("dlogits", &[chunk, vocab], dtype);
-                if !self.detached {
+                let trained = self.weight(module).is_none_or(|spec| !spec.group.frozen);
+                if !self.detached && trained {
                     self.backward(Group::Tp, OpKind::AllGather, statistics);
                 }
             }
