@@ -375,7 +375,7 @@ pub fn check_output(output: &Path, model: &Weights, input: &Path) -> Result<()> 
     let of_base = match model.base() {
         Weights::HuggingFace(folder) => folder.files()?.iter().any(|f| is_output(f)),
         Weights::Checkpoint(native) => is_inside(native.path()),
-        Weights::Adapted(_) => false,
+        Weights::Initial(_) | Weights::Adapted(_) => false,
     };
     let of_model = of_base || matches!(model, Weights::Adapted(a) if is_inside(&a.folder));
     match of_model {

@@ -1,6 +1,5 @@
 //! Hugging Face checkpoints in and out: `config.json`, weights, tokenizers and chat templates.
 
-mod adapted;
 mod cast;
 pub mod chat;
 pub mod chat_encoder;
@@ -16,6 +15,7 @@ pub mod family;
 mod finite;
 pub mod forward;
 mod hf_checkpoint;
+mod initial_weights;
 mod json;
 pub mod logical;
 pub mod model_source;

@@ -1,6 +1,5 @@
 //! The weights of a native checkpoint.
 
-use crate::adapted::AdaptedBase;
 use crate::cast::{cast, is_castable};
 use crate::error::{Error, Result};
 use crate::hf_checkpoint::zeros;
@@ -8,7 +7,7 @@ use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
 use crate::problems::Problem;
 use ferrotron_core::checkpoint::{Loaded, load};
 use ferrotron_core::model::ModelConfig;
-use ferrotron_core::train::{adapters_of, model_of};
+use ferrotron_core::train::model_of;
 use ferrotron_tensor::DType;
 use std::path::Path;
 
@@ -22,8 +21,6 @@ pub struct NativeCheckpoint {
     model: ModelConfig,
     tensors: Vec<LogicalTensor>,
     buffers: Vec<LogicalTensor>,
-    /// The base model of a checkpoint of adapters.
-    base: Option<AdaptedBase>,
 }
 
 impl NativeCheckpoint {
@@ -32,14 +29,11 @@ impl NativeCheckpoint {
         let loaded = load(path)?;
         let model = model_of(&loaded)?;
         let (tensors, buffers) = (logical_tensors(&model), logical_buffers(&model));
-        let adapters = adapters_of(&loaded)?;
-        let base = adapters.map(|adapters| AdaptedBase::open(path, &model, &adapters)).transpose()?;
         let mut problems = Vec::new();
         for t in tensors.iter().chain(&buffers) {
             match loaded.get(&format!("{PREFIX}{}", t.name)) {
                 // A missing expert bias starts from zero.
                 None if t.buffer => {}
-                None if base.is_some() => {}
                 None => problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape))),
                 Some(found) if found.shape != t.shape => problems.push(Problem::Wrong(
                     t.name.clone(),
@@ -57,7 +51,7 @@ impl NativeCheckpoint {
         if !problems.is_empty() {
             return Err(Error::Tensors { origin: path.display().to_string(), problems });
         }
-        Ok(NativeCheckpoint { loaded, model, tensors, buffers, base })
+        Ok(NativeCheckpoint { loaded, model, tensors, buffers })
     }
 
     /// The folder.
@@ -88,9 +82,6 @@ impl NativeCheckpoint {
     /// Dtype of a tensor in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         let found = self.loaded.get(&format!("{PREFIX}{logical}")).and_then(|t| t.dtype.native());
-        if let (None, Some(base), None) = (found, &self.base, self.absent(logical)) {
-            return base.dtype(logical);
-        }
         found
             .or_else(|| self.absent(logical).map(|_| DType::F32))
             .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.path().display())))
@@ -106,11 +97,7 @@ impl NativeCheckpoint {
         if let Some(t) = self.absent(logical) {
             return zeros(logical, t.elements() * dtype.size());
         }
-        let name = format!("{PREFIX}{logical}");
-        if let Some(base) = self.base.as_ref().filter(|_| self.loaded.get(&name).is_none()) {
-            return base.read(&self.loaded, PREFIX, logical, dtype);
-        }
-        let bytes = self.loaded.read(&name)?;
+        let bytes = self.loaded.read(&format!("{PREFIX}{logical}"))?;
         if from == dtype {
             return Ok(bytes);
         }

@@ -52,6 +52,9 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
             first.rank, first.scale, other.rank, other.scale
         ));
     }
+    if adapters.iter().any(|(_, a)| a.magnitude.is_some()) {
+        return wrong("has DoRA's adapters, which cannot be trained further; name the folder with model.hf to train from the merged model".into());
+    }
     let missing = |recipe: &Recipe, key: &str| !recipe.is_set(key);
     if missing(recipe, "lora.rank") {
         recipe.put_key("lora.rank", first.rank as i64)?;

@@ -5,14 +5,13 @@ use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::finite;
 use crate::hf_checkpoint::HfCheckpoint;
+use crate::initial_weights::InitialWeights;
 use crate::logical::LogicalTensor;
 use crate::native_checkpoint::NativeCheckpoint;
 use crate::peft::{ADAPTER_CONFIG, Adapters, PeftConfig};
 use ferrotron_core::checkpoint::{latest, load};
-use ferrotron_core::config::Recipe;
 use ferrotron_core::model::{ModelConfig, set_expert_biases};
-use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
-use ferrotron_engine::lora::LORA_B;
+use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, adapters_of, model_of, to_f32};
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
@@ -115,6 +114,8 @@ pub enum Weights {
     HuggingFace(Box<HfCheckpoint>),
     /// Of a checkpoint.
     Checkpoint(Box<NativeCheckpoint>),
+    /// The declared initial values.
+    Initial(Box<InitialWeights>),
     /// Of a base model, with adapters merged as they are read.
     Adapted(Box<AdaptedWeights>),
 }
@@ -142,7 +143,7 @@ impl Weights {
     pub fn at(place: &ModelLocation) -> Result<Weights> {
         Ok(match place {
             ModelLocation::HuggingFace(dir) => Weights::HuggingFace(Box::new(HfCheckpoint::open(dir)?)),
-            ModelLocation::Checkpoint { folder, run } => match adapted(folder, run.as_deref())? {
+            ModelLocation::Checkpoint { folder, .. } => match adapted(folder)? {
                 Some(adapted) => Weights::Adapted(Box::new(adapted)),
                 None => Weights::Checkpoint(Box::new(NativeCheckpoint::open(folder)?)),
             },
@@ -173,6 +174,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.config().model(),
             Weights::Checkpoint(native) => native.model(),
+            Weights::Initial(initial) => initial.model(),
             Weights::Adapted(a) => a.base.model(),
         }
     }
@@ -182,6 +184,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.tensors(),
             Weights::Checkpoint(native) => native.tensors(),
+            Weights::Initial(initial) => initial.tensors(),
             Weights::Adapted(a) => a.base.tensors(),
         }
     }
@@ -191,6 +194,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.buffers(),
             Weights::Checkpoint(native) => native.buffers(),
+            Weights::Initial(initial) => initial.buffers(),
             Weights::Adapted(a) => a.base.buffers(),
         }
     }
@@ -200,6 +204,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.dtype(logical),
             Weights::Checkpoint(native) => native.dtype(logical),
+            Weights::Initial(_) => Ok(DType::F32),
             Weights::Adapted(a) => a.base.dtype(logical),
         }
     }
@@ -223,6 +228,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => checkpoint.read(logical, dtype),
             Weights::Checkpoint(native) => native.read(logical, dtype),
+            Weights::Initial(initial) => initial.read(logical, dtype),
             Weights::Adapted(a) => a.read(logical, dtype),
         }
     }
@@ -232,7 +238,7 @@ impl Weights {
         match self {
             Weights::HuggingFace(checkpoint) => Ok(checkpoint.config().clone()),
             Weights::Adapted(a) => a.base.hf_config(),
-            Weights::Checkpoint(_) => {
+            Weights::Checkpoint(_) | Weights::Initial(_) => {
                 HfConfig::from_model(self.model(), self.common_dtype().unwrap_or(DType::F32))
             }
         }
@@ -284,26 +290,17 @@ impl AdaptedWeights {
 }
 
 /// The model of a checkpoint that holds adapters only.
-fn adapted(folder: &Path, run: Option<&Path>) -> Result<Option<AdaptedWeights>> {
+fn adapted(folder: &Path) -> Result<Option<AdaptedWeights>> {
     let loaded = load(folder)?;
-    if !loaded.tensors().any(|t| t.name.ends_with(LORA_B)) {
-        return Ok(None);
-    }
-    let wrong = |what: &str| Err(Error::config(&folder.display().to_string(), what));
-    let Some(run) = run else {
-        return wrong(
-            "holds adapters only and is not in the folder of its run, which names the base model; give the run folder",
-        );
+    let Some((saved, seed)) = adapters_of(&loaded)? else { return Ok(None) };
+    let base = match &saved.base {
+        Some(base) => {
+            base.check(folder)?;
+            Weights::open(Path::new(&base.path))?
+        }
+        None => Weights::Initial(Box::new(InitialWeights::new(model_of(&loaded)?, seed)?)),
     };
-    let config = Recipe::read_stored(&run.join(CONFIG))?.config;
-    let Some(base) = &config.model.hf else {
-        return wrong(
-            "holds adapters only, and their base model was initialized at random; train them on a model with model.hf",
-        );
-    };
-    let base = Weights::open(Path::new(base))?;
-    let rank = config.lora.rank.max(1) as f64;
-    let adapters = Adapters::of_checkpoint(&loaded, config.lora.alpha.unwrap_or(rank) / rank)?;
+    let adapters = Adapters::of_checkpoint(&loaded, f64::from(saved.scale))?;
     Ok(Some(AdaptedWeights { base, adapters, folder: folder.into(), apart: false }))
 }
 

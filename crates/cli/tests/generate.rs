@@ -65,7 +65,7 @@ fn text_from_a_run_of_adapters_and_its_merged_export() {
         let adapters =
             ["--set", "lora.rank=2", "--set", "precision.dtype=f32", "--set", "optimizer.lr=0.1", "--out"];
         ok(&[&["train"], recipe, &adapters, &[path(&run)]].concat());
-        ok(&["convert", path(&run), path(&exported)]);
+        ok(&["convert", path(&run), path(&exported), "--merge"]);
         let text = |model: &std::path::Path| {
             let args = ["--prompt", "pub fn", "--tokens", "8", "--temperature", "0"];
             json(&[&["generate", "--model", path(model)][..], &args].concat())["tokens"].clone()
@@ -76,7 +76,7 @@ fn text_from_a_run_of_adapters_and_its_merged_export() {
         }
     }
     // Weights that the adapters were not trained for.
-    ok(&["convert", path(&dir.path().join("folder-hf")), path(&hf), "--overwrite"]);
+    ok(&["convert", path(&dir.path().join("drawn")), path(&hf), "--merge", "--overwrite"]);
     let error = fails(&["generate", "--model", path(&dir.path().join("folder"))], 1);
     assert!(error.contains("holds other weights now"), "{error}");
 }

@@ -125,7 +125,7 @@ impl PeftConfig {
 /// The alpha of a rank and a scale. A whole one may have lost its last bits on the way.
 pub(crate) fn alpha(rank: usize, scale: f64) -> f64 {
     let alpha = scale * rank as f64;
-    if (alpha - alpha.round()).abs() < 1e-9 { alpha.round() } else { alpha }
+    if (alpha - alpha.round()).abs() < 1e-6 * alpha.abs() { alpha.round() } else { alpha }
 }
 
 /// What goes into the configuration of a folder that is written.
