@@ -3,7 +3,9 @@
 use, with the logits, loss and gradients that transformers computes (CPU, f32, eager attention).
 
 The format is that of tests/golden/hf. Needs `pip install torch transformers`.
-Usage: scripts/hf_variants.py [FOLDER]"""
+Usage: scripts/hf_variants.py [FOLDER [CASE...]]
+
+With names of cases it writes only those and leaves the others as they are."""
 import pathlib, shutil, sys
 
 import torch
@@ -20,11 +22,17 @@ DEEPSEEK = SIZES | dict(num_key_value_heads=2, q_lora_rank=8, kv_lora_rank=8, qk
 QWEN = SIZES | dict(num_key_value_heads=1, head_dim=8, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
 LLAMA = SIZES | dict(num_key_value_heads=1)
 MIXTRAL = LLAMA | dict(num_local_experts=4)
+PHI3 = SIZES | dict(num_attention_heads=4, num_key_value_heads=2, hidden_size=32, pad_token_id=None, original_max_position_embeddings=6)
 GPT_OSS = LLAMA | dict(head_dim=8, num_local_experts=4, sliding_window=5)
 
 
 def yarn(**options):
     return dict(rope_parameters=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=1e4) | options)
+
+
+def longrope(half, **options):
+    factors = [1.0 + 0.25 * i for i in range(half)]
+    return dict(rope_parameters=dict(rope_type="longrope", short_factor=factors, long_factor=[2.0 * f for f in factors], rope_theta=1e4) | options)
 
 
 CASES = {
@@ -52,6 +60,16 @@ CASES = {
     "qwen3_moe_all_layers_dense": ("Qwen3Moe", QWEN | dict(mlp_only_layers=[0, 1])),
     "mixtral_top1_jitter": ("Mixtral", MIXTRAL | dict(num_experts_per_tok=1, router_jitter_noise=0.1)),
     "gpt_oss_top1_plain_rope": ("GptOss", GPT_OSS | dict(num_experts_per_tok=1, rope_parameters=dict(rope_type="default", rope_theta=1e3))),
+    "mistral_window_head_dim": ("Mistral", LLAMA | dict(head_dim=12, sliding_window=4)),
+    "mistral_no_window": ("Mistral", LLAMA | dict(sliding_window=None)),
+    "phi3_long_factors": ("Phi3", PHI3 | longrope(4)),
+    "phi3_short_factors_partial_rotary": ("Phi3", PHI3 | longrope(2, partial_rotary_factor=0.5) | dict(original_max_position_embeddings=16, tie_word_embeddings=True)),
+    "phi3_default_rope_window": ("Phi3", PHI3 | dict(sliding_window=3)),
+    "olmo2_grouped_queries": ("Olmo2", SIZES | dict(num_attention_heads=4, num_key_value_heads=2)),
+    "olmo2_bias_yarn": ("Olmo2", SIZES | yarn() | dict(attention_bias=True, tie_word_embeddings=True)),
+    "smollm3_every_fourth_without_rope": ("SmolLM3", LLAMA | dict(num_hidden_layers=5, pad_token_id=None)),
+    "smollm3_listed_layers_window": ("SmolLM3", LLAMA | dict(num_hidden_layers=3, no_rope_layers=[0, 1, 0], use_sliding_window=True, sliding_window=3,
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=False, pad_token_id=None)),
 }
 CLASSES = {"GPT2": ("GPT2LMHeadModel", "GPT2Config"), "Gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig")}
 
@@ -84,8 +102,12 @@ def on_disk(name, grad, kind):
     return parts
 
 
-shutil.rmtree(out, ignore_errors=True)
+chosen = sys.argv[2:] or list(CASES)
+if not sys.argv[2:]:
+    shutil.rmtree(out, ignore_errors=True)
 for seed, (name, (kind, options)) in enumerate(CASES.items()):
+    if name not in chosen:
+        continue
     torch.manual_seed(seed)
     model_class, config_class = CLASSES.get(kind, (f"{kind}ForCausalLM", f"{kind}Config"))
     config = getattr(hf, config_class)(**options)
@@ -93,6 +115,7 @@ for seed, (name, (kind, options)) in enumerate(CASES.items()):
     model = getattr(hf, model_class)(config).float().eval()
     randomize(model)
     folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)

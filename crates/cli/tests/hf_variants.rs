@@ -81,7 +81,25 @@ fn every_option_computes_what_transformers_does() {
     }
 }
 
-/// Routing and attention scalings are the same on several ranks.
+/// To a checkpoint and back: the files of every case, byte for byte.
+#[test]
+fn every_option_comes_back_byte_for_byte() {
+    for case in cases() {
+        let dir = tempfile::tempdir().unwrap();
+        let [checkpoint, back] = ["checkpoint", "back"].map(|n| dir.path().join(n));
+        let [model, checkpoint, out] = [&case, &checkpoint, &back].map(|p| p.to_str().unwrap());
+        for args in [&["convert", model, checkpoint][..], &["convert", checkpoint, out, "--like", model]] {
+            let e = run(args);
+            assert_eq!(e.code, Some(0), "{model}: {}", e.err);
+        }
+        for file in ["config.json", "model.safetensors"] {
+            let same = std::fs::read(case.join(file)).unwrap() == std::fs::read(back.join(file)).unwrap();
+            assert!(same, "{model}: {file}");
+        }
+    }
+}
+
+/// Routing, attention scalings, norms and layers without RoPE are the same on several ranks.
 #[test]
 fn options_compute_the_same_on_several_ranks() {
     for case in cases() {
@@ -90,7 +108,23 @@ fn options_compute_the_same_on_several_ranks() {
             n if n.starts_with("gpt2") => compare(&case, "tp=2"),
             n if n.starts_with("deepseek") && !n.contains("dense") => compare(&case, "ep=2,pp=2"),
             n if n.contains("top1") => compare(&case, "ep=2"),
+            n if n.starts_with("mistral") || n.starts_with("phi3") => compare(&case, "tp=2"),
+            n if n.starts_with("smollm3") => compare(&case, "tp=2,cp=2"),
+            n if n.starts_with("olmo2") => compare(&case, "cp=2,pp=2"),
             _ => {}
         }
+    }
+}
+
+/// OLMo-2 normalizes all heads of q and k at once: ranks with some of them cannot, and say what can be done.
+#[test]
+fn a_norm_over_all_heads_is_not_split() {
+    for case in cases().iter().filter(|c| c.to_string_lossy().contains("olmo2")) {
+        let (input, dir) = (case.join("expected.safetensors"), tempfile::tempdir().unwrap());
+        let output = dir.path().join("out.safetensors");
+        let [model, input, output] = [case, &input, &output].map(|p| p.to_str().unwrap());
+        let args = ["forward", "--layout", "tp=2", "--model", model, "--input", input, "--output", output];
+        let e = run(&args);
+        assert!(e.code == Some(1) && e.err.contains("tp=1"), "{:?}: {}", e.code, e.err);
     }
 }

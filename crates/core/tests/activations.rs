@@ -4,8 +4,8 @@
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::grid::RankLayout;
-use ferrotron_core::model::ForwardMode;
 use ferrotron_core::model::description::{Block, Lifetime, ModelDescription, ParallelRanks, StepShape};
+use ferrotron_core::model::{ForwardMode, ModelConfig};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Trainer, sequence_layout, upload_mtp_inputs, upload_targets};
 use ferrotron_engine::moe::MoeBatch;
@@ -83,8 +83,15 @@ fn described(shape: &StepShape) -> ferrotron_core::Result<ByBlock> {
 
 /// Compares every rank of a layout; gives the bytes of the first.
 fn check(layout: &str, set: &[&str]) -> ByBlock {
+    check_model(layout, set, |_| {})
+}
+
+/// The same for a model that `edit` changes.
+fn check_model(layout: &str, set: &[&str], edit: fn(&mut ModelConfig)) -> ByBlock {
     let layout: RankLayout = layout.parse().unwrap();
-    let resolved = recipe(&layout, set);
+    let mut resolved = recipe(&layout, set);
+    edit(&mut resolved.model);
+    let resolved = resolved;
     let work = |rank: Rank| {
         let shape = StepShape::of(&resolved, ParallelRanks::of(&rank))?;
         let (counted, described) = (counted(&rank, &resolved, &shape)?, described(&shape)?);
@@ -210,6 +217,30 @@ fn loss_in_chunks() {
         let [all, chunks] = ["train.loss_chunk=0", "train.loss_chunk=50"]
             .map(|chunk| check(layout, &[chunk, "mtp.layers=1"])[&Block::Output]);
         assert!(chunks < all, "{chunks} {all}");
+    }
+}
+
+/// Norms after the blocks only, and a QK norm over all heads.
+#[test]
+fn norms_after_blocks_only() {
+    let olmo2 = |m: &mut ModelConfig| {
+        (m.pre_norms, m.post_norms, m.qk_norm, m.qk_norm_all_heads) = (false, true, true, true);
+    };
+    let moe = [&MOE[..], &["train.recompute=[\"norm\"]"]].concat();
+    for layout in ["tp=1", "cp=2"] {
+        for set in [
+            &[][..],
+            &[BLOCKS],
+            &[MODULES],
+            &["train.recompute=full"],
+            &["train.mlp_chunk=12"],
+            &["precision.recipe=fp8-current"],
+            &["precision.recipe=fp8-block", MODULES],
+            &MOE,
+            &moe,
+        ] {
+            check_model(layout, set, olmo2);
+        }
     }
 }
 

@@ -33,6 +33,7 @@ mod with_amax;
 
 pub use data_parallel::{GradBuffer, UnitGuard};
 pub use embedding::{Embedding, EmbeddingConfig, EmbeddingSaved};
+pub use error::missing_activation;
 pub use interleave::{interleave, run_to_completion, yield_now};
 pub use linear::{Linear, LinearSaved};
 pub use lm_head::{LmHead, LmHeadConfig, LmHeadSaved, LossOptions, Targets};

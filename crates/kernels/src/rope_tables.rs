@@ -47,15 +47,33 @@ pub enum RopeScaling {
         /// Explicit factor on cos and sin, instead of the derived one.
         attention_factor: Option<f64>,
     },
+    /// LongRoPE (Phi-3): a divisor for each frequency, one set for sequences of the pretraining context and one for longer
+    /// ones, and a factor on cos and sin.
+    LongRope {
+        /// Divisors for sequences of up to `original_max_positions` tokens.
+        short_factor: Vec<f64>,
+        /// Divisors for longer sequences.
+        long_factor: Vec<f64>,
+        /// Context length of pretraining.
+        original_max_positions: usize,
+        /// How much longer the context is than in pretraining, for the factor on cos and sin.
+        factor: f64,
+        /// Explicit factor on cos and sin, instead of the derived one.
+        attention_factor: Option<f64>,
+    },
 }
 
 impl RopeScaling {
-    /// Factor on cos and sin: 1, except for YaRN.
+    /// Factor on cos and sin: 1, except for YaRN and LongRoPE, which has `√(1 + ln factor / ln context)`.
     pub fn attention_scaling(&self) -> f64 {
         match *self {
             RopeScaling::Yarn { attention_factor: Some(given), .. } => given,
             RopeScaling::Yarn { factor, mscale, mscale_all_dim, .. } => {
                 yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+            }
+            RopeScaling::LongRope { attention_factor: Some(given), .. } => given,
+            RopeScaling::LongRope { factor, original_max_positions, .. } if factor > 1.0 => {
+                libm::sqrt(1.0 + libm::log(factor) / libm::log(original_max_positions as f64))
             }
             _ => 1.0,
         }
@@ -68,8 +86,8 @@ pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
 }
 
 /// Angle per position of each pair of channels: `rotary_dim / 2` frequencies, `θ^(−2i/rotary_dim)` before
-/// scaling.
-pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling) -> Result<Vec<f32>> {
+/// scaling. `positions` is the longest sequence, by which LongRoPE chooses its factors.
+pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling, positions: usize) -> Result<Vec<f32>> {
     if !(rotary_dim.is_multiple_of(2) && theta > 0.0 && theta.is_finite()) {
         return shape_error(
             "rope",
@@ -114,6 +132,16 @@ pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling) -> Result<
                 })
                 .collect()
         }
+        RopeScaling::LongRope { ref short_factor, ref long_factor, original_max_positions, .. } => {
+            let factors = if positions > original_max_positions { long_factor } else { short_factor };
+            if factors.len() != rotary_dim / 2 {
+                let what = format!("{} factors for {} frequencies", factors.len(), rotary_dim / 2);
+                return shape_error("rope", what);
+            }
+            // In f32, as the reference divides.
+            let divide = |(f, by): (f64, &f64)| 1.0 / (*by as f32 * (1.0 / f) as f32);
+            plain.zip(factors).map(divide).collect()
+        }
     })
 }
 
@@ -132,7 +160,7 @@ pub struct RopeTables {
 impl RopeTables {
     /// Tables for positions `0..positions`.
     pub fn new(theta: f64, rotary_dim: usize, scaling: &RopeScaling, positions: usize) -> Result<RopeTables> {
-        let frequencies = inv_freq(theta, rotary_dim, scaling)?;
+        let frequencies = inv_freq(theta, rotary_dim, scaling, positions)?;
         Ok(RopeTables::from_frequencies(&frequencies, scaling.attention_scaling(), positions))
     }
 

@@ -119,6 +119,8 @@ fn blank() -> ModelConfig {
         proj_bias: false,
         mlp_bias: false,
         qk_norm: false,
+        qk_norm_all_heads: false,
+        pre_norms: true,
         post_norms: false,
         positions: Positions::Learned,
         rope_local: None,

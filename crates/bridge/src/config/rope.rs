@@ -4,6 +4,7 @@
 //! zero value.
 
 use super::rope_write::mla_scale;
+use super::sliding_window::check_layers;
 use crate::error::{Error, Result};
 use crate::family::RopeStyle;
 use crate::json::{Object, show};
@@ -18,7 +19,17 @@ pub(super) const KEYS: &[&str] = &[
     "rope_local_base_freq",
     ORIGINAL_POSITIONS,
     INTERLEAVE,
+    PARTIAL,
+    WITH_ROPE,
+    WITHOUT_INTERVAL,
 ];
+
+pub(super) const PARTIAL: &str = "partial_rotary_factor";
+/// For each layer 1 if it has RoPE, 0 if it does not, whatever the name says.
+pub(super) const WITH_ROPE: &str = "no_rope_layers";
+const WITHOUT_INTERVAL: &str = "no_rope_layer_interval";
+/// `original_max_position_embeddings` of a Phi-3 that does not state it.
+const PHI3_POSITIONS: usize = 4096;
 
 pub(super) const INTERLEAVE: &str = "rope_interleave";
 pub(super) const ORIGINAL_POSITIONS: &str = "original_max_position_embeddings";
@@ -38,6 +49,8 @@ struct Described<'a> {
     around: Object<'a>,
     /// Context length before scaling, where `config.json` has it outside the description, which then wins.
     original_positions: Option<usize>,
+    /// Phi-3: `partial_rotary_factor` is supported, and LongRoPE has older names.
+    phi3: bool,
 }
 
 /// Sets `positions` and `rope_local`, and `attn_scale` where MLA's YaRN scales it.
@@ -78,6 +91,7 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
                             object: object(map),
                             around: outer,
                             original_positions: None,
+                            phi3: false,
                         }))
                     };
                     if let Some(d) = nested(GLOBAL, "rope_parameters.full_attention.")? {
@@ -92,6 +106,31 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
             }
             c.positions = Positions::Rope(global);
             c.rope_local = Some(local);
+        }
+        RopeStyle::Phi3 { theta } => {
+            let theta = o.real("rope_theta")?.unwrap_or(theta);
+            let inner = description(o)?;
+            let share = match inner.map(|inner| inner.real(PARTIAL)).transpose()?.flatten() {
+                Some(share) => share,
+                None => o.real(PARTIAL)?.unwrap_or(1.0),
+            };
+            let mut rope = match inner {
+                Some(inner) => {
+                    let original = o.size(ORIGINAL_POSITIONS)?.unwrap_or(PHI3_POSITIONS);
+                    scaled(
+                        &Described { original_positions: Some(original), phi3: true, ..flat(o, inner)? },
+                        theta,
+                        c,
+                    )?
+                }
+                None => unscaled(theta, c),
+            };
+            rope.rotary_dim = (c.head_dim as f64 * share) as usize;
+            c.positions = Positions::Rope(rope);
+        }
+        RopeStyle::SomeLayers { theta, interval } => {
+            c.positions = Positions::Rope(global(o, theta, c)?);
+            c.no_rope_layers = without_rope(o, interval, c.layers)?;
         }
     }
     Ok(())
@@ -127,8 +166,32 @@ fn description<'a>(o: &Object<'a>) -> Result<Option<Object<'a>>> {
     Ok(None)
 }
 
+/// Which layers have no RoPE; empty if all have it.
+fn without_rope(o: &Object, interval: usize, layers: usize) -> Result<Vec<bool>> {
+    check_layers(o, layers)?;
+    let without: Vec<bool> = match o.list(WITH_ROPE)? {
+        Some(list) if list.len() < layers => {
+            return Err(o.wrong(WITH_ROPE, format_args!("has {} entries for {layers} layers", list.len())));
+        }
+        Some(list) => list[..layers]
+            .iter()
+            .map(|v| match v.as_u64() {
+                Some(n) => Ok(n == 0),
+                None => {
+                    v.as_bool().map(|on| !on).ok_or_else(|| o.mistyped(WITH_ROPE, v, "a list of 0 and 1"))
+                }
+            })
+            .collect::<Result<_>>()?,
+        None => match o.size(WITHOUT_INTERVAL)?.unwrap_or(interval) {
+            0 => return Err(o.wrong(WITHOUT_INTERVAL, "must be at least 1")),
+            n => (1..=layers).map(|i| i % n == 0).collect(),
+        },
+    };
+    Ok(if without.contains(&true) { without } else { Vec::new() })
+}
+
 fn flat<'a>(o: &Object, object: Object<'a>) -> Result<Described<'a>> {
-    Ok(Described { object, around: object, original_positions: o.size(ORIGINAL_POSITIONS)? })
+    Ok(Described { object, around: object, original_positions: o.size(ORIGINAL_POSITIONS)?, phi3: false })
 }
 
 fn unscaled(theta: f64, c: &ModelConfig) -> RopeConfig {
@@ -146,7 +209,7 @@ fn rope_type<'a>(o: &Object<'a>) -> Result<&'a str> {
 fn scaled(d: &Described, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
     let o = &d.object;
     let theta = o.real("rope_theta")?.unwrap_or(theta);
-    if o.real("partial_rotary_factor")?.is_some_and(|x| x != 1.0) {
+    if !d.phi3 && o.real(PARTIAL)?.is_some_and(|x| x != 1.0) {
         let what = format!("`{}partial_rotary_factor` other than 1 is not supported", o.under);
         return Err(Error::unsupported(o.origin, what));
     }
@@ -157,23 +220,50 @@ fn scaled(d: &Described, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
     };
     let scaling = match rope_type(o)? {
         "default" => RopeScaling::None,
-        "linear" => RopeScaling::Linear { factor: number("factor")? },
-        "llama3" => RopeScaling::Llama3 {
+        "linear" if !d.phi3 => RopeScaling::Linear { factor: number("factor")? },
+        "llama3" if !d.phi3 => RopeScaling::Llama3 {
             factor: number("factor")?,
             low_freq_factor: number("low_freq_factor")?,
             high_freq_factor: number("high_freq_factor")?,
             original_max_positions: original()?,
         },
+        "longrope" => long_rope(d, original()?, c)?,
+        "su" | "yarn" if d.phi3 => long_rope(d, original()?, c)?,
+        other if d.phi3 => {
+            let what = format!(
+                "RoPE type {} is not supported (Phi-3 has default and longrope)",
+                show(&json!(other))
+            );
+            return Err(Error::unsupported(o.origin, what));
+        }
         "yarn" => yarn(d, original()?, c)?,
         other => {
             let what = format!(
-                "RoPE type {} is not supported (default, linear, llama3 and yarn are)",
+                "RoPE type {} is not supported (default, linear, llama3, yarn and longrope are)",
                 show(&json!(other))
             );
             return Err(Error::unsupported(o.origin, what));
         }
     };
     Ok(RopeConfig { scaling, ..unscaled(theta, c) })
+}
+
+fn long_rope(d: &Described, original_max_positions: usize, c: &ModelConfig) -> Result<RopeScaling> {
+    let o = &d.object;
+    let factors = |key: &str| -> Result<Vec<f64>> {
+        let list = o.list(key)?.ok_or_else(|| o.missing(key))?;
+        list.iter().map(|v| v.as_f64().ok_or_else(|| o.mistyped(key, v, "a list of numbers"))).collect()
+    };
+    Ok(RopeScaling::LongRope {
+        short_factor: factors("short_factor")?,
+        long_factor: factors("long_factor")?,
+        original_max_positions,
+        factor: match o.real("factor")? {
+            Some(factor) => factor,
+            None => c.max_positions as f64 / original_max_positions.max(1) as f64,
+        },
+        attention_factor: o.real("attention_factor")?,
+    })
 }
 
 fn yarn(d: &Described, original_max_positions: usize, c: &ModelConfig) -> Result<RopeScaling> {

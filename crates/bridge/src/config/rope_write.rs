@@ -1,6 +1,8 @@
 //! Writing RoPE into a `config.json`.
 
-use super::rope::{BETA_FAST, BETA_SLOW, INTERLEAVE, ORIGINAL_POSITIONS, source_description};
+use super::rope::{
+    BETA_FAST, BETA_SLOW, INTERLEAVE, ORIGINAL_POSITIONS, PARTIAL, WITH_ROPE, source_description,
+};
 use crate::family::RopeStyle;
 use ferrotron_core::model::config::{ModelConfig, Positions, RopeConfig, RopeScaling};
 use ferrotron_kernels::rope_tables::yarn_mscale;
@@ -26,6 +28,14 @@ pub(super) fn write(style: &RopeStyle, c: &ModelConfig, map: &mut Map<String, Va
     let source = source_description(map).cloned();
     // An outer context length would win over the one in the description.
     map.remove(ORIGINAL_POSITIONS);
+    match style {
+        RopeStyle::Phi3 { .. } => write_phi3(global, c, map),
+        RopeStyle::SomeLayers { .. } => {
+            let with: Vec<u8> = (0..c.layers).map(|i| u8::from(c.rope(i).is_some())).collect();
+            map.insert(WITH_ROPE.into(), json!(with));
+        }
+        _ => {}
+    }
     let describe = |rope: &RopeConfig, key: &str| {
         let old = source.as_ref().and_then(|s| s.get(key).and_then(Value::as_object).or(source.as_ref()));
         let mut described = describe(&rope.scaling, old)?;
@@ -57,6 +67,16 @@ pub(super) fn write(style: &RopeStyle, c: &ModelConfig, map: &mut Map<String, Va
     map.insert("rope_scaling".into(), describe(global, "").map_or(Value::Null, Value::Object));
     if let Some(local) = local {
         map.insert("rope_local_base_freq".into(), json!(local.theta));
+    }
+}
+
+/// What Phi-3 has outside the description: the context of pretraining and the rotated share of each head.
+fn write_phi3(rope: &RopeConfig, c: &ModelConfig, map: &mut Map<String, Value>) {
+    if let RopeScaling::LongRope { original_max_positions, .. } = rope.scaling {
+        map.insert(ORIGINAL_POSITIONS.into(), json!(original_max_positions));
+    }
+    if rope.rotary_dim != c.head_dim || map.contains_key(PARTIAL) {
+        map.insert(PARTIAL.into(), json!(rope.rotary_dim as f64 / c.head_dim.max(1) as f64));
     }
 }
 
@@ -107,6 +127,26 @@ fn describe(scaling: &RopeScaling, old: Option<&Map<String, Value>>) -> Option<M
                 m.insert("mscale".into(), json!(mscale));
                 m.insert("mscale_all_dim".into(), json!(mscale_all_dim));
             }
+            if let Some(x) = attention_factor {
+                m.insert("attention_factor".into(), json!(x));
+            }
+            m
+        }
+        .into(),
+        RopeScaling::LongRope {
+            ref short_factor,
+            ref long_factor,
+            original_max_positions,
+            factor,
+            attention_factor,
+        } => {
+            let mut m = object(json!({
+                "rope_type": "longrope",
+                "short_factor": short_factor,
+                "long_factor": long_factor,
+                "factor": factor,
+                "original_max_position_embeddings": original_max_positions,
+            }));
             if let Some(x) = attention_factor {
                 m.insert("attention_factor".into(), json!(x));
             }

@@ -35,11 +35,22 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
             let first = o.size("max_window_layers")?.unwrap_or(28);
             (every_window(4096)?, Box::new(move |i| i >= first))
         }
-        SlidingWindows::Every { switch } => {
+        SlidingWindows::Every { switch, absent } => {
             if *switch && !o.flag(USE)?.unwrap_or(false) {
                 return Ok(());
             }
-            (o.size("sliding_window")?, Box::new(|_| true))
+            let window = match o.map.get("sliding_window") {
+                None => *absent,
+                Some(_) => o.size("sliding_window")?,
+            };
+            (window, Box::new(|_| true))
+        }
+        SlidingWindows::WithoutRope => {
+            if !o.flag(USE)?.unwrap_or(false) {
+                return Ok(());
+            }
+            let without = c.no_rope_layers.clone();
+            (o.size("sliding_window")?, Box::new(move |i| without.get(i).copied().unwrap_or(false)))
         }
         SlidingWindows::Alternate { window } => (every_window(*window)?, Box::new(|i| i % 2 == 0)),
         SlidingWindows::AllBut => {
@@ -56,10 +67,7 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
             (every_window(4096)?, Box::new(move |i| (i + 1) % pattern != 0))
         }
     };
-    // Checked before a list of that length is allocated.
-    if c.layers > 1 << 16 {
-        return Err(o.wrong("num_hidden_layers", format_args!("is {}, which no model has", c.layers)));
-    }
+    check_layers(o, c.layers)?;
     let local: Vec<bool> = match o.list("layer_types")? {
         Some(types) => listed(types, o, c.layers)?,
         None => (0..c.layers).map(derived).collect(),
@@ -68,6 +76,14 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
     if window.is_some() && local.contains(&true) {
         c.window = window;
         c.local_layers = local;
+    }
+    Ok(())
+}
+
+/// Checked before a list of that length is allocated.
+pub(super) fn check_layers(o: &Object, layers: usize) -> Result<()> {
+    if layers > 1 << 16 {
+        return Err(o.wrong("num_hidden_layers", format_args!("is {layers}, which no model has")));
     }
     Ok(())
 }
@@ -98,7 +114,10 @@ pub(super) fn write(windows: &SlidingWindows, c: &ModelConfig, map: &mut Map<Str
         return;
     }
     let uses = c.window.is_some() && c.local_layers.contains(&true);
-    if matches!(windows, SlidingWindows::FromLayer | SlidingWindows::Every { switch: true }) {
+    if matches!(
+        windows,
+        SlidingWindows::FromLayer | SlidingWindows::Every { switch: true, .. } | SlidingWindows::WithoutRope
+    ) {
         map.insert(USE.into(), json!(uses));
     }
     if matches!(windows, SlidingWindows::FromLayer) {

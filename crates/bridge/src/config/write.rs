@@ -3,7 +3,7 @@
 use super::read::read_model;
 use super::{HfConfig, MTP_LAYERS, QUANTIZATION, rope_write, sliding_window};
 use crate::error::{Error, Result};
-use crate::family::{FAMILIES, Family};
+use crate::family::{FAMILIES, Family, RopeStyle};
 use crate::json::{Object, show};
 use ferrotron_core::model::config::ModelConfig;
 use ferrotron_tensor::DType;
@@ -57,7 +57,11 @@ impl HfConfig {
                 key.write(model, &mut map);
             }
         }
-        if (&model.positions, &model.rope_local) != (&self.model.positions, &self.model.rope_local) {
+        let rope = |c: &ModelConfig| {
+            let listed = matches!(self.family.rope, RopeStyle::SomeLayers { .. }).then_some(c.layers);
+            (c.positions.clone(), c.rope_local.clone(), c.no_rope_layers.clone(), listed)
+        };
+        if rope(model) != rope(&self.model) {
             rope_write::write(&self.family.rope, model, &mut map);
         }
         let layout = |c: &ModelConfig| (c.layers, c.window, c.local_layers.clone());

@@ -12,7 +12,7 @@ pub static MIXTRAL: Family = Family {
     model_type: "mixtral",
     keys: &[COMMON_KEYS, KEYS],
     rope: RopeStyle::Global { theta: 1e6 },
-    windows: SlidingWindows::Every { switch: false },
+    windows: SlidingWindows::Every { switch: false, absent: None },
     refused: &[PARTIAL_ROTARY],
     fixed: |_| {},
     prefix: "model.",

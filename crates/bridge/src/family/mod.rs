@@ -6,23 +6,45 @@ mod gemma;
 mod gpt2;
 mod gpt_oss;
 mod llama;
+mod mistral;
 mod mixtral;
+mod olmo2;
+mod phi3;
 mod qwen;
+mod smollm3;
 
 pub use deepseek::DEEPSEEK_V3;
 pub use gemma::{GEMMA2, GEMMA3};
 pub use gpt_oss::GPT_OSS;
 pub use gpt2::GPT2;
 pub use llama::LLAMA;
+pub use mistral::MISTRAL;
 pub use mixtral::MIXTRAL;
+pub use olmo2::OLMO2;
+pub use phi3::PHI3;
 pub use qwen::{QWEN2, QWEN3, QWEN3_MOE};
+pub use smollm3::SMOLLM3;
 
 use crate::view::FusedLayout;
 use ferrotron_core::model::config::ModelConfig;
 
 /// Every family, in the order in which they are tried for a natively trained model.
-pub const FAMILIES: &[&Family] =
-    &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2, &MIXTRAL, &QWEN3_MOE, &DEEPSEEK_V3, &GPT_OSS];
+pub const FAMILIES: &[&Family] = &[
+    &LLAMA,
+    &MISTRAL,
+    &QWEN2,
+    &QWEN3,
+    &GEMMA2,
+    &GEMMA3,
+    &GPT2,
+    &PHI3,
+    &OLMO2,
+    &SMOLLM3,
+    &MIXTRAL,
+    &QWEN3_MOE,
+    &DEEPSEEK_V3,
+    &GPT_OSS,
+];
 
 /// One Hugging Face family.
 pub struct Family {
@@ -184,6 +206,15 @@ pub(crate) enum RopeStyle {
         theta: f64,
         local_theta: f64,
     },
+    /// LongRoPE under its older names, too, on `partial_rotary_factor` of each head.
+    Phi3 {
+        theta: f64,
+    },
+    /// All layers but those that `no_rope_layers` marks with 0, or every `no_rope_layer_interval`-th.
+    SomeLayers {
+        theta: f64,
+        interval: usize,
+    },
 }
 
 /// Which layers have a sliding window where `layer_types` does not list them.
@@ -191,10 +222,14 @@ pub(crate) enum SlidingWindows {
     Never,
     /// Only with `use_sliding_window`, on layers from `max_window_layers` on.
     FromLayer,
-    /// All layers, if `sliding_window` is set and, for families with that flag, `use_sliding_window`.
+    /// All layers, if `sliding_window` is set and, for families with that flag, `use_sliding_window`; `absent`: the
+    /// window without the key.
     Every {
         switch: bool,
+        absent: Option<usize>,
     },
+    /// Only with `use_sliding_window` and `sliding_window`, on layers without RoPE.
+    WithoutRope,
     /// Even layers, with a default window.
     Alternate {
         window: usize,

@@ -181,6 +181,8 @@ impl Recipe {
             proj_bias: false,
             mlp_bias: false,
             qk_norm: false,
+            qk_norm_all_heads: false,
+            pre_norms: true,
             post_norms: false,
             positions: plain_rope(head_dim),
             rope_local: None,

@@ -93,7 +93,7 @@ pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<
     let forwards = times(again.layer || again.attention);
     let attention = attention_flops * (forwards / c.attention.0 + 2.5 / c.attention.1) / 1e12;
     let bytes = |n: f64| n / (c.memory * 1e9);
-    let norms = if m.post_norms { 4.0 } else { 2.0 };
+    let norms = [m.pre_norms, m.post_norms].map(|on| if on { 2.0 } else { 0.0 }).iter().sum::<f64>();
     // Reads and writes of forward and backward.
     let forwards = times(again.layer || again.mlp || again.activation);
     let widths = if m.gated { forwards * 3.0 + 5.0 } else { forwards * 2.0 + 3.0 };

@@ -34,6 +34,8 @@ pub struct ModelSizes {
     pub expert_ffn: usize,
     /// Width of the shared expert's MLP, 0 for none.
     pub shared_ffn: usize,
+    /// The QK norm runs over all heads at once, which no tensor-parallel rank holds.
+    pub qk_norm_all_heads: bool,
 }
 
 /// What is wrong with a layout. Suggestions are added afterwards where the sizes are at fault.
@@ -151,7 +153,8 @@ impl ModelSizes {
         let (experts, expert_ffn, shared_ffn) =
             m.moe.as_ref().map_or((0, 0, 0), |e| (e.experts, e.ffn, e.shared_ffn.unwrap_or(0)));
         let (heads, kv_heads, vocab) = (m.heads, m.kv_heads, m.vocab);
-        ModelSizes { heads, kv_heads, vocab, ffn, experts, expert_ffn, shared_ffn }
+        let qk_norm_all_heads = m.qk_norm && m.qk_norm_all_heads;
+        ModelSizes { heads, kv_heads, vocab, ffn, experts, expert_ffn, shared_ffn, qk_norm_all_heads }
     }
 
     /// The largest tensor-parallel size: it divides the heads and the widths of dense MLPs and shared experts.
@@ -165,6 +168,10 @@ impl RankLayout {
     /// heads than tensor-parallel ranks are valid: they are replicated.
     pub fn check_model(&self, model: &ModelSizes) -> Result<()> {
         let moe = model.experts > 0;
+        if model.qk_norm_all_heads && self.tp > 1 {
+            let what = "splits the heads that the model's QK norm runs over at once; take tp=1 and shard by dp, pp or cp";
+            return Err(Error::Invalid(format!("tp={} {what}", self.tp)));
+        }
         if !moe && self.ep > 1 {
             let what = "needs an MoE model, which this is not; take ep=1";
             return Err(Error::Invalid(format!("ep={} {what}", self.ep)));

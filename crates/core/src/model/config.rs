@@ -40,7 +40,13 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// Norm over each head of q and k before RoPE.
     pub qk_norm: bool,
-    /// Norms after attention and after the MLP, before the residual addition (Gemma 2 and 3).
+    /// The norms of q and k run over all their heads at once instead of each head (OLMo-2).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub qk_norm_all_heads: bool,
+    /// Norms before attention and before the MLP; every family has them but OLMo-2.
+    #[serde(default = "yes", skip_serializing_if = "Clone::clone")]
+    pub pre_norms: bool,
+    /// Norms after attention and after the MLP, before the residual addition (Gemma 2 and 3, OLMo-2).
     pub post_norms: bool,
     /// Position encoding.
     pub positions: Positions,
@@ -81,6 +87,10 @@ pub struct ModelConfig {
     /// Multi-token prediction layers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mtp: Option<MtpConfig>,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Kind and constants of a norm.

@@ -1,10 +1,11 @@
-//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too
-//! (post-norms) where the family has them.
+//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too, or only there
+//! (post-norms), where the family has them.
 
 use super::config::{ModelConfig, NormKind};
 use super::description::Block;
 use super::feed_forward::{FeedForward, FeedForwardSaved};
 use super::moe_config::act_of;
+use super::pre_norm::{PreNorm, PreNormSaved, Wanted};
 use ferrotron_engine::attention::{
     Attention, AttentionConfig, KvCache, Layout, MlaConfig, MultiLatentAttention, RopeTable, SelfAttention,
     SelfAttentionSaved,
@@ -24,10 +25,10 @@ const AFTER_MLP: u32 = 2;
 /// A decoder layer.
 pub struct Layer {
     index: u32,
-    attn_norm: NormLayer,
+    attn_norm: PreNorm,
     attn: SelfAttention,
     attn_post: Option<NormLayer>,
-    mlp_norm: NormLayer,
+    mlp_norm: PreNorm,
     mlp: FeedForward,
     mlp_post: Option<NormLayer>,
 }
@@ -38,10 +39,10 @@ pub struct LayerSaved {
     mlp: Option<FeedForwardSaved>,
     /// Where the MoE block is recomputed: its routing.
     routing: Option<SavedRouting>,
-    mlp_norm: NormSaved,
+    mlp_norm: PreNormSaved,
     attn_post: Option<NormSaved>,
     attn: Option<SelfAttentionSaved>,
-    attn_norm: NormSaved,
+    attn_norm: PreNormSaved,
 }
 
 impl Saved for LayerSaved {
@@ -134,6 +135,7 @@ fn attention(
                 out_bias: c.proj_bias,
                 scores,
                 qk_norm: c.qk_norm.then(|| norm_of(c)),
+                qk_norm_all_heads: c.qk_norm_all_heads,
                 sink: c.attn_sink,
                 std,
             };
@@ -187,10 +189,10 @@ impl Layer {
         };
         Ok(Layer {
             index: index as u32,
-            attn_norm: NormLayer::declare(d, &format!("{name}.attn_norm"), c.hidden, norm)?,
+            attn_norm: PreNorm::declare(d, &format!("{name}.attn_norm"), c)?,
             attn: attention(d, c, (&format!("{name}.attn"), index), std, rope)?,
             attn_post: post(d, "attn_post_norm")?,
-            mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
+            mlp_norm: PreNorm::declare(d, &format!("{name}.mlp_norm"), c)?,
             mlp: match c.moe_layer(index) {
                 Some(m) => {
                     let shape = c.moe_shape(m, std);
@@ -233,11 +235,15 @@ impl Layer {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(HiddenStates, Tensor, LayerSaved)> {
-        let (normed, x, attn_norm) = self.attn_norm.forward_pending(p, x, self.attn.needs_input_amax(p))?;
+        let p = &self.attn_norm.context(p);
+        let wanted = Wanted { amax: self.attn.needs_input_amax(p), kept: p.recompute.attention };
+        let (normed, x, attn_norm) = self.attn_norm.forward(p, x, wanted)?;
         let (a, mut attn) = self.attn.forward(p, &normed, layout, positions)?;
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
-        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.needs_input_amax(p))?;
+        let wanted = Wanted { amax: self.mlp.needs_input_amax(p), kept: p.recompute.mlp };
+        let r = HiddenStates { x: x.clone(), pending: Some(a) };
+        let (normed, r, mlp_norm) = self.mlp_norm.forward(p, r, wanted)?;
         let (m, mut mlp, mlp_post) = if p.recomputing && self.mlp_post.is_none() {
             // Backward does not read the layer's output.
             (None, self.mlp.recompute(p, &normed).await?, None)
@@ -273,6 +279,7 @@ impl Layer {
                 self.run(&p, HiddenStates::of((*x).clone()), layout, positions).await?.2
             }
         };
+        let p = &self.attn_norm.context(p);
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {
@@ -290,7 +297,7 @@ impl Layer {
         };
         let (dn, g) = self.mlp.backward(p, mlp, &dm).await?;
         grads = grads.and(g);
-        let (dr, g) = self.mlp_norm.backward(p, s.mlp_norm, &dn, Some(dy))?;
+        let (dr, g) = self.mlp_norm.backward(p, s.mlp_norm, &dn, dy)?;
         grads = grads.and(g);
         let da = p.dropout(self.index, AFTER_ATTENTION, dr.clone())?;
         let (da, g) = post_backward(p, &self.attn_post, s.attn_post, da)?;
@@ -310,7 +317,7 @@ impl Layer {
         };
         let (dn, g) = self.attn.backward(p, attn, layout, positions, &da)?;
         grads = grads.and(g);
-        let (dx, g) = self.attn_norm.backward(p, s.attn_norm, &dn, Some(&dr))?;
+        let (dx, g) = self.attn_norm.backward(p, s.attn_norm, &dn, &dr)?;
         Ok((dx, grads.and(g)))
     }
 
@@ -328,12 +335,14 @@ impl Layer {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<Tensor> {
-        let (normed, _) = self.attn_norm.forward_with_amax(p, x, self.attn.needs_input_amax(p))?;
+        let wanted = Wanted { amax: self.attn.needs_input_amax(p), kept: false };
+        let (normed, x, _) = self.attn_norm.forward(p, HiddenStates::of(x.clone()), wanted)?;
         let a = self.attn.decode(p, &normed, cache, layout, positions)?;
         let (a, _) = post_forward(p, &self.attn_post, a)?;
-        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x, self.mlp.needs_input_amax(p))?;
+        let wanted = Wanted { amax: self.mlp.needs_input_amax(p), kept: false };
+        let (normed, r, _) = self.mlp_norm.forward(p, HiddenStates { x, pending: Some(a) }, wanted)?;
         let (m, _) = post_forward(p, &self.mlp_post, run_to_completion(self.mlp.forward(p, &normed))?.0)?;
-        let y = p.empty(x.shape())?;
+        let y = p.empty(r.shape())?;
         p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
         Ok(y)
     }

@@ -16,6 +16,7 @@ pub mod moe_config;
 mod mtp;
 pub mod mtp_config;
 mod pipeline_layout;
+mod pre_norm;
 pub mod preset;
 mod saved_layers;
 pub mod upcycle;

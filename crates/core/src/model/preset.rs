@@ -121,6 +121,8 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         proj_bias: false,
         mlp_bias: false,
         qk_norm: false,
+        qk_norm_all_heads: false,
+        pre_norms: true,
         post_norms: false,
         positions: Positions::Rope(rope(theta, head_dim)),
         rope_local: None,

@@ -146,6 +146,9 @@ impl ModelConfig {
                 self.kv_heads, self.heads
             ));
         }
+        if !self.pre_norms {
+            bad.push("pre_norms is off, which mla is not made for; leave it out".into());
+        }
         if self.qk_norm {
             bad.push("qk_norm is on, but mla has norms of its own; leave it out".into());
         }
@@ -198,6 +201,25 @@ fn check_rope(name: &str, rope: &RopeConfig, head_dim: usize, bad: &mut Vec<Stri
             number("mscale", mscale, true);
             number("mscale_all_dim", mscale_all_dim, true);
             original = Some(original_max_positions);
+        }
+        RopeScaling::LongRope {
+            ref short_factor,
+            ref long_factor,
+            original_max_positions,
+            factor,
+            attention_factor: _,
+        } => {
+            positive("factor", factor);
+            positive("attention_factor", rope.scaling.attention_scaling());
+            let lists = [("short_factor", short_factor), ("long_factor", long_factor)];
+            for (what, list) in lists {
+                list.iter().for_each(|x| positive(what, *x));
+            }
+            original = Some(original_max_positions);
+            let half = rope.rotary_dim / 2;
+            for (what, list) in lists.into_iter().filter(|(_, list)| list.len() != half) {
+                bad.push(format!("{name}.{what} has {} entries for {half} frequencies", list.len()));
+            }
         }
     }
     if let Some(n) = original

@@ -83,9 +83,23 @@ pub fn families() -> Vec<(&'static str, ModelConfig)> {
         ..base()
     };
     let deepseek = base().with_mla(latent(Some(20)));
+    let olmo2 =
+        ModelConfig { pre_norms: false, post_norms: true, qk_norm: true, qk_norm_all_heads: true, ..base() };
+    let smollm3 = ModelConfig { no_rope_layers: vec![false, true], tied: true, ..base() };
+    let long = RopeScaling::LongRope {
+        short_factor: vec![1.0, 1.5],
+        long_factor: vec![2.0, 3.0],
+        original_max_positions: 8,
+        factor: 4.0,
+        attention_factor: None,
+    };
+    let phi3 = ModelConfig { positions: Positions::Rope(rope(1e4, 4, false, long)), ..base() };
     vec![
         ("gpt-oss", gpt_oss),
         ("deepseek", deepseek),
+        ("olmo2", olmo2),
+        ("smollm3", smollm3),
+        ("phi3", phi3),
         ("llama", llama),
         ("gpt2", gpt2),
         ("qwen2", qwen2),
@@ -140,6 +154,7 @@ fn switches() -> Vec<(&'static str, ModelConfig)> {
             ModelConfig { qkv_bias: true, proj_bias: true, attn_sink: true, ..base() }
                 .with_mla(latent(Some(20))),
         ),
+        ("no norms in layers", with(&|c| c.pre_norms = false)),
         ("post norms", with(&|c| c.post_norms = true)),
         ("softcaps", with(&|c| (c.attn_softcap, c.final_softcap) = (Some(2.0), Some(5.0)))),
         ("one layer, one head", with(&|c| (c.layers, c.heads, c.kv_heads, c.head_dim) = (1, 1, 1, 8))),

@@ -40,6 +40,9 @@ pub struct AttentionConfig {
     pub scores: AttentionParams,
     /// QK norm: normalizes each head of q and k before RoPE.
     pub qk_norm: Option<Norm>,
+    /// The QK norm normalizes all heads of q, and all of k, at once. Tensor-parallel ranks, which hold some of the heads,
+    /// cannot.
+    pub qk_norm_all_heads: bool,
     /// Attention sink: a learned logit per head that joins the softmax denominator.
     pub sink: bool,
     /// Standard deviation of initial weights: of the QKV projection, of the output projection.
@@ -143,10 +146,13 @@ impl Attention {
         let heads = c.head_dim;
         let qkv = Linear::declare(d, c.hidden, &parts, c.qkv_bias, Split::Rows { unit: heads }, c.std.0)?;
         let norms = match c.qk_norm {
-            Some(norm) => Some((
-                NormLayer::declare(d, &format!("{name}.q_norm"), c.head_dim, norm)?,
-                NormLayer::declare(d, &format!("{name}.k_norm"), c.head_dim, norm)?,
-            )),
+            Some(norm) => {
+                let [q, k] = if c.qk_norm_all_heads { [nd, gd] } else { [c.head_dim; 2] };
+                Some((
+                    NormLayer::declare(d, &format!("{name}.q_norm"), q, norm)?,
+                    NormLayer::declare(d, &format!("{name}.k_norm"), k, norm)?,
+                ))
+            }
             None => None,
         };
         let sink = c.sink.then_some(c.std.0);
@@ -218,7 +224,7 @@ impl Attention {
             None => (qkv, None),
             Some((q_norm, k_norm)) => {
                 let normed = p.empty(&[tokens, (c.heads + c.kv_heads) * d])?;
-                let (from, to) = (self.q_and_k(&qkv)?, self.q_and_k(&normed)?);
+                let (from, to) = (self.normalized(&qkv)?, self.normalized(&normed)?);
                 let q = q_norm.forward_into(p, &from.0, &to.0)?;
                 let k = k_norm.forward_into(p, &from.1, &to.1)?;
                 (normed, Some((q, k)))
@@ -234,6 +240,15 @@ impl Attention {
         let q = t.narrow(1, 0, c.heads * d)?.view(&[tokens, c.heads, d])?;
         let k = t.narrow(1, c.heads * d, c.kv_heads * d)?.view(&[tokens, c.kv_heads, d])?;
         Ok((q, k))
+    }
+
+    /// Views of q and k whose last axis the QK norm runs over: by head, or `[tokens, n·d]` and `[tokens, g·d]`.
+    fn normalized(&self, t: &Tensor) -> Result<(Tensor, Tensor)> {
+        if !self.config.qk_norm_all_heads {
+            return self.q_and_k(t);
+        }
+        let (n, g) = (self.config.heads * self.config.head_dim, self.config.kv_heads * self.config.head_dim);
+        Ok((t.narrow(1, 0, n)?, t.narrow(1, n, g)?))
     }
 
     /// Views q, k and v by head.
@@ -281,7 +296,7 @@ impl Attention {
         self.rotate(p, &drotated, positions, true)?;
         let mut grads = out_grad.and(sink_grad);
         if let (Some((q_norm, k_norm)), Some((q_saved, k_saved))) = (&self.norms, saved.norms) {
-            let (from, to) = (self.q_and_k(&drotated)?, self.q_and_k(&dqkv)?);
+            let (from, to) = (self.normalized(&drotated)?, self.normalized(&dqkv)?);
             grads = grads.and(q_norm.backward_into(p, q_saved, &from.0, None, &to.0)?);
             grads = grads.and(k_norm.backward_into(p, k_saved, &from.1, None, &to.1)?);
         }

@@ -123,6 +123,7 @@ impl Case {
             out_bias: self.bias,
             scores: self.scores(),
             qk_norm: self.qk_norm.then_some(NORM),
+            qk_norm_all_heads: false,
             sink: self.sink,
             std: (0.1, 0.1),
         }

@@ -14,6 +14,7 @@ pub struct Case {
     pub kv_heads: usize,
     pub bias: bool,
     pub qk_norm: Option<Norm>,
+    pub qk_norm_all_heads: bool,
     pub window: Option<usize>,
     pub softcap: Option<f32>,
     pub sink: bool,
@@ -30,6 +31,7 @@ pub fn plain() -> Case {
         kv_heads: 2,
         bias: false,
         qk_norm: None,
+        qk_norm_all_heads: false,
         window: None,
         softcap: None,
         sink: false,
@@ -48,6 +50,14 @@ pub fn cases() -> Vec<Case> {
         Case { qk_norm: Some(norm::NORMS[1]), rope: Some((RopeStyle::Half, 2)), ..plain() },
         // Without RoPE a key bias shifts all scores of a query alike: its gradient is exactly 0.
         Case { qk_norm: Some(norm::NORMS[0]), bias: true, rope: half, layout: packed.clone(), ..plain() },
+        Case { qk_norm: Some(norm::NORMS[1]), qk_norm_all_heads: true, kv_heads: 1, rope: half, ..plain() },
+        Case {
+            qk_norm: Some(norm::NORMS[0]),
+            qk_norm_all_heads: true,
+            rope: half,
+            layout: packed.clone(),
+            ..plain()
+        },
         Case { window: Some(3), softcap: Some(1.5), ..plain() },
         Case { window: Some(1), rope: half, layout: packed.clone(), ..plain() },
         Case { sink: true, ..plain() },
@@ -58,6 +68,7 @@ pub fn cases() -> Vec<Case> {
             kv_heads: 2,
             bias: true,
             qk_norm: Some(norm::NORMS[2]),
+            qk_norm_all_heads: false,
             window: Some(2),
             softcap: Some(0.7),
             sink: false,
@@ -86,6 +97,7 @@ impl Case {
                 fp8: false,
             },
             qk_norm: self.qk_norm,
+            qk_norm_all_heads: self.qk_norm_all_heads,
             sink: self.sink,
             std: (0.1, 0.1),
         }
@@ -155,11 +167,12 @@ impl Case {
         if let Some(norm) = self.qk_norm {
             let mut gains = || (next(), if norm.subtract_mean { Some(next()) } else { None });
             for (gain, range) in [(gains(), 0..n), (gains(), n..n + g)] {
+                let heads = if self.qk_norm_all_heads { range.len() } else { 1 };
                 for t in 0..places.len() {
-                    for h in range.clone() {
-                        let at = t * width + h * d;
-                        let y = norm::reference(norm, &qkv[at..at + d], gain.0, gain.1);
-                        qkv[at..at + d].copy_from_slice(&y);
+                    for h in range.clone().step_by(heads) {
+                        let (at, all) = (t * width + h * d, heads * d);
+                        let y = norm::reference(norm, &qkv[at..at + all], gain.0, gain.1);
+                        qkv[at..at + all].copy_from_slice(&y);
                     }
                 }
             }

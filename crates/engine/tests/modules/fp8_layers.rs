@@ -56,6 +56,7 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
             out_bias: false,
             scores,
             qk_norm: None,
+            qk_norm_all_heads: false,
             sink: false,
             std: (0.1, 0.1),
         };

@@ -98,8 +98,10 @@ fn wrong_arguments_are_errors() {
     run(&[0, 2], 2, 6).unwrap();
     assert!(run(&[0, 3], 2, 6).is_err() && run(&[-1, 0], 2, 6).is_err());
     assert!(run(&[0], 2, 6).is_err() && run(&[0, 1], 2, 3).is_err());
-    assert!(inv_freq(1e4, 5, &RopeScaling::None).is_err() && inv_freq(0.0, 4, &RopeScaling::None).is_err());
-    assert!(inv_freq(f64::NAN, 4, &RopeScaling::None).is_err());
+    assert!(
+        inv_freq(1e4, 5, &RopeScaling::None, 1).is_err() && inv_freq(0.0, 4, &RopeScaling::None, 1).is_err()
+    );
+    assert!(inv_freq(f64::NAN, 4, &RopeScaling::None, 1).is_err());
 }
 
 #[test]
@@ -116,9 +118,11 @@ fn given_attention_factor_wins_and_exact_ramp_ends_differ() {
     };
     assert_eq!(yarn(true, Some(0.75)).attention_scaling(), 0.75);
     assert!((yarn(true, None).attention_scaling() - (0.1 * 32f64.ln() + 1.0)).abs() < 1e-15);
-    let plain = inv_freq(1.5e5, 64, &RopeScaling::None).unwrap();
-    let (whole, exact) =
-        (inv_freq(1.5e5, 64, &yarn(true, None)).unwrap(), inv_freq(1.5e5, 64, &yarn(false, None)).unwrap());
+    let plain = inv_freq(1.5e5, 64, &RopeScaling::None, 1).unwrap();
+    let (whole, exact) = (
+        inv_freq(1.5e5, 64, &yarn(true, None), 1).unwrap(),
+        inv_freq(1.5e5, 64, &yarn(false, None), 1).unwrap(),
+    );
     // Ends of the ramp by the definition: the dimension that rotates beta times in 4096 positions.
     let end = |beta: f64| 64.0 * (4096.0 / (beta * std::f64::consts::TAU)).ln() / (2.0 * 1.5e5f64.ln());
     for i in 0..32 {

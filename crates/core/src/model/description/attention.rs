@@ -38,7 +38,8 @@ impl LayerBuilder<'_> {
     fn standard_attention(&mut self, name: &str, heads: Heads, window: Option<usize>) {
         let (rows, dtype) = (self.rows, self.shape.dtype);
         let Heads { q: n, kv: g, head_dim: d, .. } = heads;
-        self.linear(&format!("{name}.q"), self.norm_output("normed_attn"));
+        let input = if self.shape.model.pre_norms { "normed_attn" } else { "input" };
+        self.linear(&format!("{name}.q"), self.norm_output(input));
         let variant = self.core_attention(name, heads, window);
         // q, k and v lie side by side; normed q and k are a buffer of their own.
         let qkv = [rows.all, (n + 2 * g) * d];
@@ -48,8 +49,9 @@ impl LayerBuilder<'_> {
             if kept {
                 self.save("attn.normed_qk", &[rows.all, (n + g) * d], dtype);
             }
-            self.norm_statistics("attn.q_norm", rows.all * n);
-            self.norm_statistics("attn.k_norm", rows.all * g);
+            let [q, k] = if self.shape.model.qk_norm_all_heads { [1, 1] } else { [n, g] };
+            self.norm_statistics("attn.q_norm", rows.all * q);
+            self.norm_statistics("attn.k_norm", rows.all * k);
         } else if kept {
             self.save("attn.qkv", &qkv, dtype);
         }

@@ -45,7 +45,7 @@ impl LayerBuilder<'_> {
     fn mlp_in_chunks(&mut self, [up, down]: [&str; 2], prefix: &str, chunk: usize) {
         let rows = chunk * self.shape.ranks.tp.size;
         let dtype = self.shape.dtype;
-        let (name, dropped) = (format!("normed_{prefix}"), self.shape.recompute.norm);
+        let (name, dropped) = (format!("normed_{prefix}"), self.shape.recomputes_norms());
         if let Some(spec) = self.weight(up).filter(|_| !dropped) {
             self.save(&name, &[self.rows.local, spec.shape[1]], dtype);
         }

@@ -76,7 +76,8 @@ impl<'a> LayerBuilder<'a> {
         (self.block, self.recomputed) = (block, recomputed);
     }
 
-    /// A decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`.
+    /// A decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`. Without norms before its blocks, `input` and
+    /// `normed_mlp` are x and r themselves.
     pub(super) fn decoder_layer(mut self, name: &str, index: usize) -> LayerDescription {
         self.transformer_layer(name, index);
         self.finish()
@@ -87,16 +88,24 @@ impl<'a> LayerBuilder<'a> {
         let (m, r) = (&self.shape.model, self.shape.recompute);
         // Of a recomputed layer the input alone is stored, which is the input of its first norm.
         self.begin(Block::Norm, false);
-        self.save("input", &[self.rows.local, m.hidden], self.shape.dtype);
+        if m.pre_norms || r.layer || r.attention {
+            self.save("input", &[self.rows.local, m.hidden], self.shape.dtype);
+        }
         self.begin(Block::Norm, r.layer);
-        self.norm_statistics("attn_norm", self.rows.local);
+        if m.pre_norms {
+            self.norm_statistics("attn_norm", self.rows.local);
+        }
         self.begin(Block::Attention, r.layer || r.attention);
         self.attention(&format!("{name}.attn"), index);
         self.begin(Block::Norm, r.layer);
         if m.post_norms {
             self.norm("attn_post_norm", self.rows.local, m.hidden);
         }
-        self.norm("mlp_norm", self.rows.local, m.hidden);
+        if m.pre_norms {
+            self.norm("mlp_norm", self.rows.local, m.hidden);
+        } else if r.mlp {
+            self.save("normed_mlp", &[self.rows.local, m.hidden], self.shape.dtype);
+        }
         let recomputed = r.layer || r.mlp;
         match m.moe_layer(index) {
             None => {
@@ -117,7 +126,7 @@ impl<'a> LayerBuilder<'a> {
 
     /// The output of a norm as the input of a linear layer.
     pub(super) fn norm_output(&self, name: &'static str) -> Input<'static> {
-        if self.shape.recompute.norm { Input::Dropped } else { Input::Saved(name) }
+        if self.shape.recomputes_norms() { Input::Dropped } else { Input::Saved(name) }
     }
 
     /// A tensor saved for backward. A second tensor of a name is the same allocation.

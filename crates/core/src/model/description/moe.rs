@@ -48,7 +48,7 @@ impl LayerBuilder<'_> {
             self.linear(&format!("{name}.latent_up"), Input::Kept("moe.combined"));
         }
         if moe.shared_ffn.is_some() {
-            let keep = self.shape.recompute.norm;
+            let keep = self.shape.recomputes_norms();
             let input = if keep { Input::Kept("normed_mlp") } else { Input::Saved("normed_mlp") };
             self.mlp(&format!("{name}.shared"), input, true);
         }
@@ -162,7 +162,7 @@ impl LayerBuilder<'_> {
                 self.save_fp8("experts.x", [width, sorted], &q);
             }
             // Kept in arrival order and sorted again. On one rank that is the input of the block, which the router keeps.
-            _ if self.shape.recompute.norm && rows.arrived < sorted => {
+            _ if self.shape.recomputes_norms() && rows.arrived < sorted => {
                 if self.shape.ranks.ep.size * self.shape.ranks.etp.size > 1 || moe.latent.is_some() {
                     self.save("experts.x", &[rows.arrived, width], dtype);
                 }

@@ -337,6 +337,11 @@ pub(crate) struct Rows {
 }
 
 impl StepShape {
+    /// The outputs of norms before blocks are recomputed; a model without such norms has none to recompute.
+    pub(super) fn recomputes_norms(&self) -> bool {
+        self.recompute.norm && self.model.pre_norms
+    }
+
     /// The larger number of replicas: of dense or of expert parameters.
     pub fn replicas(&self) -> usize {
         self.ranks.dp_cp.size.max(self.ranks.expert_dp.size)
