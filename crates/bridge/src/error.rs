@@ -102,6 +102,11 @@ impl Error {
         Error::Io { path: path.to_path_buf(), doing, source }
     }
 
+    /// A data file that cannot be used.
+    pub(crate) fn damaged(path: &Path, what: impl Into<String>) -> Error {
+        ferrotron_core::Error::damaged(path, what).into()
+    }
+
     pub(crate) fn config(origin: &str, what: impl Into<String>) -> Error {
         Error::Config { origin: origin.into(), what: what.into() }
     }

@@ -9,6 +9,7 @@ mod conversation;
 pub mod conversion;
 pub mod dataset;
 mod error;
+pub mod evaluate;
 mod expected;
 pub mod export;
 pub mod family;

@@ -1,7 +1,7 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, convert, data, doctor, explain, forward, generate, kernels, parity, recipes, train,
+    bench, convert, data, doctor, eval, explain, forward, generate, kernels, parity, recipes, train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -33,8 +33,7 @@ pub struct Cli {
 }
 
 /// The heading of options that only some commands use.
-const COMPUTE: &str =
-    "Options of commands that compute (train, forward, parity, generate, bench, kernels); ignored by others";
+const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, bench, kernels); ignored by others";
 
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
@@ -130,6 +129,9 @@ pub enum Command {
     /// Convert a Hugging Face folder to a checkpoint, or back
     #[command(long_about = convert::LONG)]
     Convert(convert::Args),
+    /// Evaluate a model: perplexity on text, accuracy on multiple-choice questions
+    #[command(long_about = eval::LONG)]
+    Eval(eval::Args),
     /// Generate text with a trained model
     #[command(long_about = generate::LONG)]
     Generate(generate::Args),

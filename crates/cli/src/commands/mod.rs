@@ -9,6 +9,7 @@ pub mod data;
 mod data_args;
 pub mod doctor;
 mod dry_run;
+pub mod eval;
 pub mod explain;
 pub mod forward;
 pub mod generate;

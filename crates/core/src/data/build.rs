@@ -205,7 +205,7 @@ impl Builder<'_> {
             if *format == TextFormat::Chat {
                 return encode.conversation(&line.text).map_err(at_line);
             }
-            let text = document(&line.text, format).map_err(at_line)?;
+            let text = document_text(&line.text, format).map_err(at_line)?;
             let tokens = if text.is_empty() { Vec::new() } else { encode.text(&text)? };
             Ok(vec![Span { tokens, loss: true }])
         };
@@ -323,7 +323,7 @@ impl Builder<'_> {
 }
 
 /// The next line without its end; `None` after the last one.
-fn read_line(reader: &mut InputReader, path: &Path, number: u64) -> Result<Option<String>> {
+pub fn read_line(reader: &mut InputReader, path: &Path, number: u64) -> Result<Option<String>> {
     let mut line = Vec::new();
     let read = reader.take(LONGEST_LINE + 1).read_until(b'\n', &mut line).map_err(Error::io(path))? as u64;
     let at_line = |what: String| Error::damaged(path, format!("line {number}: {what}"));
@@ -338,8 +338,8 @@ fn read_line(reader: &mut InputReader, path: &Path, number: u64) -> Result<Optio
     Ok(Some(text.trim_end_matches(['\n', '\r']).to_owned()))
 }
 
-/// The document on a line.
-fn document(line: &str, format: &TextFormat) -> Result<String, String> {
+/// The text of the document on a line; empty for a blank line.
+pub fn document_text(line: &str, format: &TextFormat) -> Result<String, String> {
     let TextFormat::JsonLines { key } = format else { return Ok(line.to_owned()) };
     if line.trim().is_empty() {
         return Ok(String::new());

@@ -19,6 +19,7 @@ mod pipeline_layout;
 mod pre_norm;
 pub mod preset;
 mod saved_layers;
+mod score;
 pub mod upcycle;
 pub mod validate;
 
@@ -33,3 +34,4 @@ pub use moe_config::MoeConfig;
 pub(crate) use moe_config::moe_layer_index;
 pub use mtp_config::{MtpConfig, MtpTraining};
 pub use pipeline_layout::PipelineLayout;
+pub use score::Sequence;
