@@ -206,7 +206,8 @@ fn note(event: &Event) -> Option<String> {
         Event::Precision(p) => worst(p),
         Event::Checkpoint(c) => {
             let (size, time) = (ferrotron_tensor::format_bytes(c.bytes as usize), format::seconds(c.seconds));
-            Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
+            let best = if c.best { ", the best so far" } else { "" };
+            Some(format!("step {}  saved {} ({size}, {time}{best})", c.step, c.path))
         }
         Event::Offload(o) => Some(format!("step {}  {o}", o.step)),
         Event::SaveFailed(e) => {
@@ -276,8 +277,10 @@ mod tests {
             path: "checkpoints/50".into(),
             bytes: 2048,
             seconds: 0.21,
+            best: true,
         });
-        assert_eq!(note(&c).as_deref(), Some("step 50  saved checkpoints/50 (2.0 KiB, 0.2 s)"));
+        let text = "step 50  saved checkpoints/50 (2.0 KiB, 0.2 s, the best so far)";
+        assert_eq!(note(&c).as_deref(), Some(text));
         let e = Event::RunEnd(RunEnd { step: 7, ending: Ending::Interrupted, ..RunEnd::default() });
         assert_eq!(note(&e).as_deref(), Some("interrupted after step 7; the same command resumes"));
         assert_eq!(note(&Event::Step(Step::default())), None);

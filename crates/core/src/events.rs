@@ -178,6 +178,9 @@ pub struct Checkpoint {
     pub bytes: u64,
     /// Wall-clock seconds that training was blocked.
     pub seconds: f64,
+    /// It has the lowest validation loss so far, and is `checkpoints/best`.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub best: bool,
 }
 
 /// A checkpoint could not be written; earlier ones are as they were.

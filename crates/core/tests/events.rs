@@ -26,7 +26,13 @@ fn end(step: u64, ending: Ending) -> Event {
 }
 
 fn checkpoint(step: u64) -> Event {
-    Event::Checkpoint(Checkpoint { step, path: format!("checkpoints/{step}"), bytes: 10, seconds: 0.1 })
+    Event::Checkpoint(Checkpoint {
+        step,
+        path: format!("checkpoints/{step}"),
+        bytes: 10,
+        seconds: 0.1,
+        best: false,
+    })
 }
 
 fn write(log: &mut EventLog, events: &[Event]) {

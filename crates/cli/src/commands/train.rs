@@ -315,10 +315,21 @@ impl Training<'_> {
         let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
         let seconds = begin.elapsed().as_secs_f64();
         let tokens_per_s = outcome.tokens as f64 / seconds;
-        let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s, reason: None };
+        let reason = outcome.stopped_early.then(|| early_stop(run)).flatten();
+        let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s, reason };
         run.emit(Event::RunEnd(end), view)?;
         Ok((outcome, text, traced))
     }
+}
+
+/// Why early stopping ended a run.
+fn early_stop(run: &Run) -> Option<String> {
+    let (best, patience) = (run.trainer.best?, run.resolved.config.eval.patience);
+    Some(format!(
+        "early stopping: the validation loss has not improved for {patience} evaluations; it was {} after step {}",
+        format::loss(best.loss),
+        best.step
+    ))
 }
 
 /// Outcome, sample and trace of a run.
@@ -368,6 +379,9 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         let p = &run.resolved.plan;
         let doing = match first {
             0 => format!("training {}", recipe.name),
+            n if run.stops_early() => {
+                format!("{} is finished: it was stopped early after step {n}", recipe.name)
+            }
             n if n >= p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
             n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
         };

@@ -31,6 +31,15 @@ pub fn text(run: &Run, outcome: &Outcome, started: Instant, sample: Option<&str>
         };
         row("validation loss", note);
     }
+    if let Some(best) = run.trainer.best {
+        let kept = if run.resolved.config.checkpoint.best { ", kept as checkpoints/best" } else { "" };
+        row("best validation loss", format!("{} after step {}{kept}", format::loss(best.loss), best.step));
+    }
+    if outcome.stopped_early {
+        let patience = run.resolved.config.eval.patience;
+        let done = format::thousands(run.trainer.step());
+        row("early stopping", format!("after step {done}: {patience} evaluations without improvement"));
+    }
     if outcome.steps > 0 {
         let rate = outcome.tokens as f64 / outcome.seconds;
         row(

@@ -106,11 +106,33 @@ pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf
     done.map(|()| home)
 }
 
-/// Deletes the oldest checkpoints so that `keep` remain, never `newest`.
+/// The link to the checkpoint with the lowest validation loss.
+pub const BEST: &str = "best";
+
+/// Makes the link [`BEST`] name the checkpoint of a step; it always names one that is complete.
+pub fn mark_best(dir: &Path, step: u64) -> Result<()> {
+    let link = temporary_path(dir, BEST);
+    if link.symlink_metadata().is_ok() {
+        remove(&link)?;
+    }
+    std::os::unix::fs::symlink(name(step), &link)
+        .map_err(|e| Error::io_doing(&link, "create the link", e))?;
+    rename(&link, &dir.join(BEST))?;
+    sync_folder(dir)
+}
+
+/// The step of the checkpoint that the link [`BEST`] names.
+pub fn best(dir: &Path) -> Option<u64> {
+    step_of(fs::read_link(dir.join(BEST)).ok()?.as_os_str())
+}
+
+/// Deletes the oldest checkpoints so that `keep` remain, never `newest` and never the best.
 pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let all = list(dir)?;
+    let best = best(dir);
     let surplus = all.len().saturating_sub(keep.max(1));
-    for (step, path) in all.into_iter().take(surplus).filter(|(_, p)| p != newest) {
+    let spared = |(step, path): &(u64, PathBuf)| path == newest || best == Some(*step);
+    for (step, path) in all.into_iter().take(surplus).filter(|c| !spared(c)) {
         // Rename first, so that a crash half-way leaves no folder that looks complete.
         let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
         if doomed.exists() {

@@ -236,6 +236,10 @@ keys! {
         every: u64 = 0, "eval_interval", "eval_steps", "val_check_interval", "eval_freq", "evaluation_interval";
         /// Global batches per evaluation.
         batches: u64 = 8, "eval_iters", "limit_val_batches", "eval_batches";
+        /// Early stopping: end the run after this many evaluations in a row without a lower loss; 0 means never.
+        patience: u64 = 0, "early_stopping_patience", "early_stopping", "early_stopping_rounds";
+        /// How much lower than before a loss must be to count for eval.patience.
+        min_delta: f64 = 0.0, "early_stopping_threshold", "early_stopping_min_delta";
     }
 
     /// Optimizer.
@@ -355,6 +359,8 @@ keys! {
         every: u64 = 0, "save_interval", "save_steps", "save_every", "checkpoint_interval", "ckpt_interval";
         /// Number of newest checkpoints to keep; 0 means all.
         keep: u64 = 2, "save_total_limit", "keep_last_k", "most_recent_k", "save_top_k", "keep_latest_k", "max_to_keep";
+        /// Keep the checkpoint with the lowest validation loss, too, as checkpoints/best; it is saved after the evaluation.
+        best: bool = false, "load_best_model_at_end", "save_best", "save_best_only", "save_best_model", "metric_for_best_model";
         /// Save a checkpoint at the end of the run.
         at_end: bool = true, "save_at_end", "save_last", "save_on_train_end";
         /// When a checkpoint cannot be written (a full disk): continue tells it at once and tries again at the next one, stop ends

@@ -225,6 +225,15 @@ impl Recipe {
             return self
                 .refuse("data.split", "shares must not be negative, and that of training must be above 0");
         }
+        if self.config.eval.every == 0 {
+            let wanting = [
+                ("checkpoint.best", self.config.checkpoint.best),
+                ("eval.patience", self.config.eval.patience > 0),
+            ];
+            if let Some((key, _)) = wanting.into_iter().find(|(_, on)| *on) {
+                return self.refuse(key, "it goes by evaluations, of which there are none; set eval.every");
+            }
+        }
         if self.config.eval.every > 0 && split[1] <= 0.0 {
             let what = "there is no validation data: give data.split a second share, or set eval.every to 0";
             return self.refuse("eval.every", what);

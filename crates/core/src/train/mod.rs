@@ -1,6 +1,7 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
 mod base_model;
+mod best_eval;
 mod checkpoint_parts;
 mod cuda_graph;
 mod energy;
@@ -32,6 +33,7 @@ mod values;
 
 pub use crate::tensorfile::to_f32;
 pub use base_model::{BaseModel, SavedAdapters, adapters_of};
+pub use best_eval::BestEval;
 pub use cuda_graph::CudaGraphDecision;
 pub use execute::{MicroBatch, MicroBatchLoader, StepMode, StepPosition, execute};
 pub use gather::gather_all_stages;

@@ -62,8 +62,10 @@ pub struct OpenOptions<'a> {
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
-    /// All steps are done; false if it stopped on request and saved its state.
+    /// All steps are done, or early stopping has ended the run; false if it stopped on request and saved its state.
     pub finished: bool,
+    /// Early stopping has ended the run, now or before it was resumed.
+    pub stopped_early: bool,
     /// Steps done in this call.
     pub steps: u64,
     /// Tokens of those steps.
@@ -195,11 +197,27 @@ impl Run {
             failed: None,
         };
         if let Some(folder) = folder {
+            // Before surplus checkpoints are deleted.
+            run.restore_best_link()?;
             run.begin_writing(folder)?;
         }
         let done = run.trainer.step();
         tracing::info!(ranks = run.trainer.rank.world.size(), done, "the run begins");
         Ok(run)
+    }
+
+    /// A crash between a checkpoint and its link [`checkpoint::BEST`] leaves the old link.
+    fn restore_best_link(&self) -> Result<()> {
+        let dir = self.dir.join(CHECKPOINTS);
+        match self.trainer.best.filter(|_| self.resolved.config.checkpoint.best) {
+            Some(best)
+                if checkpoint::best(&dir) != Some(best.step)
+                    && dir.join(checkpoint::folder_name(best.step)).is_dir() =>
+            {
+                checkpoint::mark_best(&dir, best.step)
+            }
+            _ => Ok(()),
+        }
     }
 
     fn saver(dir: &Path, resolved: &Resolved, together: &Communicator) -> Result<Saver> {

@@ -1,5 +1,6 @@
 //! The training loop: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
 
+use super::best_eval::BestEval;
 use super::energy::Energy;
 use super::run::{Observer, Outcome, Run};
 use super::run_save::Failure;
@@ -34,6 +35,7 @@ impl Run {
     ) -> Result<Outcome> {
         let mut out = Outcome {
             finished: true,
+            stopped_early: false,
             steps: 0,
             tokens: 0,
             seconds: 0.0,
@@ -62,6 +64,10 @@ impl Run {
     ) -> Result<(), Failure> {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
+        if self.stops_early() {
+            out.stopped_early = true;
+            return Ok(());
+        }
         let ahead = self.launches_ahead && !observer.wants_single_steps();
         // The step that was launched and not read back yet.
         let mut in_flight: Option<InFlightStep> = None;
@@ -104,23 +110,31 @@ impl Run {
                 since = done;
                 self.step_done(&report, seconds, out, observer)?;
                 let last = report.step == total;
+                let mut is_best = false;
                 if let Some(data) = eval
                     && c.eval.every > 0
                     && (last || report.step % c.eval.every == 0)
                 {
                     let loss = self.evaluate(data, c.eval.batches, observer);
                     let saveable = self.trainer.rank.world.size() == 1;
-                    out.eval = Some(loss.map_err(|error| Failure { error, saveable })?);
+                    let loss = loss.map_err(|error| Failure { error, saveable })?;
+                    out.eval = Some(loss);
+                    is_best = self.note_evaluation(loss)?;
+                    out.stopped_early = self.stops_early() && !last;
                     paused = true;
                 }
-                if last {
+                let ends = last || out.stopped_early;
+                if ends {
                     self.share_gemms(self.trainer.gemms.is_some(), observer)?;
                 }
                 let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
-                if due || (last && c.checkpoint.at_end) {
+                if due || is_best || (ends && c.checkpoint.at_end) {
                     self.save(data, observer)?;
                     (saved, paused) = (Some(report.step), true);
                 }
+            }
+            if out.stopped_early {
+                break;
             }
             // Once something is asked for no step is in flight.
             let step = self.trainer.step();
@@ -151,6 +165,27 @@ impl Run {
             }
         }
         Ok(())
+    }
+
+    /// Keeps the best evaluation; true if its checkpoint is to be kept and this is the best so far. All ranks go by the loss
+    /// of rank 0, so that they decide alike.
+    fn note_evaluation(&mut self, loss: f64) -> Result<bool> {
+        let c = &self.resolved.config;
+        if !c.checkpoint.best && c.eval.patience == 0 {
+            return Ok(false);
+        }
+        let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
+        let own = if rank.world.rank() == 0 { loss } else { 0.0 };
+        let loss = runner.all_reduce(&rank.control, vec![own], "validation loss")?[0];
+        let step = self.trainer.step();
+        let (best, lowest) = BestEval::after(self.trainer.best, step, loss, c.eval.min_delta);
+        self.trainer.best = best;
+        Ok(lowest && c.checkpoint.best)
+    }
+
+    /// Whether evaluations have not improved for `eval.patience` of them.
+    pub fn stops_early(&self) -> bool {
+        self.trainer.best.is_some_and(|best| best.exhausts(self.resolved.config.eval.patience))
     }
 
     /// Counts and reports a step that has ended.

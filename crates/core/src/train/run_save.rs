@@ -57,7 +57,8 @@ impl Run {
         }
         let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
         let seconds = start.elapsed().as_secs_f64();
-        self.pending = Some(events::Checkpoint { step, path, bytes, seconds });
+        let best = self.resolved.config.checkpoint.best && self.trainer.best.is_some_and(|b| b.step == step);
+        self.pending = Some(events::Checkpoint { step, path, bytes, seconds, best });
         if let Err(e) = begun {
             self.save_ended(step, Err(e), observer)?;
         }
@@ -102,6 +103,13 @@ impl Run {
                 // It stays a checkpoint even if the run it replaces cannot be deleted.
                 if let Some(Err(e)) = folder.map(RunFolder::new_run_is_saved) {
                     observer.warning(&e.to_string());
+                }
+                if self.writer.is_some() && pending.as_ref().is_some_and(|p| p.best) {
+                    // The one that was best until now may be surplus.
+                    let marked = checkpoint::mark_best(&self.dir().join(CHECKPOINTS), step);
+                    if let Err(e) = marked.and_then(|()| self.saver.tidy()) {
+                        observer.warning(&e.to_string());
+                    }
                 }
                 pending.map_or(Ok(()), |event| self.emit(Event::Checkpoint(event), observer))
             }

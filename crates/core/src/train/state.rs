@@ -1,6 +1,7 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
 use super::base_model::SavedAdapters;
+use super::best_eval::BestEval;
 use super::checkpoint_parts::{OwnParts, items};
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
@@ -99,6 +100,9 @@ struct State {
     /// The base model, where only adapters are saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     adapters: Option<SavedAdapters>,
+    /// The best evaluation, where the run goes by it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    best: Option<BestEval>,
 }
 
 /// What a checkpoint says of the run that wrote it, before it is restored.
@@ -136,6 +140,7 @@ pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
         run: t.record.clone(),
         gemms: t.gemms.clone(),
         adapters: t.model.adapters.clone(),
+        best: t.best,
     };
     serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))
 }
@@ -245,6 +250,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         }
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
+    t.best = state.best;
     if let Some(scale) = t.optimizer.loss_scale() {
         let sound = |s: &SavedLossScale| s.scale.is_finite() && s.scale > 0.0;
         if state.loss_scale.is_some_and(|s| !sound(&s)) {

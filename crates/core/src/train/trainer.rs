@@ -6,6 +6,7 @@ pub(in crate::train) use step::HostBatch;
 pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
+use super::best_eval::BestEval;
 use super::gemm_choices::GemmTable;
 use super::hooks::StepHooks;
 use super::micro_batch::upload;
@@ -45,6 +46,8 @@ pub struct Trainer {
     pub(super) record: Option<RunRecord>,
     /// Algorithms of its GEMMs, where they are chosen.
     pub(super) gemms: Option<GemmTable>,
+    /// The best evaluation so far, where the run goes by it.
+    pub best: Option<BestEval>,
 }
 
 impl Trainer {
@@ -90,6 +93,7 @@ impl Trainer {
             staged: None,
             record: None,
             gemms,
+            best: None,
         })
     }
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod architectures;
+mod best_eval;
 mod bits;
 mod chat;
 mod data;
