@@ -153,17 +153,33 @@ impl ModelSource {
 }
 
 impl TextIo {
+    /// The chat template: that of a Jinja file, or the model's own if it has one.
+    pub fn template(&self, given: Option<&Path>) -> Result<Option<ChatTemplate>> {
+        match given {
+            Some(path) => ChatTemplate::from_file(path, self.chat_dir.as_deref()).map(Some),
+            None => Ok(self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten()),
+        }
+    }
+
+    /// The ids of a conversation up to where the model's answer begins.
+    pub fn answer_prompt(&self, template: &ChatTemplate, messages: &[Message]) -> Result<Vec<i32>> {
+        let ids = self.tokenizer.encode(&template.render(messages, true)?)?;
+        match ids.is_empty() {
+            true => Err(Error::Chat("it renders the conversation as nothing".into())),
+            false => Ok(ids.into_iter().map(|id| id as i32).collect()),
+        }
+    }
+
     /// The prompt ids: of the text, of the text as a user message in the chat template, or the start token where
     /// there is no text.
     pub fn prompt(&self, text: &str, chat: bool) -> Result<Vec<i32>> {
         let wrong = |what: &str| Err(Error::Chat(what.into()));
         let ids = if chat {
-            let Some(template) = self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten()
-            else {
+            let Some(template) = self.template(None)? else {
                 return wrong("this model has none; remove --chat and format the prompt yourself");
             };
             let message = Message { role: "user".into(), content: text.into() };
-            self.tokenizer.encode(&template.render(&[message], true)?)?
+            return self.answer_prompt(&template, &[message]);
         } else if text.is_empty() {
             Vec::new()
         } else {

@@ -1,7 +1,7 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, convert, data, doctor, eval, explain, forward, generate, kernels, parity, recipes, train,
+    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, parity, recipes, train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -33,7 +33,7 @@ pub struct Cli {
 }
 
 /// The heading of options that only some commands use.
-const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, bench, kernels); ignored by others";
+const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, chat, bench, kernels); ignored by others";
 
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
@@ -135,6 +135,9 @@ pub enum Command {
     /// Generate text with a trained model
     #[command(long_about = generate::LONG)]
     Generate(generate::Args),
+    /// Talk to a model in the terminal, turn by turn
+    #[command(long_about = chat::LONG)]
+    Chat(chat::Args),
     /// Prepare training data
     Data(data::Args),
     /// Benchmark training steps, kernels or collectives

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::Forward(args) => commands::forward::run(args, &global),
         Command::Parity(args) => commands::parity::run(args, &global),
         Command::Convert(args) => commands::convert::run(args, &global),
+        Command::Chat(args) => commands::chat::run(args, &global),
         Command::Eval(args) => commands::eval::run(args, &global),
         Command::Generate(args) => commands::generate::run(args, &global),
         Command::Data(args) => commands::data::run(args, &global),

@@ -1,5 +1,6 @@
 //! `generate`: sample text from a model.
 
+use super::sampling_args::SamplingArgs;
 use crate::args::Global;
 use crate::layout::Layout;
 use crate::output::{self, UsageError};
@@ -7,7 +8,7 @@ use crate::{format, ranks};
 use anyhow::Result;
 use ferrotron_bridge::{ModelSource, TextIo, TextStream};
 use ferrotron_core::config::Precision;
-use ferrotron_core::model::generate::{Prompt, Sampling, generate};
+use ferrotron_core::model::generate::{Prompt, generate};
 use ferrotron_engine::Rank;
 use std::io::{ErrorKind, IsTerminal, Read, Write};
 use std::path::PathBuf;
@@ -15,7 +16,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 /// Longest prompt that is read from standard input: an endless one must not fill the memory.
-const MAX_PROMPT: u64 = 16 << 20;
+pub(super) const MAX_PROMPT: u64 = 16 << 20;
 
 /// Text of `--help`.
 pub const LONG: &str = "\
@@ -47,18 +48,9 @@ pub struct Args {
     /// Maximum number of tokens to generate
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub tokens: usize,
-    /// Sampling temperature; 0 is greedy decoding
-    #[arg(long, value_name = "T", default_value_t = 0.8)]
-    pub temperature: f64,
-    /// Sample from the K most likely tokens; 0 means all
-    #[arg(long, value_name = "K", default_value_t = 0)]
-    pub top_k: usize,
-    /// Nucleus sampling: sample from the most likely tokens whose probabilities sum to P
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
-    pub top_p: f64,
-    /// Random seed; the same seed gives the same text
-    #[arg(long, value_name = "N", default_value_t = 1234)]
-    pub seed: u64,
+    /// How tokens are sampled
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
     /// Compute precision: f32 or bf16 [default: the precision the model was trained in]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
@@ -72,13 +64,7 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let sampling = Sampling {
-        temperature: args.temperature as f32,
-        top_k: args.top_k,
-        top_p: args.top_p as f32,
-        seed: args.seed,
-    };
-    sampling.check().map_err(|e| UsageError::new(e.to_string()))?;
+    let sampling = args.sampling.sampling()?;
     let prompt = read_prompt(&args.prompt)?;
     let found = ModelSource::open(&args.model)?;
     let text = found.text(args.tokenizer.as_deref())?;
@@ -106,7 +92,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         let seconds = begin.elapsed().as_secs_f64();
         Ok((new, writer.finish()?, seconds))
     };
-    let all = ranks::run(global, &layout, args.seed, |rank| one(rank).map_err(ranks::to_core_error))?;
+    let all = ranks::run(global, &layout, sampling.seed, |rank| one(rank).map_err(ranks::to_core_error))?;
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -158,7 +144,7 @@ fn read_prompt(prompt: &str) -> Result<String> {
 }
 
 /// Writes text token by token.
-struct Writer<'a> {
+pub(super) struct Writer<'a> {
     stream: TextStream<'a>,
     /// The text so far.
     text: String,
@@ -169,13 +155,13 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    fn new(text: &'a TextIo, show: bool) -> Writer<'a> {
+    pub(super) fn new(text: &'a TextIo, show: bool) -> Writer<'a> {
         let terminal = std::io::stdout().is_terminal();
         Writer { stream: text.tokenizer.stream(), text: String::new(), show, terminal, error: None }
     }
 
     /// Adds a token and writes the text it completes. False: stop generating, because nobody reads the output.
-    fn push(&mut self, id: i32) -> bool {
+    pub(super) fn push(&mut self, id: i32) -> bool {
         let new = self.stream.push(id as u32).map_err(anyhow::Error::from);
         match new.and_then(|new| show(&new, self.show, self.terminal, &mut self.text)) {
             Ok(read) => read,
@@ -187,7 +173,7 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes the rest and a final newline, and returns the whole text.
-    fn finish(mut self) -> Result<String> {
+    pub(super) fn finish(mut self) -> Result<String> {
         if let Some(e) = self.error {
             return Err(e);
         }
