@@ -87,6 +87,33 @@ fn a_run_and_its_checkpoint_are_evaluated() {
     assert_eq!(limited["data"], from_run["data"]);
 }
 
+/// Tokens are bytes here, so that what is scored can be counted.
+#[test]
+fn of_conversations_the_assistants_turns_are_scored() {
+    let (dir, _, run) = trained(&["precision.dtype=f32"]);
+    let [model, file] = ["chatty", "chats.jsonl"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&model)]);
+    let template = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}\
+                    {{ m.content }}.{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}";
+    std::fs::write(model.join("chat_template.jinja"), template).unwrap();
+    let chat = |answer: &str| {
+        let turns = [("user", "hi"), ("assistant", answer)]
+            .map(|(role, content)| serde_json::json!({ "role": role, "content": content }));
+        serde_json::json!({ "messages": turns }).to_string()
+    };
+    std::fs::write(&file, format!("{}\n{}\n", chat("hello"), chat("a long answer to a short question")))
+        .unwrap();
+    // Shorter windows than conversations: everything is still scored once.
+    for length in ["64", "7"] {
+        let out = json(&["eval", path(&model), "--data", path(&file), "--seq-len", length]);
+        let found = &out["data"][0];
+        assert_eq!(found["tokens"], "hello.".len() + "a long answer to a short question.".len(), "{out}");
+        assert!(found["bits_per_byte"].is_null() && found["loss"].as_f64().unwrap() > 0.0, "{out}");
+    }
+    let one = json(&["eval", path(&model), "--data", path(&file), "--limit", "1"]);
+    assert_eq!((&one["data"][0]["tokens"], &one["data"][0]["documents"]), (&6.into(), &1.into()));
+}
+
 #[test]
 fn wrong_questions_name_file_line_and_remedy() {
     let dir = tempfile::tempdir().unwrap();
