@@ -13,6 +13,7 @@ use ferrotron_tensor::{Result, Tensor};
 pub(super) struct PreNorm(Option<NormLayer>);
 
 /// What backward needs.
+#[allow(clippy::large_enum_variant)] // all layers of a model have the same variant
 pub(super) enum PreNormSaved {
     /// Input and statistics of the norm.
     Norm(NormSaved),
