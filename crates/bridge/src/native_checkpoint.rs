@@ -26,7 +26,11 @@ pub struct NativeCheckpoint {
 impl NativeCheckpoint {
     /// Opens a checkpoint folder, of a run or converted.
     pub fn open(path: &Path) -> Result<NativeCheckpoint> {
-        let loaded = load(path)?;
+        NativeCheckpoint::of(load(path)?)
+    }
+
+    /// An open checkpoint.
+    pub(crate) fn of(loaded: Loaded) -> Result<NativeCheckpoint> {
         let model = model_of(&loaded)?;
         let (tensors, buffers) = (logical_tensors(&model), logical_buffers(&model));
         let mut problems = Vec::new();
@@ -49,7 +53,7 @@ impl NativeCheckpoint {
             }
         }
         if !problems.is_empty() {
-            return Err(Error::Tensors { origin: path.display().to_string(), problems });
+            return Err(Error::Tensors { origin: loaded.path().display().to_string(), problems });
         }
         Ok(NativeCheckpoint { loaded, model, tensors, buffers })
     }

@@ -9,9 +9,9 @@ use crate::initial_weights::InitialWeights;
 use crate::logical::LogicalTensor;
 use crate::native_checkpoint::NativeCheckpoint;
 use crate::peft::{ADAPTER_CONFIG, Adapters, PeftConfig};
-use ferrotron_core::checkpoint::{latest, load};
+use ferrotron_core::checkpoint::{Loaded, latest, load};
 use ferrotron_core::model::{ModelConfig, set_expert_biases};
-use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, adapters_of, model_of, to_f32};
+use ferrotron_core::train::{CHECKPOINTS, CONFIG, SavedAdapters, Trainer, adapters_of, model_of, to_f32};
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
@@ -143,10 +143,13 @@ impl Weights {
     pub fn at(place: &ModelLocation) -> Result<Weights> {
         Ok(match place {
             ModelLocation::HuggingFace(dir) => Weights::HuggingFace(Box::new(HfCheckpoint::open(dir)?)),
-            ModelLocation::Checkpoint { folder, .. } => match adapted(folder)? {
-                Some(adapted) => Weights::Adapted(Box::new(adapted)),
-                None => Weights::Checkpoint(Box::new(NativeCheckpoint::open(folder)?)),
-            },
+            ModelLocation::Checkpoint { folder, .. } => {
+                let loaded = load(folder)?;
+                match adapters_of(&loaded)? {
+                    Some(saved) => Weights::Adapted(Box::new(AdaptedWeights::of(&loaded, saved)?)),
+                    None => Weights::Checkpoint(Box::new(NativeCheckpoint::of(loaded)?)),
+                }
+            }
             ModelLocation::Peft { folder, base } => {
                 let base = HfCheckpoint::open(base)?;
                 let adapters = Adapters::from_peft(folder, base.config())?;
@@ -264,6 +267,20 @@ impl Weights {
 }
 
 impl AdaptedWeights {
+    /// The model of a checkpoint that holds adapters only.
+    fn of(loaded: &Loaded, (saved, seed): (SavedAdapters, u64)) -> Result<AdaptedWeights> {
+        let folder = loaded.path();
+        let base = match &saved.base {
+            Some(base) => {
+                base.check(folder)?;
+                Weights::open(Path::new(&base.path))?
+            }
+            None => Weights::Initial(Box::new(InitialWeights::new(model_of(loaded)?, seed)?)),
+        };
+        let adapters = Adapters::of_checkpoint(loaded, f64::from(saved.scale))?;
+        Ok(AdaptedWeights { base, adapters, folder: folder.into(), apart: false })
+    }
+
     /// The values of an adapter's tensor.
     fn values(&self, logical: &str) -> Result<Vec<f32>> {
         let none = || {
@@ -287,21 +304,6 @@ impl AdaptedWeights {
         cast(&bytes, DType::F32, &mut out, dtype);
         Ok(out)
     }
-}
-
-/// The model of a checkpoint that holds adapters only.
-fn adapted(folder: &Path) -> Result<Option<AdaptedWeights>> {
-    let loaded = load(folder)?;
-    let Some((saved, seed)) = adapters_of(&loaded)? else { return Ok(None) };
-    let base = match &saved.base {
-        Some(base) => {
-            base.check(folder)?;
-            Weights::open(Path::new(&base.path))?
-        }
-        None => Weights::Initial(Box::new(InitialWeights::new(model_of(&loaded)?, seed)?)),
-    };
-    let adapters = Adapters::of_checkpoint(&loaded, f64::from(saved.scale))?;
-    Ok(Some(AdaptedWeights { base, adapters, folder: folder.into(), apart: false }))
 }
 
 /// Converts an error for code that returns core's.
