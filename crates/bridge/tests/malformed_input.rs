@@ -83,9 +83,10 @@ fn invalid_values_are_refused() {
         ("\"rope_theta\": 10000.0", "\"rope_theta\": 1e999", "not valid JSON"),
         (
             "\"llama3\"",
-            "\"longrope\"",
-            "RoPE type \"longrope\" is not supported (default, linear, llama3 and yarn",
+            "\"dynamic\"",
+            "RoPE type \"dynamic\" is not supported (default, linear, llama3, yarn and longrope are",
         ),
+        ("\"llama3\"", "\"longrope\"", "`rope_scaling.short_factor` is missing"),
         ("\"factor\": 8.0,", "", "`rope_scaling.factor` is missing"),
         ("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": 0", "must be true or false"),
         (

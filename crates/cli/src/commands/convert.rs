@@ -18,7 +18,8 @@ Convert a Hugging Face folder to a native checkpoint, or a native checkpoint to 
 The direction follows from FROM. A folder with config.json and .safetensors files becomes a checkpoint. A checkpoint, or the
 newest checkpoint of a run folder, becomes a Hugging Face folder, with the tensor names and tokenizer of the folder that it was
 trained or converted from, where that is known. A run of adapters (lora.rank) becomes a PEFT folder; with --merge, adapters and
-their base model become a Hugging Face folder, and FROM may be a PEFT folder, too. TO must not exist or be empty, and appears only once it is complete.
+their base model become a Hugging Face folder, and FROM may be a PEFT folder, too. TO must not exist or be empty, and appears
+only once it is complete.
 
 With --overwrite TO is replaced if it is what an earlier conversion of the same direction wrote: a checkpoint of weights, or a
 folder of config.json, weights and tokenizer files. If anything else is in it, or it is a checkpoint of a run, it is refused.
