@@ -89,10 +89,10 @@ impl Adapters {
             loaded.tensors().filter_map(|t| t.name.strip_prefix(PREFIX)).map(String::from).collect();
         for module in names.iter().filter_map(|n| n.strip_suffix(LORA_B)) {
             let Some((b, shape)) = values(&format!("{module}{LORA_B}"))? else { continue };
-            let owner = names
-                .iter()
-                .filter_map(|n| n.strip_suffix(LORA_A))
-                .find(|owner| *owner == module || is_fused(owner, module))
+            let owners = || names.iter().filter_map(|n| n.strip_suffix(LORA_A));
+            let owner = owners()
+                .find(|owner| *owner == module)
+                .or_else(|| owners().find(|owner| is_fused(owner, module)))
                 .ok_or_else(|| Error::tensor(&format!("{module}{LORA_A}"), "is missing in the checkpoint"))?;
             if !shared.contains_key(owner) {
                 let a = values(&format!("{owner}{LORA_A}"))?.map(|(a, _)| a).unwrap_or_default();
@@ -187,14 +187,13 @@ impl Adapters {
     }
 }
 
-/// Whether `owner` is the module of an A that `module` shares: `layers.0.attn.qkv` of `layers.0.attn.q`.
+/// Whether `owner` is the module of an A that `module` shares, as `lora::fused_module` names it: `layers.0.attn.qkv` of
+/// `layers.0.attn.q`, `layers.0.mlp.gate_up` of `layers.0.mlp.up`.
 fn is_fused(owner: &str, module: &str) -> bool {
-    let leaf =
-        |name: &str| name.rsplit_once('.').map(|(before, leaf)| (before.to_string(), leaf.to_string()));
-    match (leaf(owner), leaf(module)) {
-        (Some((a, fused)), Some((b, leaf))) if a == b => match (fused.as_str(), leaf.as_str()) {
-            ("qkv", "q" | "k" | "v") => true,
-            (fused, leaf) => fused.split('_').any(|part| part == leaf) && fused != leaf,
+    match (owner.rsplit_once('.'), module.rsplit_once('.')) {
+        (Some((a, fused)), Some((b, leaf))) if a == b => match fused {
+            "qkv" => ["q", "k", "v"].contains(&leaf),
+            _ => fused.starts_with(&format!("{leaf}_")) || fused.ends_with(&format!("_{leaf}")),
         },
         _ => false,
     }
@@ -232,5 +231,8 @@ mod tests {
         assert!(!is_fused("layers.1.attn.qkv", "layers.0.attn.k"));
         assert!(!is_fused("layers.0.attn.q", "layers.0.attn.q"));
         assert!(!is_fused("layers.0.attn.kv_a", "layers.0.attn.q"));
+        for leaf in ["q_a", "kv_a"] {
+            assert!(is_fused("layers.0.attn.q_a_kv_a", &format!("layers.0.attn.{leaf}")));
+        }
     }
 }
