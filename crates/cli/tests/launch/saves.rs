@@ -102,10 +102,10 @@ fn left_over(checkpoints: &Path) -> bool {
         .any(|e| e.unwrap().file_name().to_string_lossy().starts_with(".tmp-step-"))
 }
 
-/// A model of 37 million parameters, so that its 110 MB a rank stand out from everything else in memory.
+/// A model of 50 million parameters, so that its 150 MB a rank stand out from everything else in memory.
 fn large(dir: &Path) -> PathBuf {
     let path = dir.join("large.toml");
-    let text = "[model]\nlayers = 8\nhidden = 512\nheads = 8\nffn = 2048\nvocab = 4096\n\
+    let text = "[model]\nlayers = 11\nhidden = 512\nheads = 8\nffn = 2048\nvocab = 4096\n\
         [data]\npath = \"embedded\"\nseq_len = 16\n\
         [train]\nsteps = 6\nglobal_batch = 4\nmicro_batch = 1\nlog_every = 1\n\
         [optimizer]\nlr = 1e-3\n[precision]\ndtype = \"f32\"\n[parallel]\nzero = 1\n[generate]\ntokens = 0\n\

@@ -9,7 +9,7 @@ use std::path::Path;
 const ALIGN: usize = 4096;
 /// Bytes of one write to the page cache, and of one past it, which the disk takes at once.
 const CACHED: usize = 1 << 20;
-const DIRECT: usize = 4 << 20;
+const DIRECT: usize = 2 << 20;
 
 /// Whether written bytes stay in the system's page cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

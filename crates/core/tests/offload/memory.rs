@@ -104,7 +104,8 @@ fn an_automatic_choice_is_made_and_reported() {
     let chosen = all[4].unwrap();
     // How much that is depends on how busy the machine is; never what the last layer saves.
     assert!(chosen.moved < chosen.movable && chosen.measured_stall.is_none(), "{chosen:?}");
-    assert!(chosen.peak_reduction == chosen.moved && chosen.expected_stall == 0.0, "{chosen:?}");
+    // Times are sums of measured ones: a stall below a nanosecond is rounding.
+    assert!(chosen.peak_reduction == chosen.moved && chosen.expected_stall < 1e-9, "{chosen:?}");
     let ran = all[15].unwrap();
     assert!(ran.measured_stall.is_some_and(|stall| stall >= 0.0) && ran.link.from_host > 0.0, "{ran:?}");
     let fixed = reports("offload.activations=2");
