@@ -104,6 +104,7 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::MtpConfig;
     use crate::model::config::MlaConfig;
 
     /// Published figures in GFLOP per token, to their last digit.
@@ -115,12 +116,25 @@ mod tests {
             ("llama-405b", 8192, 2523.96, 0.005),
             ("gpt2-124m", 1024, 0.798, 0.0005),
             ("gpt2-1558m", 1024, 9.80, 0.005),
+            ("qwen3-30b-a3b", 4096, 23.006, 0.0005),
+            ("qwen3-235b-a22b", 4096, 148.03, 0.005),
+            ("deepseek-v3", 4096, 249.81, 0.005),
+            ("gpt-oss-120b", 4096, 32.63, 0.005),
+            ("mixtral-8x7b", 4096, 79.71, 0.005),
         ];
+        let count =
+            |c: &ModelConfig, length: i32| c.flops_per_token(f64::from(length)).unwrap().total() / 1e9;
+        let preset = |name: &str| ModelConfig::preset(name).unwrap();
         for (name, length, giga, digit) in vectors {
-            let got =
-                ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).unwrap().total() / 1e9;
+            let got = count(&preset(name), length);
             assert!((got - giga).abs() <= digit, "{name}: {got} instead of {giga}");
         }
+        // The vocabulary padded to a multiple of 1024; one MTP layer.
+        let padded = ModelConfig { vocab: 32_768, ..preset("mixtral-8x22b") };
+        let mtp = Some(MtpConfig { layers: 1, shared_layer: false });
+        let with_mtp = ModelConfig { mtp, ..preset("deepseek-v3") };
+        assert!((count(&padded, 4096) - 242.20).abs() <= 0.005);
+        assert!((count(&with_mtp, 4096) - 259.99).abs() <= 0.005, "{}", count(&with_mtp, 4096));
     }
 
     /// The attention of DeepSeek-V3: its published 249.81 GFLOP per token at 4096 tokens, without prediction layers,
