@@ -5,7 +5,7 @@ use crate::model_source::{COMPANIONS, tokenizer_at};
 use crate::peft::{Adapters, alpha};
 use crate::tokenized;
 use crate::weights::{AdaptedWeights, Weights};
-use ferrotron_core::config::{Config, Recipe, Resolved};
+use ferrotron_core::config::{Config, Packing, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
 use ferrotron_core::model::config::ModelConfig;
 use std::path::{Path, PathBuf};
@@ -71,21 +71,40 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     Ok(Weights::Adapted(Box::new(AdaptedWeights { base, adapters, folder, apart: true })))
 }
 
-/// Turns `train.epochs` into `train.tokens`, which needs the data.
+/// Turns `train.epochs` into `train.tokens`, which needs the data. Where samples differ in length, epochs and tokens become
+/// `train.steps`.
 fn fill_epochs(
     recipe: &mut Recipe,
     model: Option<&ModelConfig>,
     progress: &dyn Fn(&str, u64, u64),
 ) -> Result<()> {
-    let Some(epochs) = recipe.config.train.epochs else { return Ok(()) };
+    let train = &recipe.config.train;
+    let (epochs, tokens) = (train.epochs, train.tokens.map(|t| t.0));
+    let varies = recipe.config.data.packing == Packing::PaddingFree;
+    if epochs.is_none() && (tokens.is_none() || train.steps.is_some() || !varies) {
+        return Ok(());
+    }
     recipe.check_values()?;
     // Sequence length and split are known once the recipe is resolved with any length of the run.
     let mut trial = recipe.clone();
     trial.put_key("train.steps", 1i64 << 30)?;
     let mut trial = trial.resolve(model)?;
     tokenized::tokenize(&mut trial, progress)?;
-    let tokens = source::epoch_tokens(&trial)? as f64 * epochs;
-    Ok(recipe.put_key("train.tokens", (tokens.round() as i64).max(1))?)
+    let (each, varying) = source::epoch(&trial)?;
+    let epochs = match (epochs, tokens) {
+        (Some(epochs), _) => epochs,
+        (None, tokens) => tokens.unwrap_or(0) as f64 / each.max(1) as f64,
+    };
+    match varying {
+        Some(samples) => {
+            let steps = recipe.steps_for_samples((samples.count as f64 * epochs).ceil() as u64);
+            Ok(recipe.put_key("train.steps", i64::try_from(steps.max(1)).unwrap_or(i64::MAX))?)
+        }
+        None => {
+            let tokens = each as f64 * epochs;
+            Ok(recipe.put_key("train.tokens", (tokens.round() as i64).max(1))?)
+        }
+    }
 }
 
 /// Checks the data of a recipe against its model and tokenizer, before any rank starts: every id is inside the

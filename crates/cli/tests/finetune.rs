@@ -131,6 +131,21 @@ fn a_pair_of_data_build_and_its_files_train_alike() {
 }
 
 #[test]
+fn padding_free_batches_count_conversations_and_their_tokens() {
+    let f = Fixture::new();
+    let (chats, more) = (f.at("chats.jsonl"), f.at("more"));
+    let set =
+        ["--set", "data.packing=padding_free", "--set", "train.micro_batch=2", "--set", "train.epochs=2"];
+    let text = f.trains(&[&["--data", &chats, "--data", &more, "--set", "eval.every=0"][..], &set].concat());
+    assert!(text.contains("padding-free: samples of ") && text.contains("2 to a micro-batch"), "{text}");
+    // 90 % of 50 and 40 conversations twice, four to a step.
+    assert_eq!(f.losses().len(), 41, "{text}");
+    let log = std::fs::read_to_string(f.dir.path().join("out/events.jsonl")).unwrap();
+    let last = log.lines().filter_map(|l| serde_json::from_str::<Value>(l).unwrap()["epoch"].as_f64()).last();
+    assert!((last.unwrap() - 2.0).abs() < 0.1, "{last:?}");
+}
+
+#[test]
 fn text_files_are_tokenized_by_train() {
     let (dir, recipe) = folder();
     let at = |name: &str| dir.path().join(name).display().to_string();

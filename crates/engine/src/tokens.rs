@@ -2,11 +2,17 @@
 //!
 //! Every sequence is padded at its end to a multiple of 2c tokens and cut into 2c chunks; rank r holds chunks r and
 //! 2c−1−r of each sequence (zigzag). An early chunk attends to few keys and a late one to many; paired, all ranks have
-//! equal work. Padding rows past the last sequence make the row count divisible by tp.
+//! equal work. Padding rows past the last sequence make the row count divisible by tp, and that of micro-batches whose length
+//! varies one of few.
 
 use crate::GroupRank;
 use crate::attention::Layout;
 use ferrotron_tensor::{Result, shape_error};
+
+/// Least multiple of the rows of a tensor-parallel rank where their number varies: FP8 GEMMs take no smaller one.
+const ROW_MULTIPLE: usize = 16;
+/// Numbers of rows between one power of two and the next, so that padding is at most 1/16 of the rows.
+const ROW_COUNTS_PER_OCTAVE: usize = 16;
 
 /// The tokens that one context-parallel rank holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,6 +55,21 @@ impl Tokens {
         }
         rows.resize(rows.len().next_multiple_of(tp), None);
         Ok(Tokens { layout: padded, rows, whole })
+    }
+
+    /// The same with padding rows at the end, for micro-batches whose length varies from one to the next: GEMM algorithms are
+    /// chosen for each number of rows, so there must not be many. Of N rows there are then the next multiple of 1/16 of the power
+    /// of two below N, and a multiple of 16·tp.
+    pub fn with_few_row_counts(self, tp: usize) -> Tokens {
+        let octave = self.rows.len().checked_ilog2().map_or(1, |bits| 1usize << bits);
+        let rows = self.rows.len().next_multiple_of((octave / ROW_COUNTS_PER_OCTAVE).max(1));
+        self.padded_to(rows.next_multiple_of(ROW_MULTIPLE * tp.max(1)))
+    }
+
+    /// The same with padding rows at the end, so many rows in all.
+    pub(crate) fn padded_to(mut self, rows: usize) -> Tokens {
+        self.rows.resize(rows.max(self.rows.len()), None);
+        self
     }
 
     /// Layout of the full, padded sequences, as attention takes it.

@@ -10,7 +10,7 @@ use crate::ranks;
 use crate::signal::Signals;
 use crate::trace;
 use anyhow::Result;
-use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved, refused_changes};
+use ferrotron_core::config::{CudaGraphMode, Derived, Packing, Recipe, Resolved, refused_changes};
 use ferrotron_core::cost::summary::timeline;
 use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit, derived_state_offload};
 use ferrotron_core::data::{Sources, source};
@@ -294,8 +294,11 @@ impl Training<'_> {
 
     /// The run from its first to its last event.
     fn train(&self, run: &mut Run, view: &mut View, begin: Instant) -> Result<Ended> {
-        announce(run, self.recipe, view, self.global, run.trainer.step())?;
         run.epoch_tokens = Some(self.sources.epoch_tokens);
+        if let Some(samples) = self.sources.varying {
+            run.count_flops_of(samples.mean_length)?;
+        }
+        announce(run, self.recipe, view, self.global, run.trainer.step())?;
         if !self.global.json {
             self.sources.notes.iter().for_each(output::note);
         }
@@ -387,10 +390,11 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         };
         run.notes.iter().for_each(output::note);
         output::note(format_args!(
-            "{doing}: {} parameters in {}, {} steps of {} tokens, {} -> {}",
+            "{doing}: {} parameters in {}, {} steps of {}{} tokens, {} -> {}",
             format::count(start.parameters),
             start.dtype,
             format::thousands(p.steps),
+            if run.resolved.config.data.packing == Packing::PaddingFree { "up to " } else { "" },
             format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
             ranks::device_description(&run.trainer.rank),
             run.dir().display(),

@@ -182,8 +182,9 @@ keys! {
         reset_at_documents: bool = false, "reset_position_ids", "reset_attention_mask", "document_mask", "cross_document_attention";
         /// How documents become sequences: none concatenates texts and cuts every data.seq_len tokens, and gives a conversation
         /// a row of its own; documents packs whole texts or conversations, each with its own positions and attention and no
-        /// label across them; longer texts are cut, longer conversations follow data.truncation.
-        packing: Packing = Packing::None, "sequence_packing", "pack_sequences", "packed_sequence", "packed_sequence_size", "packed_sequence_specs", "best_fit_packing";
+        /// label across them; longer texts are cut, longer conversations follow data.truncation; padding_free makes every text
+        /// or conversation a sample of its own length, and concatenates those of a micro-batch without padding.
+        packing: Packing = Packing::None, "sequence_packing", "pack_sequences", "packed_sequence", "packed_sequence_size", "packed_sequence_specs", "best_fit_packing", "padding_free", "remove_padding", "flatten";
         /// Mask the end-of-document token in the loss.
         mask_eod_loss: bool = false, "eod_mask_loss";
         /// Id of the end-of-document token; derived from the tokenizer, 0 for bytes.

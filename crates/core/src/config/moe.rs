@@ -2,7 +2,8 @@
 
 use super::resolve::Derivations;
 use super::{
-    DispatcherType, DropPolicy, MoeSection, PipelineSchedule, QuantRecipe, Recipe, Resolved, RouterPrecision,
+    DispatcherType, DropPolicy, MoeSection, Packing, PipelineSchedule, QuantRecipe, Recipe, Resolved,
+    RouterPrecision,
 };
 use crate::error::Result;
 use crate::model::ModelConfig;
@@ -140,6 +141,17 @@ impl Recipe {
             }
             if !(0.0..1.0).contains(&m.quantile_keep) {
                 return self.refuse("moe.quantile_keep", "must be at least 0 and below 1");
+            }
+        }
+        if r.config.data.packing == Packing::PaddingFree {
+            if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
+                let what = "quantile needs micro-batches of equal length; use data.packing = \"documents\", or other balancing";
+                return self.refuse("moe.balance", what);
+            }
+            if m.pad_to_capacity {
+                let what = "with data.packing = \"padding_free\" micro-batches differ in length, and so would the capacities of the \
+                            ranks that exchange tokens; leave one of them out";
+                return self.refuse("moe.pad_to_capacity", what);
             }
         }
         if choosers > 0 && moe.expert_bias {

@@ -2,7 +2,7 @@
 
 use super::model::section;
 use super::ramp::Ramp;
-use super::{Config, Decay, Recipe, WeightDecayStyle, write};
+use super::{Config, Decay, Packing, Recipe, WeightDecayStyle, write};
 use super::{moe, mtp};
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
@@ -109,6 +109,12 @@ impl Recipe {
         Ok(resolved)
     }
 
+    /// Steps after which `samples` are consumed.
+    pub fn steps_for_samples(&self, samples: u64) -> u64 {
+        let train = &self.config.train;
+        Ramp::new(train.global_batch as u64, train.ramp).steps_for(samples)
+    }
+
     fn derive_data(&self, c: &mut Config, model: &ModelConfig, derived: &mut Derivations) -> Result<()> {
         let data = &mut c.data;
         if data.path.0.is_empty() {
@@ -174,6 +180,11 @@ impl Recipe {
 
         let steps = match (c.train.steps, c.train.tokens) {
             (Some(steps), _) => steps,
+            (None, Some(_)) if c.data.packing == Packing::PaddingFree => {
+                let what = "how many samples these are depends on the data, whose samples differ in length; set train.steps or \
+                            train.epochs";
+                return self.refuse("train.tokens", what);
+            }
             (None, Some(tokens)) => {
                 let steps = ramp.steps_for(tokens.0.div_ceil(seq_len as u64));
                 derived.add(

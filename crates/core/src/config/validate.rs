@@ -24,7 +24,7 @@ impl Config {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
             Some("with data.reset_at_documents, launches depend on where documents begin")
-        } else if self.data.packing == Packing::Documents {
+        } else if self.data.packing != Packing::None {
             Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
@@ -386,7 +386,7 @@ impl Recipe {
             );
             return self.refuse("model.vocab", what);
         }
-        if c.data.packing == Packing::Documents && c.data.is_embedded() {
+        if c.data.packing != Packing::None && c.data.is_embedded() {
             let what = "the embedded corpus is one text without documents; set data.path, or leave it out";
             return self.refuse("data.packing", what);
         }

@@ -5,20 +5,22 @@ use crate::{Error, Result};
 /// The label of positions without loss.
 pub const IGNORE: i32 = -100;
 
-/// `count` samples of `seq` tokens, flattened row by row.
+/// Samples, flattened one after another: `tokens` is the sum of their lengths.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
-    /// Input ids `[count * seq]`.
+    /// Input ids `[tokens]`.
     pub tokens: Vec<i32>,
-    /// The id that follows each input, [`IGNORE`] for positions without loss `[count * seq]`.
+    /// The id that follows each input, [`IGNORE`] for positions without loss `[tokens]`.
     pub labels: Vec<i32>,
-    /// Position of each token within its document or row `[count * seq]`.
+    /// Position of each token within its document or row `[tokens]`.
     pub positions: Vec<i32>,
     /// Offsets of sequences over the flattened batch, between which there is no attention: 0, every document and row
-    /// start, and `count * seq`. `None` if each row is one sequence.
+    /// start, and `tokens`. `None` if each row is one sequence.
     pub cu_seqlens: Option<Vec<i32>>,
-    /// True for positions that only pad a row `[count * seq]`; `None` if there are none.
+    /// True for positions that only pad a row `[tokens]`; `None` if there are none.
     pub padding: Option<Vec<bool>>,
+    /// The number of tokens differs from batch to batch.
+    pub varies: bool,
 }
 
 impl Batch {
@@ -69,8 +71,24 @@ pub struct Member<'a> {
 /// A source of samples. A sample depends on its number only, so a run resumed after n samples, under any layout, sees
 /// exactly what an uninterrupted run would have seen.
 pub trait Batches: Send + Sync {
-    /// Tokens per sample.
+    /// Tokens per sample; of the longest, where their lengths vary.
     fn seq(&self) -> usize;
+
+    /// The length of sample `n` where samples are not padded to equal lengths; `None` where all have [`Batches::seq`] tokens.
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        let _ = n;
+        Ok(None)
+    }
+
+    /// Tokens of samples `first .. first + count`.
+    fn tokens(&self, first: u64, count: u64) -> Result<u64> {
+        let seq = self.seq() as u64;
+        if count == 0 || self.length(first)?.is_none() {
+            return Ok(count.saturating_mul(seq));
+        }
+        (0..count)
+            .try_fold(0, |sum, k| Ok(sum + self.length(first.wrapping_add(k))?.map_or(seq, |n| n as u64)))
+    }
 
     /// Number of samples in one epoch, at least 1. Any sample number may be requested; finite sources start over.
     fn samples(&self) -> u64;
@@ -88,35 +106,44 @@ pub trait Batches: Send + Sync {
 
     /// Samples `first .. first + count`.
     fn batch(&self, first: u64, count: usize) -> Result<Batch> {
-        let seq = self.seq();
-        let total = count.checked_mul(seq).filter(|&t| i32::try_from(t).is_ok());
-        let Some(total) = total else {
+        let total = self.tokens(first, count as u64)?;
+        let Some(total) = i32::try_from(total).ok().and_then(|t| usize::try_from(t).ok()) else {
             return Err(Error::Invalid(format!(
-                "a batch of {count} samples of {seq} tokens is too big; use smaller micro-batches"
+                "a batch of {count} samples of up to {} tokens is too big; use smaller micro-batches",
+                self.seq()
             )));
         };
         let mut batch = Batch {
             tokens: Vec::with_capacity(total),
             labels: Vec::with_capacity(total),
             positions: Vec::with_capacity(total),
-            cu_seqlens: None,
-            padding: None,
+            varies: self.length(first)?.is_some(),
+            ..Batch::default()
         };
         let mut cu = Vec::new();
         let mut row = Row::default();
         for k in 0..count {
             row.clear();
             self.row(first.wrapping_add(k as u64), &mut row)?;
-            debug_assert!(row.tokens.len() == seq && row.starts.first() == Some(&0));
+            let (start, length) = (batch.tokens.len(), row.tokens.len());
+            debug_assert!(row.starts.first() == Some(&0));
             batch.tokens.extend_from_slice(&row.tokens);
             batch.labels.extend_from_slice(&row.labels);
             batch.positions.extend_from_slice(&row.positions);
             if row.padding > 0 || batch.padding.is_some() {
-                let is_padding = batch.padding.get_or_insert_with(|| vec![false; k * seq]);
-                is_padding.resize((k + 1) * seq - row.padding.min(seq), false);
-                is_padding.resize((k + 1) * seq, true);
+                let is_padding = batch.padding.get_or_insert_with(|| vec![false; start]);
+                is_padding.resize(start + length - row.padding.min(length), false);
+                is_padding.resize(start + length, true);
             }
-            cu.extend(row.starts.iter().map(|s| (k * seq + s) as i32));
+            cu.extend(row.starts.iter().map(|s| (start + s) as i32));
+        }
+        if batch.tokens.len() != total {
+            let what = format!(
+                "samples {first} to {} have {} tokens and should have {total}; this is a bug, please report it with the recipe",
+                first.wrapping_add(count as u64),
+                batch.tokens.len()
+            );
+            return Err(Error::Invalid(what));
         }
         if self.resets() {
             cu.push(total as i32);
@@ -129,6 +156,9 @@ pub trait Batches: Send + Sync {
 impl<T: Batches + ?Sized> Batches for Box<T> {
     fn seq(&self) -> usize {
         (**self).seq()
+    }
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        (**self).length(n)
     }
     fn samples(&self) -> u64 {
         (**self).samples()

@@ -184,6 +184,11 @@ impl Batches for Blend {
         self.members.iter().any(|m| m.resets())
     }
 
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        let k = (n % self.samples()) as usize;
+        self.members[usize::from(self.index.member[k])].length(self.index.sample[k])
+    }
+
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let k = (n % self.samples()) as usize;
         self.members[usize::from(self.index.member[k])].row(self.index.sample[k], row)
@@ -214,6 +219,11 @@ impl Batches for Interleave {
 
     fn resets(&self) -> bool {
         self.members.iter().any(|m| m.resets())
+    }
+
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        let k = self.members.len() as u64;
+        self.members[(n % k) as usize].length(n / k)
     }
 
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {

@@ -1,10 +1,10 @@
-//! Whole documents in rows, several packed into one or each in a row of its own: positions and attention restart with
-//! each document, and no label crosses from one document to the next.
+//! Whole documents in rows, several packed into one or each in a row of its own, padded or not: positions and attention
+//! restart with each document, and no label crosses from one document to the next.
 
 use super::batch::checked_id;
 use super::mt19937::Mt19937;
 use super::{Batches, Documents, IGNORE, Row};
-use crate::config::Truncation;
+use crate::config::{Packing, Truncation};
 use crate::{Error, Result};
 
 /// Number of rows open at a time. More rows leave less padding and take longer to pack.
@@ -21,7 +21,7 @@ struct DocumentSlice {
 /// How documents become rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RowOptions {
-    /// Tokens of a row.
+    /// Tokens of a row, at most.
     pub seq: usize,
     /// Vocabulary size; larger ids are an error.
     pub vocab: u32,
@@ -29,8 +29,8 @@ pub struct RowOptions {
     pub seed: Option<u32>,
     /// What becomes of documents longer than a row. Slices of a document are treated as documents.
     pub truncation: Truncation,
-    /// Each document has a row of its own, otherwise as many as fit.
-    pub one_per_row: bool,
+    /// As many documents in a row as fit, or each in a row of its own, padded (`None`) or not (`PaddingFree`).
+    pub packing: Packing,
 }
 
 /// What has become of the documents.
@@ -54,6 +54,8 @@ pub struct Packed {
     seq: usize,
     vocab: u32,
     counts: RowCounts,
+    /// Rows end with their last document.
+    padding_free: bool,
     slices: Vec<DocumentSlice>,
     /// Row r holds slices `rows[r] .. rows[r + 1]`.
     rows: Vec<u32>,
@@ -65,14 +67,16 @@ impl Packed {
     pub fn new(documents: Box<dyn Documents>, seq: usize, vocab: u32, seed: Option<u32>) -> Result<Self> {
         let name = documents.name();
         let truncation = Truncation::Split;
-        Self::with(documents, RowOptions { seq, vocab, seed, truncation, one_per_row: false })?.ok_or_else(
-            || Error::Invalid(format!("{name}: no document has the two tokens a prediction needs")),
-        )
+        Self::with(documents, RowOptions { seq, vocab, seed, truncation, packing: Packing::Documents })?
+            .ok_or_else(|| {
+                Error::Invalid(format!("{name}: no document has the two tokens a prediction needs"))
+            })
     }
 
     /// Rows of documents; `None` if no document gives a sample.
     pub fn with(documents: Box<dyn Documents>, options: RowOptions) -> Result<Option<Self>> {
-        let RowOptions { seq, vocab, seed, one_per_row, .. } = options;
+        let RowOptions { seq, vocab, seed, packing, .. } = options;
+        let one_per_row = packing != Packing::Documents;
         let name = documents.name();
         let too_big = || Error::Invalid(format!("{name}: too many documents to pack; split the file"));
         if seq == 0 || u32::try_from(seq).is_err() {
@@ -106,7 +110,8 @@ impl Packed {
             rows.push(u32::try_from(slices.len()).map_err(|_| too_big())?);
         }
         counts.samples = slices.len() as u64;
-        Ok(Some(Self { documents, seq, vocab, counts, slices, rows }))
+        let padding_free = packing == Packing::PaddingFree;
+        Ok(Some(Self { documents, seq, vocab, counts, padding_free, slices, rows }))
     }
 
     /// What has become of the documents.
@@ -114,10 +119,28 @@ impl Packed {
         self.counts
     }
 
+    /// Tokens of all rows, without padding.
+    pub fn used(&self) -> u64 {
+        self.slices.iter().map(|p| u64::from(p.length)).sum()
+    }
+
     /// Fraction of positions that are not padding.
     pub fn fill(&self) -> f64 {
-        let used: u64 = self.slices.iter().map(|p| u64::from(p.length)).sum();
-        used as f64 / (self.seq as f64 * self.samples() as f64)
+        self.used() as f64 / (self.seq as f64 * self.samples() as f64)
+    }
+
+    /// Lengths of the documents and slices: the shortest, the longest, and the mean over their tokens, `Σ length² / Σ length`,
+    /// which attention is proportional to.
+    pub fn lengths(&self) -> (u32, u32, f64) {
+        let lengths = || self.slices.iter().map(|p| p.length);
+        let squares: f64 = lengths().map(|n| f64::from(n).powi(2)).sum();
+        let mean = squares / (self.used() as f64).max(1.0);
+        (lengths().min().unwrap_or(0), lengths().max().unwrap_or(0), mean)
+    }
+
+    /// Documents and slices of row `r`.
+    fn slices(&self, r: usize) -> &[DocumentSlice] {
+        &self.slices[self.rows[r] as usize..self.rows[r + 1] as usize]
     }
 }
 
@@ -234,11 +257,16 @@ impl Batches for Packed {
         true
     }
 
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        let row = self.slices((n % self.samples()) as usize);
+        Ok(self.padding_free.then(|| row.iter().map(|slice| slice.length as usize).sum()))
+    }
+
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let r = (n % self.samples()) as usize;
         let source = || format!("{} packed row {r}", self.documents.name());
         let (mut text, mut loss) = (Vec::new(), Vec::new());
-        for slice in &self.slices[self.rows[r] as usize..self.rows[r + 1] as usize] {
+        for slice in self.slices(r) {
             let (offset, length) = (slice.offset as usize, slice.length as usize);
             let document = slice.document as usize;
             text.clear();
@@ -253,7 +281,7 @@ impl Batches for Packed {
             }
             row.positions.extend(0..length as i32);
         }
-        let padding = self.seq - row.tokens.len();
+        let padding = if self.padding_free { 0 } else { self.seq - row.tokens.len() };
         if padding > 0 {
             row.starts.push(row.tokens.len());
             row.tokens.resize(self.seq, 0);

@@ -23,8 +23,19 @@ pub struct Sources {
     pub eval: Option<Box<dyn Batches>>,
     /// Tokens in one epoch of the training data.
     pub epoch_tokens: u64,
+    /// Samples in one epoch of the training data and their mean length over tokens, where lengths vary.
+    pub varying: Option<VaryingSamples>,
     /// What the user should know: members without validation data, many epochs, how densely documents are packed.
     pub notes: Vec<String>,
+}
+
+/// Training samples that are not padded to equal lengths.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct VaryingSamples {
+    /// Samples of one epoch.
+    pub count: u64,
+    /// `Σ length² / Σ length`: what the FLOPs of attention for each token are proportional to.
+    pub mean_length: f64,
 }
 
 /// A member of the blend.
@@ -49,13 +60,15 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let train = corpus::training(seq, d.seed)?;
         let eval = Box::new(corpus::held_out(seq, d.seed)?);
         let epoch_tokens = train.samples().saturating_mul(seq as u64);
-        return Ok(Sources { train: Box::new(train), eval: Some(eval), epoch_tokens, notes: Vec::new() });
+        let train = Box::new(train);
+        return Ok(Sources { train, eval: Some(eval), epoch_tokens, varying: None, notes: Vec::new() });
     }
     let matrix = split_matrix(&shares(r)?);
     let Some(train_fractions) = matrix[0] else { return Err(nothing_to_train_on()) };
     let mut notes = Vec::new();
     let (mut train, mut eval): (Vec<Box<dyn Batches>>, Vec<_>) = Default::default();
     let (mut epoch_tokens, mut filled) = (0u64, [0.0; 2]);
+    let mut lengths: Vec<Lengths> = Vec::new();
     let paths = d.path.0.iter().zip(&r.pairs).zip(normalise(&weights(r))?);
     for ((prefix, tokenized), weight) in paths {
         let data = Arc::new(IndexedDataset::open(tokenized)?);
@@ -64,8 +77,9 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let member = pair.samples(r, Split::Train, train_fractions)?.ok_or_else(|| pair.nothing_fits(r))?;
         notes.extend(member.note.clone());
         epoch_tokens = epoch_tokens.saturating_add(member.tokens);
-        let wanted = (r.plan.samples as f64 * weight).max(1.0) * seq as f64;
+        let wanted = (r.plan.samples as f64 * weight).max(1.0) * member.tokens_of_sample(seq);
         notes.extend(many_epochs(prefix, wanted / member.tokens.max(1) as f64, member.tokens));
+        lengths.extend(member.lengths);
         if let Some([rows, used]) = member.filled {
             filled = [filled[0] + rows, filled[1] + used];
         }
@@ -87,7 +101,10 @@ pub fn open(r: &Resolved) -> Result<Sources> {
             if d.packing == Packing::Documents { "packed documents" } else { "one conversation per row" };
         notes.insert(0, format!("{what}: {:.1} % of positions hold tokens", 100.0 * filled[1] / filled[0]));
     }
-    let train = if d.packing == Packing::Documents {
+    let varying = Lengths::of_all(&lengths);
+    notes.splice(0..0, varying.as_ref().map(|all| all.note(r.plan.micro_batch)));
+    let varying = varying.map(|all| VaryingSamples { count: all.count, mean_length: all.mean });
+    let train = if d.packing != Packing::None {
         Blend::weighted(train, &weights(r), r.plan.samples)?
     } else {
         // Slightly more than asked for, since members round up as Megatron's do.
@@ -103,16 +120,17 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         }
         _ => Some(Box::new(ValidationBlend::new(eval)?)),
     };
-    Ok(Sources { train, eval, epoch_tokens, notes })
+    Ok(Sources { train, eval, epoch_tokens, varying, notes })
 }
 
-/// Tokens in one epoch of the training data of a recipe.
-pub fn epoch_tokens(r: &Resolved) -> Result<u64> {
+/// Tokens in one epoch of the training data of a recipe, and its samples, where their lengths vary.
+pub fn epoch(r: &Resolved) -> Result<(u64, Option<VaryingSamples>)> {
     // The indices of one step are quickly built.
     let mut short = r.clone();
     short.plan.samples = 1;
     short.config.eval.every = 0;
-    Ok(open(&short)?.epoch_tokens)
+    let sources = open(&short)?;
+    Ok((sources.epoch_tokens, sources.varying))
 }
 
 /// The samples of one split of a pair.
@@ -120,10 +138,57 @@ struct Samples {
     data: Box<dyn Batches>,
     /// Tokens of one epoch.
     tokens: u64,
-    /// Number of packed rows, and how many of them their tokens would fill.
+    /// Number of padded rows, and how many of them their tokens would fill.
     filled: Option<[f64; 2]>,
+    /// Lengths of samples that are not padded.
+    lengths: Option<Lengths>,
     /// What has become of conversations.
     note: Option<String>,
+}
+
+impl Samples {
+    /// Mean number of tokens of a sample of at most `seq`.
+    fn tokens_of_sample(&self, seq: usize) -> f64 {
+        self.lengths.map_or(seq as f64, |l| l.tokens as f64 / (l.count as f64).max(1.0))
+    }
+}
+
+/// Lengths of samples that are not padded.
+#[derive(Clone, Copy)]
+struct Lengths {
+    count: u64,
+    tokens: u64,
+    shortest: u32,
+    longest: u32,
+    /// `Σ length² / Σ length`
+    mean: f64,
+}
+
+impl Lengths {
+    fn of(packed: &Packed) -> Lengths {
+        let (shortest, longest, mean) = packed.lengths();
+        Lengths { count: packed.samples(), tokens: packed.used(), shortest, longest, mean }
+    }
+
+    fn of_all(members: &[Lengths]) -> Option<Lengths> {
+        let tokens = members.iter().map(|l| l.tokens).sum::<u64>();
+        Some(Lengths {
+            count: members.iter().map(|l| l.count).sum(),
+            tokens,
+            shortest: members.iter().map(|l| l.shortest).min()?,
+            longest: members.iter().map(|l| l.longest).max()?,
+            mean: members.iter().map(|l| l.mean * l.tokens as f64).sum::<f64>() / (tokens as f64).max(1.0),
+        })
+    }
+
+    /// For the user.
+    fn note(&self, micro_batch: usize) -> String {
+        let mean = self.tokens as f64 / (self.count as f64).max(1.0);
+        format!(
+            "padding-free: samples of {} to {} tokens, {mean:.0} on average; {micro_batch} to a micro-batch (train.micro_batch)",
+            self.shortest, self.longest
+        )
+    }
 }
 
 impl Pair {
@@ -131,20 +196,18 @@ impl Pair {
     fn samples(&self, r: &Resolved, split: Split, fractions: (f64, f64)) -> Result<Option<Samples>> {
         let (d, seq) = (&r.config.data, r.plan.seq_len);
         let [seed, vocab] = seed_and_vocab(r)?;
-        if self.chat || d.packing == Packing::Documents {
+        if self.chat || d.packing != Packing::None {
             let range = split_range(fractions, self.data.documents());
             let documents = Box::new(DocumentRange { data: self.data.clone(), range, chat: self.chat });
-            let one_per_row = d.packing == Packing::None;
             let truncation = if self.chat { d.truncation } else { Truncation::Split };
-            let options = RowOptions { seq, vocab, seed: Some(seed), truncation, one_per_row };
+            let options = RowOptions { seq, vocab, seed: Some(seed), truncation, packing: d.packing };
             let Some(packed) = Packed::with(documents, options)? else { return Ok(None) };
-            let rows = packed.samples() as f64;
-            let filled = Some([rows, packed.fill() * rows]);
-            let note =
-                self.chat.then(|| self.conversations(&packed.counts(), packed.fill() * rows * seq as f64));
+            let (rows, padding_free) = (packed.samples(), d.packing == Packing::PaddingFree);
+            let note = self.chat.then(|| self.conversations(&packed.counts(), packed.used()));
             return Ok(Some(Samples {
-                tokens: packed.samples() * seq as u64,
-                filled,
+                tokens: if padding_free { packed.used() } else { rows * seq as u64 },
+                filled: (!padding_free).then(|| [rows as f64, packed.fill() * rows as f64]),
+                lengths: padding_free.then(|| Lengths::of(&packed)),
                 note,
                 data: Box::new(packed),
             }));
@@ -166,17 +229,17 @@ impl Pair {
         let range = split_range(fractions, self.data.len());
         let tokens = self.tokens(range.clone())?;
         let data = Box::new(GptDataset::new(self.data.clone(), range, Some(wanted), split, config)?);
-        Ok(Some(Samples { data, tokens, filled: None, note: None }))
+        Ok(Some(Samples { data, tokens, filled: None, lengths: None, note: None }))
     }
 
     /// What has become of the conversations, for the user.
-    fn conversations(&self, counts: &RowCounts, tokens: f64) -> String {
+    fn conversations(&self, counts: &RowCounts, tokens: u64) -> String {
         let mut note = format!(
             "{}: {} samples for training, loss on {} tokens ({:.0} %)",
             self.name,
             counts.samples,
             counts.labels,
-            100.0 * counts.labels as f64 / tokens.max(1.0)
+            100.0 * counts.labels as f64 / (tokens as f64).max(1.0)
         );
         let more = [
             (counts.cut, "cut to data.seq_len"),
@@ -203,7 +266,7 @@ impl Pair {
 
     /// Does a split hold at least one sample?
     fn has_sample(&self, r: &Resolved, fractions: (f64, f64)) -> Result<bool> {
-        if self.chat || r.config.data.packing == Packing::Documents {
+        if self.chat || r.config.data.packing != Packing::None {
             return Ok(!split_range(fractions, self.data.documents()).is_empty());
         }
         Ok(self.tokens(split_range(fractions, self.data.len()))? > r.plan.seq_len as u64)

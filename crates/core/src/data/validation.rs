@@ -39,6 +39,11 @@ impl Batches for ValidationBlend {
         self.members.iter().map(|(name, weight, data)| Member { name, weight: *weight, data }).collect()
     }
 
+    fn length(&self, n: u64) -> Result<Option<usize>> {
+        let k = self.members.len() as u64;
+        self.members[(n % k) as usize].2.length(n / k)
+    }
+
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let k = self.members.len() as u64;
         self.members[(n % k) as usize].2.row(n / k, row)

@@ -64,6 +64,15 @@ pub struct Input {
     pub mtp: Vec<MtpInput>,
 }
 
+/// What is special about the tokens of a micro-batch.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct InputOptions<'a> {
+    /// True for tokens that are padding: MoE layers route them to no expert.
+    pub padding: Option<&'a [bool]>,
+    /// Its length varies from micro-batch to micro-batch; see [`Tokens::with_few_row_counts`].
+    pub varies: bool,
+}
+
 /// Inputs of the MTP layer that looks d tokens ahead, for the rows of an [`Input`].
 pub struct MtpInput {
     /// i32 `[N]`: ids of the tokens d ahead, 0 past the end of a document.
@@ -173,17 +182,17 @@ impl Decoder {
         positions: Option<&[i32]>,
         layout: Layout,
     ) -> Result<Input> {
-        self.input_with(rank, ids, positions, layout, None)
+        self.input_with(rank, ids, positions, layout, InputOptions::default())
     }
 
-    /// The same with `padding`, true for tokens that are padding: MoE layers route them to no expert.
+    /// The same with options.
     pub fn input_with(
         &self,
         rank: &Rank,
         ids: &[i32],
         positions: Option<&[i32]>,
         layout: Layout,
-        padding: Option<&[bool]>,
+        options: InputOptions,
     ) -> Result<Input> {
         let default;
         let positions = match positions {
@@ -196,13 +205,14 @@ impl Decoder {
         };
         self.check_input(ids, positions, &layout)?;
         let tokens = rank.tokens(&layout)?;
+        let tokens = if options.varies { tokens.with_few_row_counts(rank.tp.size()) } else { tokens };
         let upload = |x: &[i32]| {
             let mine = tokens.take(x, 0)?;
             rank.compute.upload(&mine, &[mine.len()], Category::Activations)
         };
         let (ids, positions) = (upload(ids)?, upload(positions)?);
         let rows = ids.numel() / rank.tp.size();
-        let moe = self.moe_input(rank, &layout, &tokens, padding)?;
+        let moe = self.moe_input(rank, &layout, &tokens, options.padding)?;
         let layout = tokens.layout().clone();
         Ok(Input { ids, positions, layout, tokens, rows, moe, mtp: Vec::new() })
     }

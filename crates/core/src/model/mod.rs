@@ -26,7 +26,7 @@ pub mod validate;
 pub use chunk::{Chunk, ChunkSaved, ForwardMode};
 pub(crate) use chunk_units::ChunkUnits;
 pub use config::ModelConfig;
-pub use decoder::{Decoder, Input, ModelOptions, MtpInput};
+pub use decoder::{Decoder, Input, InputOptions, ModelOptions, MtpInput};
 pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use loaded::{Model, set_expert_biases};

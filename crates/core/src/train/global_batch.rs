@@ -12,7 +12,7 @@ use ferrotron_engine::Rank;
 /// The micro-batches that this data-parallel rank computes in one step, on the host.
 pub(super) struct GlobalBatch {
     pub(super) micro_batches: Vec<Batch>,
-    /// Tokens of a sequence.
+    /// Tokens of a sequence; of the longest, where their lengths vary.
     pub(super) seq: usize,
     /// Sequences of the step over all data-parallel ranks.
     pub(super) samples: u64,
@@ -22,9 +22,8 @@ pub(super) struct GlobalBatch {
     labels: Vec<f64>,
     /// Weight of a label: `1/n` in the language-modelling loss of n labels, then `loss_weight/(D·n)` at each MTP depth.
     pub(super) label_weights: Vec<f32>,
-    /// Sequences of a micro-batch.
-    micro: u64,
-    dp_rank: u64,
+    /// Index in the step of the first token of each micro-batch of this rank.
+    first_tokens: Vec<u64>,
     dp_size: u64,
 }
 
@@ -52,7 +51,14 @@ impl GlobalBatch {
             let counts = mtp::labels(batch, seq, depth)?;
             labels.iter_mut().zip(counts).for_each(|(all, n)| *all += n);
         }
-        let tokens = dp_size * micro_batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
+        // Tokens are numbered in the order of samples, whichever rank computes them.
+        let (mut first_tokens, mut tokens) = (Vec::new(), 0);
+        for m in 0..count * dp_size {
+            if m % dp_size == dp_rank {
+                first_tokens.push(tokens);
+            }
+            tokens += data.tokens(consumed + m * micro, micro)?;
+        }
         Ok(GlobalBatch {
             micro_batches,
             seq,
@@ -60,8 +66,7 @@ impl GlobalBatch {
             tokens,
             labels,
             label_weights: Vec::new(),
-            micro,
-            dp_rank,
+            first_tokens,
             dp_size,
         })
     }
@@ -75,7 +80,7 @@ impl GlobalBatch {
 
     /// Index in the step of the first token of micro-batch `i`.
     pub(super) fn first_token(&self, i: usize) -> u64 {
-        (i as u64 * self.dp_size + self.dp_rank) * self.micro * self.seq as u64
+        self.first_tokens[i]
     }
 
     /// Weight of a micro-batch in means over the step.
@@ -102,7 +107,7 @@ impl GlobalBatch {
 
     /// For each token of the step, whether this rank computes it: padding and other ranks' tokens are not.
     pub(super) fn local_tokens(&self) -> Vec<bool> {
-        let mut local = vec![false; self.samples as usize * self.seq];
+        let mut local = vec![false; self.tokens as usize];
         for (i, batch) in self.micro_batches.iter().enumerate() {
             let is_token = |t: usize| batch.padding.as_ref().is_none_or(|p| !p[t]);
             let here = local.iter_mut().skip(self.first_token(i) as usize).take(batch.tokens.len());

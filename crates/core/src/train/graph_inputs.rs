@@ -134,6 +134,7 @@ mod tests {
             positions: (0..6).map(|i| i % 3).collect(),
             cu_seqlens: None,
             padding: None,
+            varies: false,
         };
         let batches = [batch(10), batch(20)];
         let scalars: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);
@@ -170,6 +171,7 @@ mod tests {
             positions: (0..6).collect(),
             cu_seqlens: None,
             padding: None,
+            varies: false,
         };
         let words = words(&tokens, &[batch], 0.5, &[], |_| Ok(())).unwrap();
         // Six tokens are padded to eight in four chunks; rank 1 of 2 has the second and the third.

@@ -4,7 +4,7 @@ use super::execute::{MicroBatch, StepPosition};
 use super::mtp;
 use crate::Result;
 use crate::data::Batch;
-use crate::model::Decoder;
+use crate::model::{Decoder, InputOptions};
 
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, Targets, Tokens};
@@ -35,7 +35,8 @@ pub(super) fn upload(
     step: Option<MicroBatchPosition>,
 ) -> Result<MicroBatch> {
     let (positions, layout) = (Some(&batch.positions[..]), sequence_layout(batch, seq)?);
-    let mut input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
+    let options = InputOptions { padding: batch.padding.as_deref(), varies: batch.varies };
+    let mut input = decoder.input_with(rank, &batch.tokens, positions, layout, options)?;
     // Only dropout and MoE layers ask where a token lies in the step.
     let position = step.filter(|s| s.dropout > 0.0 || input.moe.is_some());
     let position = match position {

@@ -95,6 +95,7 @@ mod tests {
             positions: vec![0, 1, 2, 3, 0, 1, 2, 3],
             cu_seqlens: None,
             padding: None,
+            varies: false,
         };
         assert_eq!(labels(&batch, 4, 2).unwrap(), [6.0, 4.0, 2.0]);
         let packed = Batch { cu_seqlens: Some(vec![0, 1, 4, 8]), ..batch };

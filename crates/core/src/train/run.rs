@@ -304,6 +304,12 @@ impl Run {
         Ok(())
     }
 
+    /// Counts the FLOPs of attention for sequences of `length` tokens instead of `data.seq_len`.
+    pub fn count_flops_of(&mut self, length: f64) -> Result<()> {
+        self.flops_per_token = self.resolved.flops_per_token(length)?.total();
+        Ok(())
+    }
+
     /// The run folder.
     pub fn dir(&self) -> &Path {
         &self.dir

@@ -266,7 +266,7 @@ impl Run {
         let mut event = events::Eval { step: self.trainer.step(), ..Default::default() };
         let mut evaluate = |data: &dyn Batches, batches: u64| {
             let micro_batches = (batches * per_batch).max(1);
-            event.tokens += micro_batches * micro * data.seq() as u64;
+            event.tokens += data.tokens(0, micro_batches * micro)?;
             self.trainer.evaluate(data, micro_batches)
         };
         let members = data.members();

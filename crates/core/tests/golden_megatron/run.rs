@@ -82,7 +82,14 @@ impl Work {
         Work {
             rows: Layout::Rows { count, len: seq },
             weights: weights.collect(),
-            batch: Batch { tokens: ints("input_ids"), labels, positions, cu_seqlens: None, padding: None },
+            batch: Batch {
+                tokens: ints("input_ids"),
+                labels,
+                positions,
+                cu_seqlens: None,
+                padding: None,
+                varies: false,
+            },
         }
     }
 

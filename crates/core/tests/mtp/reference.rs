@@ -187,7 +187,7 @@ fn losses_and_gradients_are_those_of_f64() {
         };
         let positions = lengths.iter().flat_map(|n| 0..*n as i32).collect();
         let (tokens, labels) = (tokens.clone(), Vec::clone(&labels));
-        let batch = Batch { tokens, labels, positions, cu_seqlens: offsets, padding: None };
+        let batch = Batch { tokens, labels, positions, cu_seqlens: offsets, padding: None, varies: false };
         let wide = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
         let w = trainer.weights().unwrap().iter().map(|v| (v.name.clone(), wide(&v.values))).collect();
         let mut twin = Twin { m: &resolved.model, w };

@@ -1,11 +1,13 @@
 //! Conversations in runs: losses on the assistant's turns only, packed or one to a row, cut as asked, resumed exactly.
 
 use super::support::*;
-use ferrotron_core::config::{Resolved, Truncation};
+use ferrotron_core::config::{Packing, Resolved, Truncation};
 use ferrotron_core::data::{
     Batches, DatasetInfo, Documents, IGNORE, IndexedDataset, IndexedWriter, Packed, Row, RowOptions,
     TokenType, TokenizerInfo, source,
 };
+use ferrotron_core::events::Event;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
 
@@ -101,17 +103,17 @@ fn each_sample_has_the_same_loss_packed_and_unpacked() {
         let (rows, apart) = (packed.0.train.samples(), alone.0.train.samples());
         assert!(rows == 2 && apart == 2, "a blend of the run's length: {rows} {apart}");
         // All rows of the data, not only those of two steps.
-        let all = |one_per_row| {
+        let all = |packing| {
             let options = RowOptions {
                 seq: SEQ,
                 vocab: 16,
                 seed: Some(1234),
                 truncation: Truncation::KeepStart,
-                one_per_row,
+                packing,
             };
             Packed::with(Box::new(Chats(conversations.clone())), options).unwrap().unwrap()
         };
-        let (rows, singles) = (all(false), all(true));
+        let (rows, singles) = (all(Packing::Documents), all(Packing::None));
         assert!(rows.samples() * 5 < singles.samples() * 4, "{} {}", rows.samples(), singles.samples());
         let (mut worst, mut unmasked, mut count) = (0.0f64, 0.0f64, 0);
         let mut used = vec![false; singles.samples() as usize];
@@ -189,7 +191,7 @@ fn long_conversations_are_cut_as_asked() {
     let short: Conversation = (0..5).map(|i| (i, i == 4)).collect();
     let late: Conversation = (0..21).map(|i| (i % 15, i >= 19)).collect();
     let rows = |truncation| {
-        let options = RowOptions { seq: SEQ, vocab: 16, seed: None, truncation, one_per_row: true };
+        let options = RowOptions { seq: SEQ, vocab: 16, seed: None, truncation, packing: Packing::None };
         let chats = Box::new(Chats(vec![long.clone(), short.clone(), late.clone()]));
         Packed::with(chats, options).map(|p| {
             let p = p.unwrap();
@@ -215,12 +217,23 @@ fn a_run_on_conversations_resumes_to_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("chat");
     write_chat(&prefix, &conversations(60));
-    for packing in ["data.packing=\"documents\"", "data.packing=\"none\""] {
-        let r = with_chat(&prefix, &[packing, "train.steps=10", "train.global_batch=4"]);
+    for packing in ["documents", "none", "padding_free"].map(|p| format!("data.packing={p:?}")) {
+        let r = with_chat(&prefix, &[packing.as_str(), "train.steps=10", "train.global_batch=4"]);
         let open = || source::open(&r).unwrap().train;
         let (whole, stopped) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let (_, events) = run(whole.path(), &r, 2, &*open(), None, None);
         assert!(losses(&events).iter().all(|l| l.is_finite() && *l > 0.0));
+        let consumed = events.iter().filter_map(|e| match e {
+            Event::Step(s) => Some(s.tokens),
+            _ => None,
+        });
+        let consumed: Vec<u64> = [0].into_iter().chain(consumed).collect();
+        let lengths: BTreeSet<u64> = consumed.windows(2).map(|w| w[1] - w[0]).collect();
+        assert_eq!(
+            lengths.len() > 3,
+            packing.contains("padding_free"),
+            "{packing}: steps of {lengths:?} tokens"
+        );
         run(stopped.path(), &r, 1, &*open(), None, Some(4));
         run(stopped.path(), &r, 2, &*open(), None, None);
         assert!(newest(whole.path()) == newest(stopped.path()), "{packing}");

@@ -108,7 +108,8 @@ fn order(rank: &Rank, layout: &Layout, rows: usize) -> Result<Option<TokenOrder>
     // tp is the fastest axis of the group.
     let mut all: Vec<Option<usize>> = Vec::with_capacity(rows * tp * cp);
     for c in 0..cp {
-        all.extend(Tokens::new(layout, GroupRank { rank: c, size: cp }, tp)?.rows());
+        // Every rank has as many rows.
+        all.extend(Tokens::new(layout, GroupRank { rank: c, size: cp }, tp)?.padded_to(rows * tp).rows());
     }
     let mut sorted: Vec<usize> = (0..all.len()).collect();
     sorted.sort_by_key(|row| all[*row].unwrap_or(usize::MAX));

@@ -123,3 +123,25 @@ fn impossible_batches_are_refused() {
     assert!(Tokens::new(&fine, two, 0).is_err());
     Tokens::new(&Layout::Rows { count: usize::MAX, len: 0 }, two, 1).unwrap();
 }
+
+/// Numbers of rows of micro-batches whose length varies: few, and little more than the tokens.
+#[test]
+fn varying_lengths_have_few_row_counts() {
+    for tp in [1, 2, 3, 8] {
+        let mut seen = std::collections::BTreeSet::new();
+        for tokens in (1..=40_000usize).step_by(11) {
+            let layout = Layout::Packed { offsets: vec![0, tokens as i32] };
+            let all = Tokens::new(&layout, GroupRank { rank: 0, size: 1 }, tp).unwrap();
+            let rows = all.clone().with_few_row_counts(tp);
+            assert!(rows.rows().starts_with(all.rows()) && rows.layout() == all.layout());
+            let (n, count) = (all.rows().len(), rows.rows().len());
+            assert!(rows.rows()[n..].iter().all(Option::is_none));
+            assert!(
+                count.is_multiple_of(16 * tp) && count <= n + n / 16 + 16 * tp,
+                "{tokens} tp {tp}: {count}"
+            );
+            seen.insert(count);
+        }
+        assert!(seen.len() <= 16 * 9, "{} row counts with tp {tp}", seen.len());
+    }
+}

@@ -90,6 +90,8 @@ choice! {
         None = "none",
         /// Whole documents packed into each sequence by best fit, with padding at its end.
         Documents = "documents",
+        /// Each document is a sample of its own length; those of a micro-batch are concatenated without padding.
+        PaddingFree = "padding_free",
     }
 }
 

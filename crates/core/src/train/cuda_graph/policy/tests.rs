@@ -96,6 +96,7 @@ fn shapes_distinguish_steps_with_different_launches() {
         positions: (0..rows * 16).map(|i| i % 16).collect(),
         cu_seqlens: None,
         padding: None,
+        varies: false,
     };
     assert_eq!(StepShape::of(&[batch(2), batch(2)], 16), Some(SHAPE));
     assert_eq!(SHAPE.layout().tokens(), 32);
