@@ -141,7 +141,7 @@ fn padding_free_batches_count_conversations_and_their_tokens() {
     // 90 % of 50 and 40 conversations twice, four to a step.
     assert_eq!(f.losses().len(), 41, "{text}");
     let log = std::fs::read_to_string(f.dir.path().join("out/events.jsonl")).unwrap();
-    let last = log.lines().filter_map(|l| serde_json::from_str::<Value>(l).unwrap()["epoch"].as_f64()).last();
+    let last = log.lines().rev().find_map(|l| serde_json::from_str::<Value>(l).unwrap()["epoch"].as_f64());
     assert!((last.unwrap() - 2.0).abs() < 0.1, "{last:?}");
 }
 
