@@ -1,7 +1,8 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, parity, recipes, train,
+    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, parity, plan, recipes,
+    train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -147,6 +148,9 @@ pub enum Command {
     Kernels(kernels::Args),
     /// Show the hardware and libraries that were found, and what the missing ones cost
     Doctor(doctor::Args),
+    /// Find the fastest layout of a recipe on some GPUs, before anything runs
+    #[command(long_about = plan::LONG)]
+    Plan(plan::Args),
     /// List or print the built-in recipes
     Recipes(recipes::Args),
     /// Explain a recipe key

@@ -44,6 +44,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => commands::bench::run(args, &global),
         Command::Kernels(args) => commands::kernels::run(args, &global),
         Command::Doctor(args) => commands::doctor::run(args, &global),
+        Command::Plan(args) => commands::plan::run(args, &global),
         Command::Recipes(args) => commands::recipes::run(args, &global),
         Command::Explain(args) => commands::explain::run(args, &global),
     };

@@ -13,6 +13,7 @@ pub mod model;
 pub mod optimizer;
 pub mod parity;
 pub mod pipeline;
+pub mod plan;
 pub mod ranks;
 pub mod schedule;
 pub mod tensorfile;

@@ -17,6 +17,8 @@ pub mod generate;
 pub mod kernels;
 mod next_commands;
 pub mod parity;
+pub mod plan;
+mod plan_output;
 pub mod recipes;
 mod sampling_args;
 pub mod train;

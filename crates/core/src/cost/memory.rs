@@ -62,14 +62,19 @@ impl MemoryBytes {
 impl MemoryEstimate {
     /// The memory of a recipe's steps.
     pub fn of(r: &Resolved) -> Result<MemoryEstimate> {
+        Ok(MemoryEstimate::of_shapes(r, StepShape::of_stages(r)?))
+    }
+
+    /// The memory of a recipe's steps of other shapes, one for every pipeline stage.
+    pub(crate) fn of_shapes(r: &Resolved, stages: Vec<StepShape>) -> MemoryEstimate {
         let o = &r.config.optimizer;
-        Ok(MemoryEstimate {
-            stages: StepShape::of_stages(r)?,
+        MemoryEstimate {
+            stages,
             moments: None,
             master: o.master_dtype,
             schedule: r.config.parallel.schedule,
             offload: OffloadSettings::of(r),
-        })
+        }
     }
 
     /// Bytes of master weight and moments of a parameter that no group selects, before ZeRO shards them. f32 weights are

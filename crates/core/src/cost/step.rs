@@ -18,10 +18,17 @@ impl StepShape {
         let pipeline = PipelineLayout { vp: p.vp, layout: p.stages.clone() };
         let placement = pipeline.place(&r.model, ranks.pp.size)?;
         let chunks = (0..placement.vp()).filter_map(|chunk| placement.at(ranks.pp.rank, chunk).cloned());
+        let stages = chunks.collect();
+        Ok(StepShape::of_ranks(r, ranks, stages))
+    }
+
+    /// The step of a recipe on a rank that holds `stages`, whatever the recipe's own layout.
+    pub(crate) fn of_ranks(r: &Resolved, ranks: ParallelRanks, stages: Vec<Stage>) -> StepShape {
+        let p = &r.config.parallel;
         let samples = r.plan.micro_batch * ranks.dp.size;
-        Ok(StepShape {
+        StepShape {
             model: r.model.clone(),
-            stages: chunks.collect(),
+            stages,
             micro_batch: Layout::Rows { count: r.plan.micro_batch, len: r.plan.seq_len },
             micro_batches: (r.config.train.global_batch / samples.max(1)).max(1),
             dtype: r.config.precision.dtype.dtype(),
@@ -35,7 +42,7 @@ impl StepShape {
             schedule: p.schedule.schedule_kind(),
             overlap: p.overlap,
             ranks,
-        })
+        }
     }
 
     /// The recipe's whole model on one rank, in one micro-batch.

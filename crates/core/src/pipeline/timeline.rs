@@ -47,13 +47,15 @@ pub(super) struct ReadyTimes {
     shape: ScheduleShape,
     forward: Vec<Option<f64>>,
     input: Vec<Option<f64>>,
+    /// Time of a message to another stage.
+    message: f64,
 }
 
 impl ReadyTimes {
     pub(super) fn new(pp: usize, vp: usize, micro_batches: usize) -> ReadyTimes {
         let none = vec![None; pp * vp * micro_batches];
         let shape = ScheduleShape { pp, vp, micro_batches, forward_only: false };
-        ReadyTimes { shape, forward: none.clone(), input: none }
+        ReadyTimes { shape, forward: none.clone(), input: none, message: 0.0 }
     }
 
     fn slot(&self, stage: usize, op: PipelineOp) -> usize {
@@ -66,14 +68,14 @@ impl ReadyTimes {
         let of = |times: &[Option<f64>], stage| times.get(self.slot(stage, op)).copied().flatten();
         match op.kind {
             OpKind::Forward if stage == 0 => Some(0.0),
-            OpKind::Forward => of(&self.forward, stage - 1),
+            OpKind::Forward => of(&self.forward, stage - 1).map(|t| t + self.message),
             OpKind::WeightGrad => of(&self.input, stage),
             OpKind::Backward | OpKind::BackwardInput => {
                 let own = of(&self.forward, stage)?;
                 if stage + 1 == self.shape.stages() {
                     Some(own)
                 } else {
-                    of(&self.input, stage + 1).map(|t| t.max(own))
+                    of(&self.input, stage + 1).map(|t| (t + self.message).max(own))
                 }
             }
         }
@@ -124,7 +126,33 @@ impl Timeline {
 
     pub(super) fn of(shape: ScheduleShape, ops: &[Vec<PipelineOp>], costs: &Costs) -> Result<Timeline> {
         costs.check()?;
+        let unit = costs.forward.min(costs.input).min(costs.weight);
+        Timeline::place(shape, ops, |_, op| costs.of(op.kind), 0.0, unit)
+    }
+
+    /// The time of a schedule's operations, of which `cost` gives the seconds by rank, with messages of `message` seconds
+    /// between stages.
+    pub fn with(
+        schedule: &Schedule,
+        cost: impl Fn(usize, PipelineOp) -> f64,
+        message: f64,
+    ) -> Result<Timeline> {
+        let ops: Vec<Vec<PipelineOp>> =
+            (0..schedule.ranks.len()).map(|r| schedule.ops(r).collect()).collect();
+        let all = ops.iter().enumerate().flat_map(|(rank, ops)| ops.iter().map(move |op| (rank, *op)));
+        let unit = all.map(|(rank, op)| cost(rank, op)).fold(f64::INFINITY, f64::min);
+        Timeline::place(schedule.shape, &ops, cost, message, unit)
+    }
+
+    fn place(
+        shape: ScheduleShape,
+        ops: &[Vec<PipelineOp>],
+        cost: impl Fn(usize, PipelineOp) -> f64,
+        message: f64,
+        unit: f64,
+    ) -> Result<Timeline> {
         let mut after = ReadyTimes::new(shape.pp, shape.vp, shape.micro_batches);
+        after.message = message;
         let mut ranks: Vec<Vec<TimelineSpan>> = vec![Vec::new(); ops.len()];
         loop {
             let before: usize = ranks.iter().map(Vec::len).sum();
@@ -133,7 +161,7 @@ impl Timeline {
                     && let Some(ready) = after.ready(rank, op)
                 {
                     let start = spans.last().map_or(ready, |s: &TimelineSpan| s.end.max(ready));
-                    let end = start + costs.of(op.kind);
+                    let end = start + cost(rank, op);
                     spans.push(TimelineSpan { op, start, end });
                     after.finish(rank, op, end);
                 }
@@ -147,7 +175,6 @@ impl Timeline {
             let what = "waits forever for its input from another stage".into();
             return Err(Error::Schedule { rank, step, operation: op.to_string(), what });
         }
-        let unit = costs.forward.min(costs.input).min(costs.weight);
         Ok(Timeline { ranks, shape, unit })
     }
 

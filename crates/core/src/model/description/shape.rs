@@ -1,7 +1,7 @@
 //! Everything that decides what a rank does in a step, without a device or a communicator.
 
 use crate::Result;
-use crate::grid::{Axis, Grid};
+use crate::grid::{Axis, Grid, RankLayout};
 use crate::model::{ModelConfig, ModelOptions, Stage};
 use crate::pipeline::ScheduleKind;
 use ferrotron_comm::Communicator;
@@ -200,6 +200,28 @@ impl ParallelRanks {
             shards: [one; 2],
             shard_replicas: [one; 2],
             aliases: Vec::new(),
+        }
+    }
+
+    /// The first rank of a layout of `world` ranks, from sizes alone.
+    pub fn first_of(layout: &RankLayout, world: usize) -> ParallelRanks {
+        let place = |size: usize| GroupRank { rank: 0, size: size.max(1) };
+        let dp = world / (layout.tp * layout.cp * layout.pp).max(1);
+        let edp = world / (layout.etp() * layout.ep * layout.pp).max(1);
+        let all = [dp * layout.cp, edp];
+        let each = all.map(|n| (n / layout.instances.max(1)).max(1));
+        ParallelRanks {
+            tp: place(layout.tp),
+            cp: place(layout.cp),
+            dp: place(dp),
+            dp_cp: place(all[0]),
+            pp: place(layout.pp),
+            ep: place(layout.ep),
+            etp: place(layout.etp()),
+            expert_dp: place(edp),
+            shards: each.map(place),
+            shard_replicas: [0, 1].map(|k| place(all[k] / each[k])),
+            ..ParallelRanks::single()
         }
     }
 

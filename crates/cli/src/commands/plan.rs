@@ -1,0 +1,220 @@
+//! `plan`: what fits on a machine, how fast, and why, before anything runs.
+
+use super::plan_output::{print_plans, print_published, print_varied};
+use crate::args::Global;
+use crate::output::UsageError;
+use anyhow::Result;
+use ferrotron_core::config::{QuantRecipe, Recipe};
+use ferrotron_core::plan::{
+    Constraints, GemmDtype, Machine, Plan, SearchResult, Workload, published, search,
+};
+use ferrotron_tensor::{format_bytes, gpus};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// The long help.
+pub const LONG: &str = "\
+Search every legal layout of a recipe on a number of GPUs for the fastest that fits.
+
+Tensor, context, pipeline and expert parallelism, chunks per stage, ZeRO stage, micro-batch and recomputation are
+chosen together. Nothing runs: times come from a description of the GPU and its links, memory from the estimate that
+training itself uses. No GPU is needed.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron plan llama-8b --gpus 8xH100
+  ferrotron plan llama-8b --gpus 64xB200 --precision mxfp8 --set train.global_batch=512
+  ferrotron plan llama-8b --gpus 8xH200 --layout tp=2,pp=1      what is fixed; the rest is chosen
+  ferrotron plan llama-8b --gpus 8xH200 --vary tp,pp            the best of every tp and pp
+  ferrotron plan llama-8b --gpus 16xmy-gpu.toml                 another GPU, as docs/plan.md says
+  ferrotron plan --published rows.csv                           the cost model beside published throughput";
+
+/// Arguments of `plan`.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// Built-in recipe or TOML file
+    #[arg(value_name = "RECIPE", required_unless_present = "published")]
+    recipe: Option<String>,
+    /// GPUs: a number and a kind (H100, H200, B200, GB200, B300, GB300 or a .toml file), or `this`
+    #[arg(long, value_name = "NxGPU", required_unless_present = "published")]
+    gpus: Option<String>,
+    /// Override a recipe key; can be repeated
+    #[arg(long, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+    /// Operands of GEMMs [default: as the recipe says]
+    #[arg(long, value_name = "DTYPE", value_parser = ["bf16", "fp8", "mxfp8", "nvfp4"])]
+    precision: Option<String>,
+    /// Fix parts of the layout, as in tp=4,pp=2,micro_batch=1; keys: tp, cp, pp, vp, ep, zero, micro_batch, recompute
+    #[arg(long, value_name = "LAYOUT", default_value = "")]
+    layout: String,
+    /// Print the best plan for every value of these keys, as in tp,pp
+    #[arg(long, value_name = "KEYS", value_delimiter = ',')]
+    vary: Vec<String>,
+    /// Runner-ups to print
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    top: usize,
+    /// Compare the cost model with published rows (CSV)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["recipe", "gpus", "vary"])]
+    published: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    if let Some(path) = &args.published {
+        let text = std::fs::read_to_string(path)
+            .map_err(|e| UsageError::new(format!("can't read {}: {e}", path.display())))?;
+        let rows = published::read_rows(&text)?;
+        print_published(&published::compare_all(&rows)?, global)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (Some(name), Some(gpus)) = (&args.recipe, &args.gpus) else {
+        return Err(UsageError::new("plan takes a recipe and --gpus").into());
+    };
+    let machine = if gpus == "this" { this_machine()? } else { Machine::parse(gpus)? };
+    let (workload, dtype) = workload(name, &args, &machine)?;
+    let mut limits = Constraints::free(vec![dtype]);
+    limits.fix(&args.layout)?;
+    if !args.vary.is_empty() {
+        let rows = varied(&workload, &machine, &limits, &args.vary)?;
+        print_varied(&rows, &args.vary, &workload, &machine, global)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let found = search(&workload, &machine, &limits, args.top + 1)?;
+    if found.plans.is_empty() {
+        return Err(UsageError::new(nothing_fits(&workload, &machine, &limits, &found)).into());
+    }
+    print_plans(&found, name, &workload, &machine, global)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The recipe as the planner takes it, and the operands of its GEMMs.
+fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, GemmDtype)> {
+    let mut recipe = Recipe::open(name)?;
+    recipe.set_all(&args.set)?;
+    // A plan needs no data.
+    if !recipe.is_set("data.path") {
+        recipe.set("data.path=embedded")?;
+    }
+    let asked = args.precision.as_deref();
+    let dtype = match (asked, recipe.config.precision.recipe) {
+        (Some("bf16"), _) | (None, QuantRecipe::None) => GemmDtype::Bf16,
+        (Some("mxfp8"), _) | (None, QuantRecipe::Mxfp8) => GemmDtype::Mxfp8,
+        (Some("nvfp4"), _) | (None, QuantRecipe::Nvfp4) => GemmDtype::Nvfp4,
+        _ => GemmDtype::Fp8,
+    };
+    if machine.hardware.curve(dtype).is_none() {
+        let (name, dtype) = (&machine.hardware.name, format!("{dtype:?}").to_uppercase());
+        return Err(
+            UsageError::new(format!("{name} has no {dtype} GEMMs; take --precision bf16 or fp8")).into()
+        );
+    }
+    // Which GEMMs are quantized is the same for all recipes of FP8 and FP4.
+    let quantized = if dtype == GemmDtype::Bf16 { "none" } else { "fp8-current" };
+    recipe.set(&format!("precision.recipe={quantized}"))?;
+    let recipe = recipe.resolve(None)?;
+    Ok((Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0 }, dtype))
+}
+
+/// The GPUs of this machine.
+fn this_machine() -> Result<Machine> {
+    let all = gpus().unwrap_or_default();
+    let Some(first) = all.first() else {
+        return Err(UsageError::new("this machine has no GPU; name one, as in --gpus 8xH100").into());
+    };
+    let known = ferrotron_core::plan::Hardware::embedded()?;
+    // GB200 contains B200: the longest name counts.
+    let named = known.into_iter().filter(|h| first.name.contains(&h.name)).max_by_key(|h| h.name.len());
+    let hardware = named.ok_or_else(|| {
+        UsageError::new(format!(
+            "no description of {}; write one as docs/plan.md says and name the file",
+            first.name
+        ))
+    })?;
+    Ok(Machine { gpus: all.len(), hardware })
+}
+
+/// The best plan for every combination of the values of some keys.
+fn varied(
+    workload: &Workload,
+    machine: &Machine,
+    limits: &Constraints,
+    keys: &[String],
+) -> Result<Vec<(Vec<usize>, Option<Plan>)>> {
+    let mut combinations: Vec<Vec<usize>> = vec![Vec::new()];
+    for key in keys {
+        let values: Vec<usize> = match key.as_str() {
+            "zero" => vec![0, 1, 2, 3],
+            _ => (0..=6)
+                .map(|i| 1 << i)
+                .filter(|n| key == "vp" || key == "micro_batch" || *n <= machine.gpus)
+                .collect(),
+        };
+        combinations = combinations
+            .iter()
+            .flat_map(|c| values.iter().map(move |v| c.iter().copied().chain([*v]).collect()))
+            .collect();
+    }
+    let mut rows = Vec::new();
+    for values in combinations {
+        let mut fixed = limits.clone();
+        let text: Vec<String> = keys.iter().zip(&values).map(|(k, v)| format!("{k}={v}")).collect();
+        fixed.fix(&text.join(","))?;
+        // What is no legal layout has no row.
+        if let Ok(found) = search(workload, machine, &fixed, 1) {
+            rows.push((values, found.plans.into_iter().next()));
+        }
+    }
+    Ok(rows)
+}
+
+/// One sentence with the nearest thing that works.
+fn nothing_fits(
+    workload: &Workload,
+    machine: &Machine,
+    limits: &Constraints,
+    found: &SearchResult,
+) -> String {
+    let hw = &machine.hardware;
+    let needs = found.least_memory.map_or(String::new(), |b| {
+        format!(
+            "; the smallest of {} layouts needs about {} on a GPU",
+            found.considered,
+            format_bytes(b as usize)
+        )
+    });
+    let mut gpus = machine.gpus;
+    while gpus < machine.gpus.saturating_mul(1024) {
+        gpus *= 2;
+        let more = Machine { gpus, hardware: hw.clone() };
+        let workload = Workload { gpus, ..workload.clone() };
+        if search(&workload, &more, limits, 1).is_ok_and(|r| !r.plans.is_empty()) {
+            return format!(
+                "nothing fits in the {} of {} {}{needs}; {gpus} would do",
+                format_bytes(hw.memory()),
+                machine.gpus,
+                hw.name
+            );
+        }
+    }
+    format!(
+        "nothing fits in the {} of {} {}{needs}; take a smaller model or a shorter data.seq_len",
+        format_bytes(hw.memory()),
+        machine.gpus,
+        hw.name
+    )
+}
+
+/// Keys of a fixed layout that `--vary` knows.
+pub fn value_of(plan: &Plan, key: &str) -> usize {
+    let l = &plan.candidate.layout;
+    match key {
+        "tp" => l.tp,
+        "cp" => l.cp,
+        "pp" => l.pp,
+        "vp" => l.vp,
+        "ep" => l.ep,
+        "zero" => plan.candidate.zero,
+        _ => plan.candidate.micro_batch,
+    }
+}

@@ -1,0 +1,324 @@
+//! What `plan` prints.
+
+use super::plan::value_of;
+use crate::args::Global;
+use crate::{format, output};
+use anyhow::Result;
+use ferrotron_core::plan::published::Comparison;
+use ferrotron_core::plan::{GemmDtype, Machine, Plan, SearchResult, StepTime, Workload, recompute_sets};
+use ferrotron_tensor::format_bytes;
+use serde_json::{Value, json};
+
+/// The best plan in full, and why the runner-ups lose.
+pub fn print_plans(
+    found: &SearchResult,
+    name: &str,
+    workload: &Workload,
+    machine: &Machine,
+    global: &Global,
+) -> Result<()> {
+    if global.json {
+        let plans = found.plans.iter().map(|p| as_json(p, workload, machine)).collect::<Result<Vec<_>>>()?;
+        return output::print_json(&json!({
+            "recipe": name,
+            "gpus": machine.gpus,
+            "gpu": machine.hardware.name,
+            "considered": found.considered,
+            "plans": plans,
+        }));
+    }
+    let Some((best, others)) = found.plans.split_first() else { return Ok(()) };
+    let hw = &machine.hardware;
+    let mut out = format!(
+        "{name} on {} x {} ({} a GPU, NVLink domains of {}): the best of {} layouts\n\n",
+        machine.gpus,
+        hw.name,
+        format_bytes(hw.memory()),
+        hw.domain().min(machine.gpus),
+        format::thousands(found.considered as u64)
+    );
+    out += &format!("{}\n\n", layout_text(best, machine.gpus));
+    out += &rates(best, workload, machine)?;
+    out += &times(&best.time);
+    out += &memory(best, machine);
+    if !others.is_empty() {
+        out += "\nrunner-ups\n";
+        let rows: Vec<Vec<String>> = others
+            .iter()
+            .map(|p| {
+                let slower = p.time.total / best.time.total - 1.0;
+                vec![
+                    format!("  +{:.1} %", 100.0 * slower),
+                    layout_text(p, machine.gpus),
+                    why(&p.time, &best.time),
+                ]
+            })
+            .collect();
+        out += &output::table(&rows);
+    }
+    out += &format!("\nrun it\n  ferrotron train {name} {}\n", keys(best, machine.gpus));
+    output::print(&out)
+}
+
+/// tp=4 pp=8 vp=5 dp=2, micro-batch 1, ZeRO-1, no recomputation
+fn layout_text(p: &Plan, gpus: usize) -> String {
+    let (c, l) = (&p.candidate, &p.candidate.layout);
+    let dp = gpus / (l.tp * l.cp * l.pp).max(1);
+    let sizes = [("tp", l.tp), ("cp", l.cp), ("pp", l.pp), ("vp", l.vp), ("ep", l.ep), ("dp", dp)];
+    let mut sizes: Vec<String> =
+        sizes.iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!("{name}={n}")).collect();
+    if sizes.is_empty() {
+        sizes.push("one rank".into());
+    }
+    let zero = if dp * l.cp > 1 { format!(", ZeRO-{}", c.zero) } else { String::new() };
+    format!("{}, micro-batch {}{zero}, {}", sizes.join(" "), c.micro_batch, recomputed(p))
+}
+
+fn recomputed(p: &Plan) -> &'static str {
+    const NAMES: [&str; 4] = [
+        "nothing recomputed",
+        "norms and activations recomputed",
+        "MLPs and norms recomputed",
+        "layers recomputed",
+    ];
+    let at = recompute_sets().iter().position(|r| *r == p.candidate.recompute);
+    at.and_then(|i| NAMES.get(i)).copied().unwrap_or("recomputation as given")
+}
+
+/// The keys that make a recipe run a plan.
+fn keys(p: &Plan, gpus: usize) -> String {
+    let (c, l) = (&p.candidate, &p.candidate.layout);
+    let dp = gpus / (l.tp * l.cp * l.pp).max(1);
+    let recompute = match recompute_sets().iter().position(|r| *r == c.recompute) {
+        Some(1) => Some("[\"norm\",\"activation\"]"),
+        Some(2) => Some("[\"norm\",\"activation\",\"mlp\"]"),
+        Some(3) => Some("full"),
+        _ => None,
+    };
+    let mut out: Vec<String> = [
+        ("parallel.tp", l.tp),
+        ("parallel.cp", l.cp),
+        ("parallel.pp", l.pp),
+        ("parallel.vp", l.vp),
+        ("parallel.ep", l.ep),
+        ("parallel.dp", dp),
+    ]
+    .iter()
+    .filter(|(_, n)| *n > 1)
+    .map(|(key, n)| format!("--set {key}={n}"))
+    .collect();
+    if l.ep > 1 && l.tp > 1 {
+        out.push("--set parallel.etp=1".into());
+    }
+    if dp * l.cp > 1 {
+        out.push(format!("--set parallel.zero={}", c.zero));
+    }
+    out.push(format!("--set train.micro_batch={}", c.micro_batch));
+    out.extend(recompute.map(|r| format!("--set 'train.recompute={r}'")));
+    match c.dtype {
+        GemmDtype::Fp8 => out.push("--set precision.recipe=fp8-current".into()),
+        GemmDtype::Mxfp8 => out.push("--set precision.recipe=mxfp8".into()),
+        GemmDtype::Nvfp4 => out.push("--set precision.recipe=nvfp4".into()),
+        GemmDtype::Bf16 => {}
+    }
+    out.join(" ")
+}
+
+/// Throughput of a plan.
+struct Rates {
+    tokens: f64,
+    tflops: f64,
+    mfu: f64,
+    hours: f64,
+}
+
+impl Rates {
+    fn of(p: &Plan, workload: &Workload, machine: &Machine) -> Result<Rates> {
+        let r = &workload.recipe;
+        let gpus = machine.gpus as f64;
+        let tokens = workload.tokens() / p.time.total;
+        let tflops = tokens * r.flops_per_token(r.plan.seq_len as f64)?.total() / gpus / 1e12;
+        let mfu = tflops / machine.hardware.gemm.bf16.peak;
+        Ok(Rates { tokens, tflops, mfu, hours: r.plan.tokens as f64 / tokens * gpus / 3600.0 })
+    }
+}
+
+fn rates(p: &Plan, workload: &Workload, machine: &Machine) -> Result<String> {
+    let r = Rates::of(p, workload, machine)?;
+    let whole = |x: f64| format::thousands(x.round().max(0.0) as u64);
+    Ok(format!(
+        "step {:.3} s for {} tokens: {} tokens/s, {} a GPU, {}, MFU {:.1} % of the bf16 peak\n{} tokens a day; the recipe's {} tokens take {} GPU-hours\n\n",
+        p.time.total,
+        whole(workload.tokens()),
+        whole(r.tokens),
+        whole(r.tokens / machine.gpus as f64),
+        format::tflops(r.tflops),
+        100.0 * r.mfu,
+        format::count((r.tokens * 86_400.0) as u64),
+        format::count(workload.recipe.plan.tokens),
+        whole(r.hours),
+    ))
+}
+
+/// Parts of a step by name.
+fn parts(t: &StepTime) -> [(&'static str, f64); 10] {
+    let p = &t.passes;
+    [
+        ("GEMMs", p.gemm),
+        ("attention", p.attention),
+        ("memory-bound kernels", p.memory),
+        ("exposed TP communication", p.tp),
+        ("exposed CP communication", p.cp),
+        ("exposed EP communication", p.ep),
+        ("waiting for the host", p.host),
+        ("pipeline bubble", t.bubble),
+        ("exposed DP communication", t.dp),
+        ("optimizer", t.optimizer),
+    ]
+}
+
+fn times(t: &StepTime) -> String {
+    let rows: Vec<Vec<String>> = parts(t)
+        .iter()
+        .filter(|(_, s)| *s > 5e-4 * t.total)
+        .map(|(name, s)| {
+            vec![format!("  {name}"), format!("{:.1} ms", s * 1e3), format!("{:.1} %", 100.0 * s / t.total)]
+        })
+        .collect();
+    format!("time\n{}", output::table(&rows))
+}
+
+fn memory(p: &Plan, machine: &Machine) -> String {
+    let m = &p.memory;
+    let rows = [
+        ("weights", m.parameters),
+        ("gradients", m.gradients),
+        ("optimizer state", m.optimizer),
+        ("activations", m.activations),
+        ("workspace", m.workspace),
+        ("total", m.total()),
+    ];
+    let share = |b: usize| format!("{:.0} %", 100.0 * b as f64 / machine.hardware.memory() as f64);
+    let rows: Vec<Vec<String>> =
+        rows.iter().map(|(n, b)| vec![format!("  {n}"), format_bytes(*b), share(*b)]).collect();
+    format!("memory of the rank that needs most\n{}", output::table(&rows))
+}
+
+/// The part in which a plan loses most against the best.
+fn why(t: &StepTime, best: &StepTime) -> String {
+    let (mine, theirs) = (parts(t), parts(best));
+    let most = mine.iter().zip(&theirs).max_by(|(a, b), (c, d)| (a.1 - b.1).total_cmp(&(c.1 - d.1)));
+    match most {
+        Some(((name, a), (_, b))) if a > b => {
+            format!("{name}: {:+.1} % of the step", 100.0 * (a - b) / best.total)
+        }
+        _ => "as fast".into(),
+    }
+}
+
+fn as_json(p: &Plan, workload: &Workload, machine: &Machine) -> Result<Value> {
+    let (c, l) = (&p.candidate, &p.candidate.layout);
+    let r = Rates::of(p, workload, machine)?;
+    Ok(json!({
+        "layout": { "tp": l.tp, "cp": l.cp, "pp": l.pp, "vp": l.vp, "ep": l.ep, "etp": l.etp(),
+                    "dp": machine.gpus / (l.tp * l.cp * l.pp).max(1) },
+        "zero": c.zero,
+        "micro_batch": c.micro_batch,
+        "recompute": recomputed(p),
+        "precision": c.dtype,
+        "seconds": p.time,
+        "memory": p.memory,
+        "memory_total": p.memory.total(),
+        "tokens_per_second": r.tokens,
+        "tflops_per_gpu": r.tflops,
+        "mfu": r.mfu,
+        "gpu_hours": r.hours,
+        "set": keys(p, machine.gpus),
+    }))
+}
+
+/// A row for every combination of the varied keys.
+pub fn print_varied(
+    rows: &[(Vec<usize>, Option<Plan>)],
+    keys: &[String],
+    workload: &Workload,
+    machine: &Machine,
+    global: &Global,
+) -> Result<()> {
+    if global.json {
+        let all = rows
+            .iter()
+            .map(|(values, plan)| {
+                let named: serde_json::Map<String, Value> =
+                    keys.iter().cloned().zip(values.iter().map(|v| json!(v))).collect();
+                let plan = plan.as_ref().map(|p| as_json(p, workload, machine)).transpose()?;
+                Ok(json!({ "fixed": named, "plan": plan }))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        return output::print_json(&all);
+    }
+    let mut table = vec![
+        keys.iter().cloned().chain(["step", "tokens/s/GPU", "memory", "plan"].map(String::from)).collect(),
+    ];
+    for (values, plan) in rows {
+        let mut row: Vec<String> = values.iter().map(usize::to_string).collect();
+        match plan {
+            Some(p) => {
+                debug_assert!(keys.iter().zip(values).all(|(k, v)| value_of(p, k) == *v));
+                let each = workload.tokens() / p.time.total / machine.gpus as f64;
+                row.extend([
+                    format!("{:.3} s", p.time.total),
+                    format::thousands(each.round() as u64),
+                    format_bytes(p.memory.total()),
+                    layout_text(p, machine.gpus),
+                ]);
+            }
+            None => row.push("does not fit".into()),
+        }
+        table.push(row);
+    }
+    output::print(&output::table(&table))
+}
+
+/// Errors of the cost model by family and hardware, and the rows that it predicts worst.
+pub fn print_published(all: &[Comparison], global: &Global) -> Result<()> {
+    if global.json {
+        let rows = all
+            .iter()
+            .map(|c| {
+                Ok(json!({ "row": c.row.title(), "half": c.row.text("half"), "published": c.row.tokens()?,
+                           "predicted": c.predicted, "error": c.error()?, "seconds": c.time }))
+            })
+            .collect::<Result<Vec<_>>>()?;
+        return output::print_json(&rows);
+    }
+    let mut groups: std::collections::BTreeMap<String, Vec<f64>> = std::collections::BTreeMap::new();
+    for c in all {
+        let (half, error) = (c.row.text("half"), c.error()?.abs());
+        for of in [c.row.text("model"), c.row.text("system")] {
+            groups.entry(format!("{half}  {of}")).or_default().push(error);
+        }
+        groups.entry(format!("{half}  all")).or_default().push(error);
+    }
+    let mut table =
+        vec![["half  rows of", "rows", "median error", "90th percentile"].map(String::from).to_vec()];
+    for (name, errors) in &mut groups {
+        errors.sort_by(f64::total_cmp);
+        let at = |q: f64| errors[((errors.len() - 1) as f64 * q).round() as usize];
+        let percent = |x: f64| format!("{:.1} %", 100.0 * x);
+        table.push(vec![name.clone(), errors.len().to_string(), percent(at(0.5)), percent(at(0.9))]);
+    }
+    let mut worst: Vec<(&Comparison, f64)> =
+        all.iter().map(|c| Ok((c, c.error()?))).collect::<Result<Vec<_>>>()?;
+    worst.sort_by(|a, b| b.1.abs().total_cmp(&a.1.abs()));
+    let rows: Vec<Vec<String>> = worst
+        .iter()
+        .take(10)
+        .map(|(c, e)| vec![format!("{:+.0} %", 100.0 * e), c.row.text("half").into(), c.row.title()])
+        .collect();
+    output::print(&format!(
+        "{}\nworst rows, predicted over published tokens/s\n{}",
+        output::table(&table),
+        output::table(&rows)
+    ))
+}

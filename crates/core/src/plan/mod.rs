@@ -1,0 +1,28 @@
+//! Planning: what fits on a machine, how fast, and why, before anything runs.
+
+mod constraints;
+pub mod hardware;
+mod kernel_time;
+mod layer_kinds;
+mod layer_time;
+mod network;
+pub mod published;
+mod quick;
+mod search;
+mod step_time;
+
+pub use constraints::{Choice, Constraints};
+pub use hardware::{GemmDtype, Hardware, Machine};
+pub use layer_time::Seconds;
+pub use network::GroupSpan;
+pub use search::{Plan, SearchResult, search};
+pub use step_time::{Candidate, StepTime, Workload};
+
+use ferrotron_engine::Recompute;
+
+/// What backward may recompute, from nothing to everything: each saves more memory than the one before and costs more.
+pub fn recompute_sets() -> [Recompute; 4] {
+    let none = Recompute::default();
+    let cheap = Recompute { norm: true, activation: true, ..none };
+    [none, cheap, Recompute { mlp: true, ..cheap }, Recompute { layer: true, ..none }]
+}

@@ -1,0 +1,250 @@
+//! Time of a training step under a layout.
+//!
+//! Layers' times are summed over the chunks of every pipeline stage; the pipeline schedule, with those times, gives the time of
+//! all micro-batches; data-parallel communication that backward and forward do not hide, and the optimizer, come on top.
+
+use super::hardware::{GemmDtype, Hardware};
+use super::layer_kinds::{LayerKindCost, LayerKinds};
+use super::layer_time::Seconds;
+use super::network::GroupSpan;
+use crate::Result;
+use crate::config::Resolved;
+use crate::grid::RankLayout;
+use crate::model::description::{Group, ParallelRanks, StepShape};
+use crate::model::{PipelineLayout, Stage};
+use crate::pipeline::{OpKind as Op, PipelinePlan, ScheduleKind, Timeline};
+use ferrotron_comm::OpKind;
+use ferrotron_engine::Recompute;
+use ferrotron_engine::attention::Layout;
+use serde::Serialize;
+
+/// A way to run a recipe on a number of GPUs.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// Parallel sizes.
+    pub layout: RankLayout,
+    /// ZeRO stage.
+    pub zero: usize,
+    /// Sequences of a micro-batch.
+    pub micro_batch: usize,
+    /// What backward recomputes.
+    pub recompute: Recompute,
+    /// The pipeline schedule.
+    pub schedule: ScheduleKind,
+    /// Operands of quantized GEMMs.
+    pub dtype: GemmDtype,
+}
+
+/// What is to be planned.
+#[derive(Clone, Debug)]
+pub struct Workload {
+    /// The recipe; its own layout does not matter.
+    pub recipe: Resolved,
+    /// GPUs.
+    pub gpus: usize,
+    /// Bytes of a gradient in reduce-scatters.
+    pub gradient_bytes: f64,
+}
+
+/// Seconds of a step, by part. The parts of passes are those of the pipeline rank that is busiest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct StepTime {
+    /// All.
+    pub total: f64,
+    /// Passes of all micro-batches.
+    pub passes: Seconds,
+    /// Pipeline bubble.
+    pub bubble: f64,
+    /// Data-parallel communication that is not hidden.
+    pub dp: f64,
+    /// Optimizer.
+    pub optimizer: f64,
+}
+
+/// Bytes that an AdamW update moves per parameter: gradient (read twice, for its norm), master and two moments in f32 both ways, and
+/// the weight.
+const UPDATE_BYTES: f64 = 8.0 + 8.0 + 16.0 + 2.0;
+
+impl Workload {
+    /// The step of a candidate on the first rank of a pipeline stage.
+    pub fn shape(&self, c: &Candidate, stage: usize) -> Result<StepShape> {
+        let mut ranks = ParallelRanks::first_of(&c.layout, self.gpus);
+        ranks.pp.rank = stage;
+        let placement =
+            PipelineLayout { vp: c.layout.vp, layout: None }.place(&self.recipe.model, c.layout.pp)?;
+        let stages: Vec<Stage> =
+            (0..placement.vp()).filter_map(|chunk| placement.at(stage, chunk).cloned()).collect();
+        let base = StepShape::of_ranks(&self.recipe, ranks, stages);
+        Ok(StepShape {
+            micro_batch: Layout::Rows { count: c.micro_batch, len: self.recipe.plan.seq_len },
+            micro_batches: self.micro_batches(c),
+            recompute: c.recompute,
+            zero: c.zero,
+            schedule: c.schedule,
+            ..base
+        })
+    }
+
+    /// Micro-batches of a step on each replica.
+    pub fn micro_batches(&self, c: &Candidate) -> usize {
+        let dp = self.gpus / (c.layout.tp * c.layout.cp * c.layout.pp).max(1);
+        (self.recipe.config.train.global_batch / (c.micro_batch * dp).max(1)).max(1)
+    }
+
+    /// Tokens of a step.
+    pub fn tokens(&self) -> f64 {
+        (self.recipe.config.train.global_batch * self.recipe.plan.seq_len) as f64
+    }
+
+    /// The time of a step.
+    pub fn step_time(&self, hw: &Hardware, c: &Candidate) -> Result<StepTime> {
+        let shape = self.shape(c, 0)?;
+        let kinds = LayerKinds::of(hw, &shape, c.dtype)?;
+        self.step_time_of(hw, c, &shape, &kinds)
+    }
+
+    pub(super) fn step_time_of(
+        &self,
+        hw: &Hardware,
+        c: &Candidate,
+        shape: &StepShape,
+        kinds: &LayerKinds,
+    ) -> Result<StepTime> {
+        let (pp, vp) = (c.layout.pp, c.layout.vp);
+        let placement = PipelineLayout { vp, layout: None }.place(&self.recipe.model, pp)?;
+        let micro_batches = self.micro_batches(c);
+        let chunks: Vec<Vec<LayerKindCost>> = (0..pp)
+            .map(|rank| {
+                let of =
+                    |chunk| placement.at(rank, chunk).map_or_else(LayerKindCost::default, |s| kinds.stage(s));
+                (0..placement.vp()).map(of).collect()
+            })
+            .collect();
+        let busy = |rank: &Vec<LayerKindCost>| {
+            rank.iter().fold(Seconds::default(), |sum, k| sum + k.time.total()) * micro_batches as f64
+        };
+        let busiest =
+            chunks.iter().map(busy).max_by(|a, b| a.total().total_cmp(&b.total())).unwrap_or_default();
+        let makespan = self.makespan(hw, c, shape, &chunks, micro_batches)?;
+        let (mut dp, mut optimizer) = (0.0f64, 0.0f64);
+        let replicas = Replicas::of(shape);
+        for rank in &chunks {
+            dp = dp.max(self.exposed_dp(hw, &replicas, rank, micro_batches));
+            optimizer = optimizer.max(update_seconds(hw, &replicas, rank));
+        }
+        let bubble = (makespan - busiest.total()).max(0.0);
+        Ok(StepTime { total: makespan + dp + optimizer, passes: busiest, bubble, dp, optimizer })
+    }
+
+    /// Seconds until the last pipeline rank has ended its passes.
+    fn makespan(
+        &self,
+        hw: &Hardware,
+        c: &Candidate,
+        shape: &StepShape,
+        chunks: &[Vec<LayerKindCost>],
+        micro_batches: usize,
+    ) -> Result<f64> {
+        let (pp, vp) = (chunks.len(), chunks.first().map_or(1, Vec::len));
+        if pp == 1 {
+            let each: f64 = chunks.iter().flatten().map(|k| k.time.total().total()).sum();
+            return Ok(each * micro_batches as f64);
+        }
+        let schedule =
+            PipelinePlan { kind: c.schedule, ..PipelinePlan::new(pp, vp, micro_batches) }.schedule()?;
+        let span = GroupSpan::of(Group::Pp, &shape.ranks);
+        let rows = shape.micro_batch.tokens() / (c.layout.tp * c.layout.cp).max(1);
+        let bytes = rows * shape.model.hidden * shape.dtype.size();
+        let message = span.seconds(hw, OpKind::SendRecv, bytes as u64);
+        let cost = |rank: usize, op: crate::pipeline::PipelineOp| {
+            let t = &chunks[rank][op.chunk].time;
+            let seconds = match op.kind {
+                Op::Forward => t.forward.total(),
+                Op::Backward => t.input.total() + t.weight.total(),
+                Op::BackwardInput => t.input.total(),
+                Op::WeightGrad => t.weight.total(),
+            };
+            seconds.max(1e-9)
+        };
+        Ok(Timeline::with(&schedule, cost, message)?.makespan())
+    }
+
+    /// Seconds after or beside the passes of a stage: exposed data-parallel communication and the optimizer.
+    pub(super) fn after_passes(
+        &self,
+        hw: &Hardware,
+        replicas: &Replicas,
+        chunks: &[LayerKindCost],
+        micro_batches: usize,
+    ) -> f64 {
+        self.exposed_dp(hw, replicas, chunks, micro_batches) + update_seconds(hw, replicas, chunks)
+    }
+
+    /// Seconds of data-parallel communication that a stage's passes do not hide.
+    fn exposed_dp(
+        &self,
+        hw: &Hardware,
+        replicas: &Replicas,
+        chunks: &[LayerKindCost],
+        micro_batches: usize,
+    ) -> f64 {
+        let Replicas { ranks, zero, element: size } = replicas;
+        let (zero, size) = (*zero, *size);
+        let mut exposed = 0.0;
+        let sum = |f: &dyn Fn(&LayerKindCost) -> f64| chunks.iter().map(f).sum::<f64>();
+        let forward = sum(&|k| k.time.forward.compute());
+        let backward = sum(&|k| k.time.input.compute() + k.time.weight.compute());
+        let (mut gather, mut scatter) = (0.0, 0.0);
+        for (kind, group) in [(0, Group::DpCp), (1, Group::ExpertDp)] {
+            let span = GroupSpan::of(group, ranks);
+            if span.size == 1 {
+                continue;
+            }
+            let part = (span.size - 1) as f64 / span.size as f64;
+            let trained = sum(&|k| k.trained[kind]);
+            let all = sum(&|k| k.params[kind]);
+            let of =
+                |kind, elements: f64, bytes: f64| span.seconds(hw, kind, (part * elements * bytes) as u64);
+            scatter += of(OpKind::ReduceScatter, trained, self.gradient_bytes);
+            gather += of(OpKind::AllGather, if zero == 3 { all } else { trained }, size);
+        }
+        let hidden = |t: f64, window: f64| (t - hw.overlap.dp * window).max(0.05 * t);
+        if zero == 3 {
+            // Every pass gathers, every backward reduces.
+            let times = micro_batches as f64;
+            exposed += times * (hidden(gather, forward) + hidden(gather + scatter, backward));
+        } else {
+            exposed += hidden(gather, forward) + hidden(scatter, backward);
+        }
+        exposed
+    }
+}
+
+/// Seconds of the optimizer on a rank.
+fn update_seconds(hw: &Hardware, replicas: &Replicas, chunks: &[LayerKindCost]) -> f64 {
+    let shards = if replicas.zero > 0 { replicas.shards() } else { [1, 1] };
+    let elements: f64 =
+        [0, 1].iter().map(|&k| chunks.iter().map(|c| c.trained[k]).sum::<f64>() / shards[k] as f64).sum();
+    elements * UPDATE_BYTES / (hw.memory_gb_s * 1e9)
+}
+
+/// How replicas share the state of a step.
+pub(super) struct Replicas {
+    pub ranks: ParallelRanks,
+    /// The ZeRO stage in effect.
+    pub zero: usize,
+    /// Bytes of a weight.
+    pub element: f64,
+}
+
+impl Replicas {
+    fn of(shape: &StepShape) -> Replicas {
+        let element = shape.dtype.size() as f64;
+        Replicas { ranks: shape.ranks.clone(), zero: shape.zero_stage(), element }
+    }
+
+    /// Numbers of ranks that shard dense and expert parameters between them.
+    pub(super) fn shards(&self) -> [usize; 2] {
+        self.ranks.shards.map(|place| place.size)
+    }
+}
