@@ -4,6 +4,7 @@ use crate::error::{Error, Result};
 use crate::model_source::{COMPANIONS, tokenizer_at};
 use crate::peft::{Adapters, alpha};
 use crate::tokenized;
+pub use crate::tokenized::Untokenized;
 use crate::weights::{AdaptedWeights, Weights};
 use ferrotron_core::config::{Config, Packing, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
@@ -21,6 +22,26 @@ pub fn resolve_with(
     recipe: &mut Recipe,
     progress: &dyn Fn(&str, u64, u64),
 ) -> Result<(Resolved, Option<Weights>)> {
+    let (mut resolved, weights) = resolve_lengths(recipe, progress)?;
+    tokenized::tokenize(&mut resolved, progress)?;
+    Ok((resolved, weights))
+}
+
+/// [`resolve_with`] for a look at a run: text that has not been tokenized is left alone and returned, unless the length of the
+/// run follows from its number of samples.
+pub fn resolve_dry(
+    recipe: &mut Recipe,
+    progress: &dyn Fn(&str, u64, u64),
+) -> Result<(Resolved, Vec<Untokenized>)> {
+    let (mut resolved, _) = resolve_lengths(recipe, progress)?;
+    let left = tokenized::find(&mut resolved)?;
+    Ok((resolved, left))
+}
+
+fn resolve_lengths(
+    recipe: &mut Recipe,
+    progress: &dyn Fn(&str, u64, u64),
+) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
     let mut weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
     if let Some(folder) = recipe.config.lora.adapter.clone() {
@@ -28,9 +49,7 @@ pub fn resolve_with(
     }
     let model = weights.as_ref().map(Weights::model);
     fill_epochs(recipe, model, progress)?;
-    let mut resolved = recipe.resolve(model)?;
-    tokenized::tokenize(&mut resolved, progress)?;
-    Ok((resolved, weights))
+    Ok((recipe.resolve(model)?, weights))
 }
 
 /// The base model with the adapters of `lora.adapter`, whose rank, alpha and targets the recipe gets where it has none.

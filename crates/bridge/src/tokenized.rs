@@ -14,77 +14,133 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Changes whenever the same input would give other tokens or masks.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// Another process may be tokenizing the same files.
 const PATIENCE: Duration = Duration::from_secs(6 * 3600);
+
+/// A text that the cache does not have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Untokenized {
+    /// As `data.path` has it.
+    pub path: String,
+    /// Bytes of its files.
+    pub bytes: u64,
+}
 
 /// Tokenizes the text and chat files among the data of a recipe, unless the cache has them already, and points
 /// `resolved.pairs` at the result. `progress` gets the path, and the bytes read and in total.
 pub fn tokenize(resolved: &mut Resolved, progress: &dyn Fn(&str, u64, u64)) -> Result<()> {
-    if resolved.config.data.is_embedded() {
-        return Ok(());
-    }
-    for i in 0..resolved.pairs.len() {
+    for i in texts(resolved)? {
         let path = resolved.config.data.path.0[i].clone();
-        // The prefix of a pair comes before a file or folder of that name.
-        let [bin, idx] = pair_paths(Path::new(&path));
-        if bin.exists() || idx.exists() {
-            continue;
-        }
-        if !Path::new(&path).exists() && !path.contains(['*', '?', '[']) {
-            let what = "there is no file, folder or .bin/.idx pair of that name; give text or .jsonl files, or the prefix of \
-                        a pair made by `ferrotron data build`";
-            return Err(Error::config(&path, what));
-        }
-        let prefix = cached(&resolved.config, &path, &|done, total| progress(&path, done, total))?;
-        resolved.pairs[i] = prefix.display().to_string();
+        let entry = CacheEntry::of(&resolved.config, &path)?;
+        entry.make(&resolved.config, &|done, total| progress(&path, done, total))?;
+        resolved.pairs[i] = entry.prefix.display().to_string();
     }
     Ok(())
 }
 
-/// The pair of a path in the cache, which is made if it is not there.
-fn cached(c: &Config, path: &str, progress: &dyn Fn(u64, u64)) -> Result<PathBuf> {
-    let d = &c.data;
-    let paths = [PathBuf::from(path)];
-    let tokenizer_path = tokenizer_path(c);
-    let tokenizer = tokenizer_path.as_deref().map(tokenizer_at).transpose()?;
-    let folder = tokenizer_path.as_deref().and_then(folder_of);
-    let template = match &tokenizer {
-        Some(t) => ChatEncoder::new(t, folder.as_deref(), d.chat_template.as_deref())?.digest(),
-        None => 0,
-    };
-    let mut key = DefaultHasher::new();
-    (VERSION, template, &d.chat_template, d.format.name(), &d.field, d.eod).hash(&mut key);
-    if let Some(path) = &tokenizer_path {
-        let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
-        file_digest(&file)?.hash(&mut key);
+/// Points `resolved.pairs` at what the cache has of the text and chat files among the data of a recipe, and returns the
+/// others. Nothing is written.
+pub fn find(resolved: &mut Resolved) -> Result<Vec<Untokenized>> {
+    let mut left = Vec::new();
+    for i in texts(resolved)? {
+        let path = resolved.config.data.path.0[i].clone();
+        let entry = CacheEntry::of(&resolved.config, &path)?;
+        match entry.is_complete() {
+            true => resolved.pairs[i] = entry.prefix.display().to_string(),
+            false => left.push(Untokenized { path, bytes: entry.bytes }),
+        }
     }
-    let inputs = inputs(&paths, d.format, &d.field)?;
-    for input in &inputs {
-        let modified = std::fs::metadata(&input.path).and_then(|m| m.modified()).ok();
-        (&input.path, file_digest(&input.path)?, modified).hash(&mut key);
+    Ok(left)
+}
+
+/// The indices of the data that are not `.bin/.idx` pairs.
+fn texts(resolved: &Resolved) -> Result<Vec<usize>> {
+    if resolved.config.data.is_embedded() {
+        return Ok(Vec::new());
     }
-    let name = Path::new(path).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
-    let name: String =
-        name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(40).collect();
-    let prefix = folder_of_cache(d.cache.as_deref())?.join(format!("{name}-{:016x}", key.finish()));
-    let parent = prefix.parent().unwrap_or(Path::new("."));
-    std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
-    let complete =
-        || IndexedDataset::open(&prefix).ok().filter(|data| matches!(DatasetInfo::of(data), Ok(Some(_))));
-    if complete().is_some() {
-        return Ok(prefix);
+    let mut out = Vec::new();
+    for (i, path) in resolved.config.data.path.0.iter().enumerate() {
+        // The prefix of a pair comes before a file or folder of that name.
+        let [bin, idx] = pair_paths(Path::new(path));
+        if bin.exists() || idx.exists() {
+            continue;
+        }
+        if !Path::new(path).exists() && !path.contains(['*', '?', '[']) {
+            let what = "there is no file, folder or .bin/.idx pair of that name; give text or .jsonl files, or the prefix of \
+                        a pair made by `ferrotron data build`";
+            return Err(Error::config(path, what));
+        }
+        out.push(i);
     }
-    // The lock of `build` is on the prefix itself.
-    let mut gate = prefix.as_os_str().to_owned();
-    gate.push(".making");
-    let _lock = TargetLock::acquire(Path::new(&gate), PATIENCE)?;
-    if complete().is_none() {
+    Ok(out)
+}
+
+/// The place of a text in the cache.
+struct CacheEntry {
+    paths: [PathBuf; 1],
+    tokenizer: Option<PathBuf>,
+    prefix: PathBuf,
+    /// Bytes of its files.
+    bytes: u64,
+}
+
+impl CacheEntry {
+    fn of(c: &Config, path: &str) -> Result<CacheEntry> {
+        let d = &c.data;
+        let paths = [PathBuf::from(path)];
+        let tokenizer_path = tokenizer_path(c);
+        let tokenizer = tokenizer_path.as_deref().map(tokenizer_at).transpose()?;
+        let folder = tokenizer_path.as_deref().and_then(folder_of);
+        let template = match &tokenizer {
+            Some(t) => ChatEncoder::new(t, folder.as_deref(), d.chat_template.as_deref())?.digest(),
+            None => 0,
+        };
+        let mut key = DefaultHasher::new();
+        (VERSION, template, &d.chat_template, d.format.name(), &d.field, d.eod).hash(&mut key);
+        if let Some(path) = &tokenizer_path {
+            let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
+            file_digest(&file)?.hash(&mut key);
+        }
+        let inputs = inputs(&paths, d.format, &d.field)?;
+        let mut bytes = 0;
+        for input in &inputs {
+            let metadata = std::fs::metadata(&input.path).ok();
+            bytes += metadata.as_ref().map_or(0, |m| m.len());
+            let modified = metadata.and_then(|m| m.modified().ok());
+            (&input.path, file_digest(&input.path)?, modified).hash(&mut key);
+        }
+        let name = Path::new(path).file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name: String =
+            name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '-' }).take(40).collect();
+        let prefix = folder_of_cache(d.cache.as_deref())?.join(format!("{name}-{:016x}", key.finish()));
+        Ok(CacheEntry { paths, tokenizer: tokenizer_path, prefix, bytes })
+    }
+
+    fn is_complete(&self) -> bool {
+        IndexedDataset::open(&self.prefix).is_ok_and(|data| matches!(DatasetInfo::of(&data), Ok(Some(_))))
+    }
+
+    /// Tokenizes the text, unless that has been done.
+    fn make(&self, c: &Config, progress: &dyn Fn(u64, u64)) -> Result<()> {
+        let d = &c.data;
+        let parent = self.prefix.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
+        if self.is_complete() {
+            return Ok(());
+        }
+        // The lock of `build` is on the prefix itself.
+        let mut gate = self.prefix.as_os_str().to_owned();
+        gate.push(".making");
+        let _lock = TargetLock::acquire(Path::new(&gate), PATIENCE)?;
+        if self.is_complete() {
+            return Ok(());
+        }
         build(
             &DatasetOptions {
-                inputs: &paths,
-                prefix: &prefix,
-                tokenizer: tokenizer_path.as_deref(),
+                inputs: &self.paths,
+                prefix: &self.prefix,
+                tokenizer: self.tokenizer.as_deref(),
                 field: &d.field,
                 format: d.format,
                 chat_template: d.chat_template.as_deref(),
@@ -93,8 +149,8 @@ fn cached(c: &Config, path: &str, progress: &dyn Fn(u64, u64)) -> Result<PathBuf
             },
             progress,
         )?;
+        Ok(())
     }
-    Ok(prefix)
 }
 
 /// `data.cache`, or the folder of this program in the user's cache.

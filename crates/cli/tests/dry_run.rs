@@ -117,6 +117,45 @@ fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
     assert_eq!(names(dir.path()), ["small.toml", "text.bin", "text.dataset.json", "text.idx"]);
 }
 
+/// Text is tokenized by `train`; a look at a run does it only where the number of steps depends on it.
+#[test]
+fn dry_run_tokenizes_only_what_it_must() {
+    let (dir, recipe) = folder();
+    let [out, cache, text] = ["run", "cache", "t.jsonl"].map(|n| dir.path().join(n));
+    std::fs::write(&text, "{\"text\": \"a document of some words\"}\n".repeat(100)).unwrap();
+    let set = format!("data.cache={}", cache.display());
+    let args = [
+        "train",
+        path(&recipe),
+        "--data",
+        path(&text),
+        "--set",
+        &set,
+        "--set",
+        "eval.every=0",
+        "--out",
+        path(&out),
+    ];
+    let dry = [&args[..], &["--dry-run"]].concat();
+    let printed = ok(&dry);
+    assert!(printed.contains("t.jsonl: 3.6 KiB of text, which `train` tokenizes"), "{printed}");
+    assert!(!cache.exists(), "the cache was written");
+    let typo = dir.path().join("typo.jsonl");
+    let error = fails(&["train", path(&recipe), "--dry-run", "--data", path(&typo)], 1);
+    assert!(error.contains("typo.jsonl: there is no file"), "{error}");
+    let epochs = [&dry[..], &["--set", "train.epochs=2"]].concat();
+    let printed = ok(&epochs);
+    assert!(
+        printed.contains("was tokenized into data.cache") && printed.contains("train.epochs"),
+        "{printed}"
+    );
+    assert!(cache.is_dir());
+    // Now that it is there, it is looked at.
+    let printed = ok(&dry);
+    assert!(!printed.contains("tokenizes") && !printed.contains("was tokenized"), "{printed}");
+    assert!(!out.exists());
+}
+
 /// On the CPU a run that cannot fit is refused before anything is allocated or written.
 #[test]
 fn a_run_that_needs_more_memory_than_the_machine_has_is_refused() {

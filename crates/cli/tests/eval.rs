@@ -87,6 +87,37 @@ fn a_run_and_its_checkpoint_are_evaluated() {
     assert_eq!(limited["data"], from_run["data"]);
 }
 
+/// The tokenizer names neither a beginning nor an end of text; the run knows what ends a document, and its export says so.
+#[test]
+fn a_fine_tuned_run_and_its_export_have_the_same_perplexity() {
+    let (dir, _, run) = trained(&["precision.dtype=f32"]);
+    let [hf, tuned, exported, file] = ["hf", "tuned", "exported", "t.txt"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&hf)]);
+    // What it says of generation stays.
+    std::fs::write(hf.join("generation_config.json"), "{\"top_k\": 7}").unwrap();
+    std::fs::write(&file, "ab ba ab ba\n".repeat(60)).unwrap();
+    let (model, cache) = (format!("model.hf={}", hf.display()), dir.path().join("cache"));
+    let cache = format!("data.cache={}", cache.display());
+    let set =
+        [&model, &cache, "data.seq_len=16", "eval.every=0", "train.global_batch=2", "precision.dtype=f32"];
+    let mut args = vec!["train", "finetune-hf", "--data", path(&file), "--steps", "2", "--out", path(&tuned)];
+    set.iter().for_each(|s| args.extend(["--set", s]));
+    ok(&args);
+    ok(&["convert", path(&tuned), path(&exported)]);
+    let config: Value =
+        serde_json::from_str(&std::fs::read_to_string(exported.join("generation_config.json")).unwrap())
+            .unwrap();
+    assert_eq!(config, serde_json::json!({"eos_token_id": 0, "top_k": 7}));
+    let loss = |model: &Path| {
+        json(&["eval", path(model), "--seq-len", "16", "--data", path(&file)])["data"][0]["loss"].clone()
+    };
+    let (ours, theirs) = (loss(&tuned), loss(&exported));
+    assert_eq!(ours, theirs);
+    // From a newline, where the export would not say it, the first token has another loss.
+    std::fs::remove_file(exported.join("generation_config.json")).unwrap();
+    assert_ne!(loss(&exported), ours);
+}
+
 /// Tokens are bytes here, so that what is scored can be counted.
 #[test]
 fn of_conversations_the_assistants_turns_are_scored() {

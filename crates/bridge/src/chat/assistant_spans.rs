@@ -85,6 +85,8 @@ impl Conversation<'_> {
             assistant.retain(|s| s.end > start);
             assistant.iter_mut().for_each(|s| s.start = s.start.max(start));
         }
+        // An empty turn gives no loss to the token that it lies in.
+        assistant.retain(|s| !s.is_empty());
         Ok(RenderedChat { text, assistant })
     }
 
@@ -191,5 +193,21 @@ fn holds_mark(value: &Value) -> bool {
             keys.any(|key| holds_mark(&key) || value.get_item(&key).is_ok_and(|item| holds_mark(&item)))
         }),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_turn_has_no_span() {
+        let source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %};\
+                      {% else %}{{ m.content }}{% endif %}{% endfor %}";
+        let message = |(role, content): (&str, &str)| context! { role => role, content => content };
+        let turns = [("user", "q"), ("assistant", ""), ("user", "r"), ("assistant", "ab")];
+        let input = ChatInput { messages: turns.map(message).to_vec(), prompt: 0, variables: Vec::new() };
+        let chat = ChatTemplate::new(source, "", "").unwrap().render_assistant(&input).unwrap();
+        assert_eq!((chat.text.as_str(), chat.assistant), ("q;rab;", vec![3..5]));
     }
 }

@@ -1,10 +1,12 @@
 //! `train --dry-run`: what a run would be and cost, before anything is allocated or written.
 
-use super::train::{Args, derived, device_memory};
+use super::train::{Args, check_data, derived, device_memory};
 use crate::args::Global;
+use crate::progress::JobProgress;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_bridge::model_source::tokenizer_at;
+use ferrotron_bridge::recipe::{Untokenized, resolve_dry};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::cost::summary::timeline;
 use ferrotron_core::cost::{
@@ -13,6 +15,7 @@ use ferrotron_core::cost::{
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_tensor::format_bytes;
+use std::cell::Cell;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -20,12 +23,34 @@ use std::process::ExitCode;
 const WIDTH: usize = 120;
 
 /// Prints the resolved configuration, its costs and derived values. Data and tokenizer are opened, so that a wrong path is
-/// found here.
-pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
+/// found here; text is not tokenized, unless the length of the run depends on it.
+pub fn run(args: &Args, mut recipe: Recipe, global: &Global) -> Result<ExitCode> {
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
     }
-    let sources = source::open(resolved)?;
+    let tokenized = Cell::new(false);
+    let (resolved, untokenized) = {
+        let gauge = JobProgress::new(global, "tokenizing");
+        resolve_dry(&mut recipe, &|_, done, total| {
+            tokenized.set(true);
+            gauge.set(done, total);
+        })?
+    };
+    let (recipe, resolved) = (&recipe, &resolved);
+    let mut data_notes = match untokenized.is_empty() {
+        true => {
+            check_data(resolved, global)?;
+            source::open(resolved)?.notes
+        }
+        false => untokenized.iter().map(not_tokenized).collect(),
+    };
+    if tokenized.get() {
+        data_notes.push(
+            "the data was tokenized into data.cache, since the number of steps follows from the number of its samples \
+             (train.epochs); `train` reads it from there"
+                .into(),
+        );
+    }
     if let Some(path) = &resolved.config.data.tokenizer {
         tokenizer_at(Path::new(path))?;
     }
@@ -46,6 +71,7 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
             "plan": resolved.plan,
             "derived": resolved.derived,
             "cost": cost,
+            "notes": data_notes,
             "parameter_groups": groups.iter().map(|(name, rule, n)| {
                 serde_json::json!({ "params": name, "rule": rule, "parameters": n })
             }).collect::<Vec<_>>(),
@@ -68,12 +94,21 @@ pub fn run(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -
         };
         notes += &groups.iter().map(line).collect::<String>();
     }
-    notes += &sources.notes.iter().map(|note| format!("{note}\n")).collect::<String>();
+    notes += &data_notes.iter().map(|note| format!("{note}\n")).collect::<String>();
     notes += &derived(resolved);
     notes += &pipeline(resolved)?;
     let notes: String = notes.lines().map(|l| format!("# {l}\n")).collect();
     output::print(&format!("{}\n{notes}", resolved.config.to_toml()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is not known of a text.
+fn not_tokenized(text: &Untokenized) -> String {
+    format!(
+        "{}: {} of text, which `train` tokenizes; its samples and ids have not been looked at",
+        text.path,
+        format_bytes(text.bytes as usize)
+    )
 }
 
 /// Parameters, FLOPs, memory and communication, one line or table each.

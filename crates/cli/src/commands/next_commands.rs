@@ -6,7 +6,7 @@ use crate::shell::{path, quote};
 use anyhow::Result;
 use ferrotron_bridge::model_source::tokenizer_at;
 use ferrotron_bridge::recipe::tokenizer_path;
-use ferrotron_core::checkpoint::latest;
+use ferrotron_core::checkpoint::{BEST, latest};
 use ferrotron_core::config::Config;
 use ferrotron_core::ranks::Launcher;
 use ferrotron_core::train::{CHECKPOINTS, Run};
@@ -35,22 +35,35 @@ pub fn text(args: &Args, global: &Global, run: &Run) -> Result<String> {
     };
     let mut all: Vec<(&str, String)> = Vec::new();
     if latest(&run.dir().join(CHECKPOINTS))?.is_some() {
-        let dir = path(run.dir());
+        let stopped = run.stops_early();
+        // After early stopping the newest checkpoint is not the one to use.
+        let best = run.dir().join(CHECKPOINTS).join(BEST);
+        let model = if stopped && best.exists() { best } else { run.dir().to_path_buf() };
+        let dir = path(&model);
         // The run names its tokenizer where it can.
         let given = if tokenizer == UNKNOWN_TOKENIZER { &tokenizer } else { "" };
         all.push(("generate more text", format!("ferrotron generate --model {dir}{given}{device}")));
-        let export = beside(run.dir());
-        let overwrite = if export.exists() { " --overwrite" } else { "" };
-        let convert = format!("ferrotron convert {dir} {}{overwrite}", path(&export));
-        all.push(("export to a Hugging Face folder", convert));
-        let more = train(args, global, &LENGTH)?;
-        let steps = run.resolved.plan.steps.saturating_mul(2);
-        let out = args.out.as_deref().map(|o| format!(" --out {}", path(o))).unwrap_or_default();
-        let data = given_data(args);
-        all.push((
-            "train longer (a new --out keeps this run)",
-            format!("{more}{data}{out} --steps {steps}{device}"),
-        ));
+        let convert = |ending: &str, option: &str| {
+            let export = beside(run.dir(), ending);
+            let overwrite = if export.exists() { " --overwrite" } else { "" };
+            format!("ferrotron convert {dir} {}{option}{overwrite}", path(&export))
+        };
+        if config.has_lora() {
+            all.push(("export the adapters for PEFT", convert("adapter", "")));
+            all.push(("merge them into the base model, a Hugging Face folder", convert("hf", " --merge")));
+        } else {
+            all.push(("export to a Hugging Face folder", convert("hf", "")));
+        }
+        if !stopped {
+            let more = train(args, global, &LENGTH)?;
+            let steps = run.resolved.plan.steps.saturating_mul(2);
+            let out = args.out.as_deref().map(|o| format!(" --out {}", path(o))).unwrap_or_default();
+            let data = given_data(args);
+            all.push((
+                "train longer (a new --out keeps this run)",
+                format!("{more}{data}{out} --steps {steps}{device}"),
+            ));
+        }
     }
     all.push(("tokenize your own text", format!("ferrotron data build my.txt --output my{tokenizer}")));
     let own = train(args, global, &DATA)?;
@@ -104,7 +117,7 @@ fn given_data(args: &Args) -> String {
 }
 
 /// The folder beside a run for its export, `runs/tiny-hf`.
-fn beside(run: &Path) -> PathBuf {
+fn beside(run: &Path, ending: &str) -> PathBuf {
     let name = run.file_name().map(|n| n.to_string_lossy().into_owned());
-    run.with_file_name(format!("{}-hf", name.unwrap_or_else(|| "run".into())))
+    run.with_file_name(format!("{}-{ending}", name.unwrap_or_else(|| "run".into())))
 }

@@ -10,6 +10,7 @@ use crate::ranks;
 use crate::signal::Signals;
 use crate::trace;
 use anyhow::Result;
+use clap::ValueEnum;
 use ferrotron_core::config::{CudaGraphMode, Derived, Packing, Recipe, Resolved, refused_changes};
 use ferrotron_core::cost::summary::timeline;
 use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit, derived_state_offload};
@@ -64,6 +65,15 @@ Examples:
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
 
+/// A checkpoint of a run to resume from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ResumeFrom {
+    /// The newest.
+    Latest,
+    /// The one with the lowest validation loss.
+    Best,
+}
+
 /// Arguments of `train`.
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
@@ -89,10 +99,15 @@ pub struct Args {
     /// Start over; the run in the run folder is deleted when the new one has saved a checkpoint, and is restored otherwise
     #[arg(long)]
     pub fresh: bool,
+    /// Checkpoint to resume from: the latest, or the best, which has the lowest validation loss (checkpoint.best); later ones
+    /// are then deleted
+    #[arg(long, value_enum, value_name = "WHICH", default_value = "latest", conflicts_with = "fresh")]
+    pub resume: ResumeFrom,
     /// Resume although these keys have changed (data.path: the data itself; data.order: the order of its samples)
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     pub allow_changes: Vec<String>,
-    /// Print the resolved configuration, its memory, FLOPs and communication, then exit; data and tokenizer are opened
+    /// Print the resolved configuration, its memory, FLOPs and communication, then exit; data and tokenizer are opened, text
+    /// is tokenized only where train.epochs needs the number of its samples
     #[arg(long)]
     pub dry_run: bool,
     /// Trace options.
@@ -178,17 +193,14 @@ pub fn device_memory(global: &Global) -> Option<usize> {
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let mut recipe = args.load(global)?;
+    if args.dry_run {
+        return super::dry_run::run(&args, recipe, global);
+    }
     let (resolved, first) = {
         let gauge = JobProgress::new(global, "tokenizing");
         ferrotron_bridge::recipe::resolve_with(&mut recipe, &|_, done, total| gauge.set(done, total))?
     };
-    let notes = ferrotron_bridge::recipe::check_data(&resolved)?;
-    if global.launch.leads() && !global.json {
-        notes.iter().for_each(output::note);
-    }
-    if args.dry_run {
-        return super::dry_run::run(&args, &recipe, &resolved, global);
-    }
+    check_data(&resolved, global)?;
     check_memory(&resolved, global)?;
     check_allowed(&args.allow_changes)?;
     let out = args.out(&recipe);
@@ -208,6 +220,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         let options = OpenOptions {
             initial_weights: Some(&fill),
             data: Some(&*sources.train),
+            from_best: args.resume == ResumeFrom::Best,
             fresh: args.fresh,
             allow_changes: &args.allow_changes,
         };
@@ -220,6 +233,15 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Checks the data against model and tokenizer, and prints what the user should know.
+pub fn check_data(resolved: &Resolved, global: &Global) -> Result<()> {
+    let notes = ferrotron_bridge::recipe::check_data(resolved)?;
+    if global.launch.leads() && !global.json {
+        notes.iter().for_each(output::note);
+    }
+    Ok(())
 }
 
 /// Refuses names in `--allow-changes` that allow nothing.

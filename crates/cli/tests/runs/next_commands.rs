@@ -102,3 +102,43 @@ fn after_a_fine_tuned_run_and_after_a_built_in_recipe() {
     assert_eq!(newest(&here.join("runs/mine")), "step-00000002");
     assert!(here.join("runs/finetune-hf-hf/tokenizer.json").is_file());
 }
+
+#[test]
+fn after_a_run_of_adapters_and_after_early_stopping() {
+    let scene = Scene::new();
+    let here = scene.here();
+    recipe(&here, 2, "");
+    scene.sh("ferrotron train small.toml --device cpu && ferrotron convert runs/small base");
+    std::fs::write(here.join("my.txt"), "some text of mine\n".repeat(200)).unwrap();
+    let tune = "ferrotron train finetune-hf --set model.hf=base --data my.txt --device cpu --set data.cache=cache \
+                --set train.global_batch=2 --set data.seq_len=8 --set generate.tokens=0";
+    let printed =
+        scene.sh(&format!("{tune} --steps 2 --set lora.rank=2 --set eval.every=0 --out runs/adapters"));
+    let commands = scene.follow(&printed);
+    let converts: Vec<&String> = commands.iter().filter(|c| c.starts_with("convert")).collect();
+    assert_eq!(
+        converts,
+        ["convert runs/adapters runs/adapters-adapter", "convert runs/adapters runs/adapters-hf --merge"]
+    );
+    assert!(here.join("runs/adapters-adapter/adapter_config.json").is_file());
+    assert!(here.join("runs/adapters-hf/model.safetensors").is_file());
+    // Nothing improves by so much, so the second evaluation ends the run.
+    std::fs::write(here.join("lines.jsonl"), "{\"text\": \"some more text of mine\"}\n".repeat(100)).unwrap();
+    let printed = scene.sh(&format!(
+        "{} --steps 9 --set eval.every=1 --set eval.batches=1 --set eval.patience=1 --set eval.min_delta=50 \
+         --set checkpoint.best=true --set data.packing=documents --out runs/stopped",
+        tune.replace("my.txt", "lines.jsonl")
+    ));
+    assert!(printed.contains("early stopping") && !printed.contains("train longer"), "{printed}");
+    let next = printed.split("\nnext:\n").nth(1).unwrap();
+    assert!(next.contains("generate --model runs/stopped/checkpoints/best"), "{next}");
+    assert!(next.contains("convert runs/stopped/checkpoints/best runs/stopped-hf"), "{next}");
+    scene.sh("ferrotron convert runs/stopped/checkpoints/best runs/stopped-hf");
+    // From the best checkpoint with more patience.
+    let log = scene.sh(&format!(
+        "{} --steps 9 --set eval.every=1 --set eval.batches=1 --set eval.patience=9 --set checkpoint.best=true \
+         --set data.packing=documents --out runs/stopped --resume best 2>&1",
+        tune.replace("my.txt", "lines.jsonl")
+    ));
+    assert!(log.contains("resuming finetune-hf after step"), "{log}");
+}

@@ -126,6 +126,24 @@ pub fn best(dir: &Path) -> Option<u64> {
     step_of(fs::read_link(dir.join(BEST)).ok()?.as_os_str())
 }
 
+/// Deletes the checkpoints after `step`, newest first, and returns their steps.
+pub fn remove_after(dir: &Path, step: u64) -> Result<Vec<u64>> {
+    let mut later: Vec<(u64, PathBuf)> = list(dir)?.into_iter().filter(|(s, _)| *s > step).collect();
+    later.reverse();
+    later.iter().try_for_each(|(step, path)| delete(dir, *step, path))?;
+    Ok(later.into_iter().map(|(step, _)| step).rev().collect())
+}
+
+/// Renames first, so that a crash half-way leaves no folder that looks complete.
+fn delete(dir: &Path, step: u64, path: &Path) -> Result<()> {
+    let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
+    if doomed.exists() {
+        remove(&doomed)?;
+    }
+    rename(path, &doomed)?;
+    remove(&doomed)
+}
+
 /// Deletes the oldest checkpoints so that `keep` remain, never `newest` and never the best.
 pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let all = list(dir)?;
@@ -133,13 +151,7 @@ pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let surplus = all.len().saturating_sub(keep.max(1));
     let spared = |(step, path): &(u64, PathBuf)| path == newest || best == Some(*step);
     for (step, path) in all.into_iter().take(surplus).filter(|c| !spared(c)) {
-        // Rename first, so that a crash half-way leaves no folder that looks complete.
-        let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
-        if doomed.exists() {
-            remove(&doomed)?;
-        }
-        rename(&path, &doomed)?;
-        remove(&doomed)?;
+        delete(dir, step, &path)?;
     }
     Ok(())
 }

@@ -9,6 +9,7 @@ use super::{
 };
 use crate::config::{Packing, Resolved, Truncation};
 use crate::{Error, Result};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A run that reads a dataset more often than this is told so: repeated data teaches less and less, and small models
@@ -64,7 +65,9 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         return Ok(Sources { train, eval: Some(eval), epoch_tokens, varying: None, notes: Vec::new() });
     }
     let matrix = split_matrix(&shares(r)?);
-    let Some(train_fractions) = matrix[0] else { return Err(nothing_to_train_on()) };
+    if matrix[0].is_none() {
+        return Err(nothing_to_train_on());
+    }
     let mut notes = Vec::new();
     let (mut train, mut eval): (Vec<Box<dyn Batches>>, Vec<_>) = Default::default();
     let (mut epoch_tokens, mut filled) = (0u64, [0.0; 2]);
@@ -74,7 +77,7 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let data = Arc::new(IndexedDataset::open(tokenized)?);
         let chat = DatasetInfo::of(&data)?.is_some_and(|info| info.chat);
         let pair = Pair { name: prefix.clone(), weight, data, chat };
-        let member = pair.samples(r, Split::Train, train_fractions)?.ok_or_else(|| pair.nothing_fits(r))?;
+        let member = pair.samples(r, Split::Train, &matrix)?.ok_or_else(|| pair.nothing_fits(r))?;
         notes.extend(member.note.clone());
         epoch_tokens = epoch_tokens.saturating_add(member.tokens);
         let wanted = (r.plan.samples as f64 * weight).max(1.0) * member.tokens_of_sample(seq);
@@ -84,13 +87,16 @@ pub fn open(r: &Resolved) -> Result<Sources> {
             filled = [filled[0] + rows, filled[1] + used];
         }
         train.push(member.data);
-        let Some(fractions) = matrix[1] else { continue };
-        let held_out = match pair.has_sample(r, fractions)? {
-            true => pair.samples(r, Split::Valid, fractions)?,
-            false => None,
-        };
+        if matrix[1].is_none() {
+            continue;
+        }
+        let has_sample = pair.has_sample(r, &matrix)?;
+        let held_out = if has_sample { pair.samples(r, Split::Valid, &matrix)? } else { None };
         match held_out {
             Some(samples) => eval.push((prefix.clone(), weight, samples.data)),
+            None if has_sample => notes.push(format!(
+                "no evaluation on {prefix}: what data.split sets aside has no token with a loss within data.seq_len"
+            )),
             None => notes.push(format!(
                 "no evaluation on {prefix}: it has too few documents for data.split to set some of them aside"
             )),
@@ -193,11 +199,11 @@ impl Lengths {
 
 impl Pair {
     /// Enough samples of a split for this pair's weight in the blend; `None` if it is to hold conversations and none gives one.
-    fn samples(&self, r: &Resolved, split: Split, fractions: (f64, f64)) -> Result<Option<Samples>> {
+    fn samples(&self, r: &Resolved, split: Split, matrix: &SplitMatrix) -> Result<Option<Samples>> {
         let (d, seq) = (&r.config.data, r.plan.seq_len);
         let [seed, vocab] = seed_and_vocab(r)?;
         if self.chat || d.packing != Packing::None {
-            let range = split_range(fractions, self.data.documents());
+            let range = self.documents(matrix, split);
             let documents = Box::new(DocumentRange { data: self.data.clone(), range, chat: self.chat });
             let truncation = if self.chat { d.truncation } else { Truncation::Split };
             let options = RowOptions { seq, vocab, seed: Some(seed), truncation, packing: d.packing };
@@ -226,7 +232,7 @@ impl Pair {
         };
         let target = if split == Split::Train { r.plan.samples } else { eval_samples(r) };
         let wanted = member_samples(&[self.weight], target, SURPLUS)[0];
-        let range = split_range(fractions, self.data.len());
+        let range = split_of(matrix, split, self.data.len());
         let tokens = self.tokens(range.clone())?;
         let data = Box::new(GptDataset::new(self.data.clone(), range, Some(wanted), split, config)?);
         Ok(Some(Samples { data, tokens, filled: None, lengths: None, note: None }))
@@ -264,17 +270,36 @@ impl Pair {
         Error::Invalid(format!("{}: {what}", self.name))
     }
 
-    /// Does a split hold at least one sample?
-    fn has_sample(&self, r: &Resolved, fractions: (f64, f64)) -> Result<bool> {
-        if self.chat || r.config.data.packing != Packing::None {
-            return Ok(!split_range(fractions, self.data.documents()).is_empty());
+    /// The documents of a split. Validation gets one where its share rounds to none and training keeps another.
+    fn documents(&self, matrix: &SplitMatrix, split: Split) -> Range<usize> {
+        let of = |split| split_of(matrix, split, self.data.documents());
+        let train = of(Split::Train);
+        if matrix[1].is_none() || !of(Split::Valid).is_empty() || train.len() < 2 {
+            return of(split);
         }
-        Ok(self.tokens(split_range(fractions, self.data.len()))? > r.plan.seq_len as u64)
+        let last = train.end - 1;
+        if split == Split::Train { train.start..last } else { last..train.end }
     }
 
-    fn tokens(&self, sequences: std::ops::Range<usize>) -> Result<u64> {
+    /// Does the validation split hold at least one sample?
+    fn has_sample(&self, r: &Resolved, matrix: &SplitMatrix) -> Result<bool> {
+        if self.chat || r.config.data.packing != Packing::None {
+            return Ok(!self.documents(matrix, Split::Valid).is_empty());
+        }
+        Ok(self.tokens(split_of(matrix, Split::Valid, self.data.len()))? > r.plan.seq_len as u64)
+    }
+
+    fn tokens(&self, sequences: Range<usize>) -> Result<u64> {
         sequences.into_iter().try_fold(0u64, |sum, i| Ok(sum + self.data.length(i)? as u64))
     }
+}
+
+/// The fractions of training, validation and test.
+type SplitMatrix = [Option<(f64, f64)>; 3];
+
+/// A split of `count` documents or sequences.
+fn split_of(matrix: &SplitMatrix, split: Split, count: usize) -> Range<usize> {
+    matrix[split as usize].map_or(0..0, |fractions| split_range(fractions, count))
 }
 
 fn many_epochs(prefix: &str, epochs: f64, tokens: u64) -> Option<String> {

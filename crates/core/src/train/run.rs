@@ -53,6 +53,9 @@ pub struct OpenOptions<'a> {
     /// The training data that the recipe names. Its files and the order of its samples are recorded in checkpoints, and
     /// compared by a resumed run. Without it only the configuration is.
     pub data: Option<&'a dyn Batches>,
+    /// Resume from the checkpoint with the lowest validation loss (`checkpoint.best`) instead of the newest. Later ones are
+    /// deleted.
+    pub from_best: bool,
     /// Replace the run in the folder. It is deleted once the new one has a checkpoint, and restored otherwise.
     pub fresh: bool,
     /// Keys that may change although the data position is lost, see [`crate::config::refused_changes`].
@@ -150,7 +153,11 @@ impl Run {
         wait("the run folder is ready")?;
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
-        let latest = if options.fresh { None } else { checkpoint::latest(&dir.join(CHECKPOINTS))? };
+        let latest = match (options.fresh, options.from_best) {
+            (true, _) => None,
+            (false, true) => Some(best_checkpoint(dir)?),
+            (false, false) => checkpoint::latest(&dir.join(CHECKPOINTS))?,
+        };
         let mut gemms = None;
         // Checkpoints of adapters do not hold the base model.
         if latest.is_none() || resolved.config.has_lora() {
@@ -174,6 +181,13 @@ impl Run {
             drop(saver);
             folder.set_aside()?;
             saver = Run::saver(dir, &resolved, &together)?;
+        }
+        if folder.is_some() && options.from_best {
+            let later = checkpoint::remove_after(&dir.join(CHECKPOINTS), trainer.step())?;
+            if !later.is_empty() {
+                let names: Vec<String> = later.into_iter().map(checkpoint::folder_name).collect();
+                notes.push(format!("checkpoints after the best were deleted: {}", names.join(", ")));
+            }
         }
         notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
@@ -338,4 +352,16 @@ impl Run {
             losses: r.mtp_losses.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
         }
     }
+}
+
+/// The checkpoint of a run with the lowest validation loss.
+fn best_checkpoint(dir: &Path) -> Result<PathBuf> {
+    let checkpoints = dir.join(CHECKPOINTS);
+    let found = checkpoint::best(&checkpoints).map(|step| checkpoints.join(checkpoint::folder_name(step)));
+    found.filter(|path| path.is_dir()).ok_or_else(|| Error::Missing {
+        path: checkpoints.join(checkpoint::BEST),
+        what: "the run has no best checkpoint to resume from: it keeps one with checkpoint.best=true and eval.every set; \
+               resume from the latest instead"
+            .into(),
+    })
 }

@@ -8,7 +8,7 @@ use ferrotron_core::data::{Batches, Row};
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
-use ferrotron_core::train::{Outcome, Run};
+use ferrotron_core::train::{OpenOptions, Outcome, Run};
 use ferrotron_engine::Rank;
 use std::path::Path;
 
@@ -117,6 +117,34 @@ fn a_resumed_run_stops_where_it_would_have() {
     assert!(outcome.stopped_early && outcome.steps == 3, "{outcome:?}");
     assert_eq!(kept(parts.path()), (vec![2, 8], Some(2)));
     assert!(newest(whole.path()) == newest(parts.path()), "another checkpoint");
+}
+
+/// `--resume best`: the run goes on from the best checkpoint to the same bits, and what came after it is gone.
+#[test]
+fn a_run_goes_on_from_its_best_checkpoint() {
+    let r = setting(true, &["eval.patience=3", "checkpoint.keep=0"]);
+    let dir = tempfile::tempdir().unwrap();
+    let open = |from_best| {
+        let options = OpenOptions { from_best, ..OpenOptions::default() };
+        Run::open_with(Rank::cpu(1, r.config.train.seed)?, r.clone(), dir.path(), options)
+    };
+    let e = open(true).err().unwrap().to_string();
+    assert!(e.contains("no best checkpoint") && e.contains("checkpoint.best=true"), "{e}");
+    train(dir.path(), &r, (true, false), &Contrary, None);
+    let (first, log) =
+        (newest(dir.path()), std::fs::read_to_string(dir.path().join("events.jsonl")).unwrap());
+    assert_eq!(kept(dir.path()), (vec![2, 3, 6, 8], Some(2)));
+    let mut run = open(true).unwrap();
+    assert_eq!((run.trainer.step(), kept(dir.path())), (2, (vec![2], Some(2))));
+    let notes = &run.resumed.as_ref().unwrap().notes;
+    assert!(notes.iter().any(|n| n.contains("step-00000003, step-00000006, step-00000008")), "{notes:?}");
+    let outcome = run.train(&RULE, Some(&Contrary), &mut Stopper::default()).unwrap();
+    drop(run);
+    assert!(outcome.stopped_early && outcome.steps == 6, "{outcome:?}");
+    assert!(newest(dir.path()) == first, "another checkpoint");
+    let again = std::fs::read_to_string(dir.path().join("events.jsonl")).unwrap();
+    let steps = |log: &str| log.lines().filter(|l| l.contains("\"kind\":\"step\"")).count();
+    assert_eq!((steps(&log), steps(&again)), (8, 8));
 }
 
 #[test]

@@ -227,10 +227,29 @@ fn packed_splits_and_blends() {
     // Training and validation share no document: those of `a` differ in their first tokens and lengths.
     let eval = sources.eval.unwrap();
     assert!(eval.samples() > 0 && eval.resets());
-    let few = dir.path().join("few");
-    write_data(&few, &documents(3, 4));
-    let sources = source::open(&with_data(&[&few], &["data.packing=\"documents\"", "eval.every=5"])).unwrap();
-    assert!(sources.eval.is_none() && sources.notes.iter().any(|n| n.contains("no evaluation")));
+}
+
+/// A share that rounds to no document still gives one, as long as training has another.
+#[test]
+fn validation_gets_a_document_where_there_are_two() {
+    let dir = tempfile::tempdir().unwrap();
+    for packing in ["documents", "padding_free"] {
+        for count in 1..5 {
+            let (few, all) = (dir.path().join(format!("{packing}{count}")), documents(count, 4));
+            write_data(&few, &all);
+            let changes = [&format!("data.packing={packing:?}"), "eval.every=5", "data.split=[99, 1, 0]"];
+            let sources = source::open(&with_data(&[&few], &changes)).unwrap();
+            let note = sources.notes.iter().any(|n| n.contains("no evaluation"));
+            assert_eq!((sources.eval.is_some(), note), (count > 1, count == 1), "{count}");
+            let Some(eval) = sources.eval else { continue };
+            // Only the last document is set aside: the validation rows are its inputs.
+            let held_out: Vec<i32> = all[count - 1].iter().map(|t| *t as i32).collect();
+            let batch = eval.batch(0, 1).unwrap();
+            let length = (held_out.len() - 1).min(16);
+            assert_eq!(batch.tokens[..length], held_out[..length], "{packing} {count}");
+            assert!(batch.labels[length..].iter().all(|l| *l == IGNORE));
+        }
+    }
 }
 
 /// Without evaluation, a validation split too small for one sample is accepted.
