@@ -6,7 +6,7 @@ use crate::output::UsageError;
 use anyhow::Result;
 use ferrotron_core::config::{QuantRecipe, Recipe};
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, Machine, Plan, SearchResult, Workload, published, search,
+    Constraints, GemmDtype, LayoutPlan, Machine, SearchResult, Workload, published, search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
 use std::path::PathBuf;
@@ -140,7 +140,7 @@ fn varied(
     machine: &Machine,
     limits: &Constraints,
     keys: &[String],
-) -> Result<Vec<(Vec<usize>, Option<Plan>)>> {
+) -> Result<Vec<(Vec<usize>, Option<LayoutPlan>)>> {
     let mut combinations: Vec<Vec<usize>> = vec![Vec::new()];
     for key in keys {
         let values: Vec<usize> = match key.as_str() {
@@ -206,7 +206,7 @@ fn nothing_fits(
 }
 
 /// Keys of a fixed layout that `--vary` knows.
-pub fn value_of(plan: &Plan, key: &str) -> usize {
+pub fn value_of(plan: &LayoutPlan, key: &str) -> usize {
     let l = &plan.candidate.layout;
     match key {
         "tp" => l.tp,

@@ -5,7 +5,9 @@ use crate::args::Global;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::plan::published::Comparison;
-use ferrotron_core::plan::{GemmDtype, Machine, Plan, SearchResult, StepTime, Workload, recompute_sets};
+use ferrotron_core::plan::{
+    GemmDtype, LayoutPlan, Machine, SearchResult, StepTime, Workload, recompute_sets,
+};
 use ferrotron_tensor::format_bytes;
 use serde_json::{Value, json};
 
@@ -61,7 +63,7 @@ pub fn print_plans(
 }
 
 /// tp=4 pp=8 vp=5 dp=2, micro-batch 1, ZeRO-1, no recomputation
-fn layout_text(p: &Plan, gpus: usize) -> String {
+fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
     let (c, l) = (&p.candidate, &p.candidate.layout);
     let dp = gpus / (l.tp * l.cp * l.pp).max(1);
     let sizes = [("tp", l.tp), ("cp", l.cp), ("pp", l.pp), ("vp", l.vp), ("ep", l.ep), ("dp", dp)];
@@ -74,7 +76,7 @@ fn layout_text(p: &Plan, gpus: usize) -> String {
     format!("{}, micro-batch {}{zero}, {}", sizes.join(" "), c.micro_batch, recomputed(p))
 }
 
-fn recomputed(p: &Plan) -> &'static str {
+fn recomputed(p: &LayoutPlan) -> &'static str {
     const NAMES: [&str; 4] = [
         "nothing recomputed",
         "norms and activations recomputed",
@@ -86,7 +88,7 @@ fn recomputed(p: &Plan) -> &'static str {
 }
 
 /// The keys that make a recipe run a plan.
-fn keys(p: &Plan, gpus: usize) -> String {
+fn keys(p: &LayoutPlan, gpus: usize) -> String {
     let (c, l) = (&p.candidate, &p.candidate.layout);
     let dp = gpus / (l.tp * l.cp * l.pp).max(1);
     let recompute = match recompute_sets().iter().position(|r| *r == c.recompute) {
@@ -133,7 +135,7 @@ struct Rates {
 }
 
 impl Rates {
-    fn of(p: &Plan, workload: &Workload, machine: &Machine) -> Result<Rates> {
+    fn of(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Rates> {
         let r = &workload.recipe;
         let gpus = machine.gpus as f64;
         let tokens = workload.tokens() / p.time.total;
@@ -143,7 +145,7 @@ impl Rates {
     }
 }
 
-fn rates(p: &Plan, workload: &Workload, machine: &Machine) -> Result<String> {
+fn rates(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<String> {
     let r = Rates::of(p, workload, machine)?;
     let whole = |x: f64| format::thousands(x.round().max(0.0) as u64);
     Ok(format!(
@@ -188,7 +190,7 @@ fn times(t: &StepTime) -> String {
     format!("time\n{}", output::table(&rows))
 }
 
-fn memory(p: &Plan, machine: &Machine) -> String {
+fn memory(p: &LayoutPlan, machine: &Machine) -> String {
     let m = &p.memory;
     let rows = [
         ("weights", m.parameters),
@@ -216,7 +218,7 @@ fn why(t: &StepTime, best: &StepTime) -> String {
     }
 }
 
-fn as_json(p: &Plan, workload: &Workload, machine: &Machine) -> Result<Value> {
+fn as_json(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Value> {
     let (c, l) = (&p.candidate, &p.candidate.layout);
     let r = Rates::of(p, workload, machine)?;
     Ok(json!({
@@ -239,7 +241,7 @@ fn as_json(p: &Plan, workload: &Workload, machine: &Machine) -> Result<Value> {
 
 /// A row for every combination of the varied keys.
 pub fn print_varied(
-    rows: &[(Vec<usize>, Option<Plan>)],
+    rows: &[(Vec<usize>, Option<LayoutPlan>)],
     keys: &[String],
     workload: &Workload,
     machine: &Machine,

@@ -80,6 +80,10 @@ impl Recipe {
             moe.layers = (0..layers).map(|i| i % every == 0 && !dense.contains(&i)).collect();
         }
         moe.layers.truncate(c.layers);
+        // All of them is the empty list.
+        if moe.layers.iter().all(|is_moe| *is_moe) {
+            moe.layers.clear();
+        }
         Ok(())
     }
 
@@ -219,7 +223,7 @@ pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
         topk: Some(m.topk),
         ffn: Some(m.ffn),
         layer_freq: Some(1),
-        dense_layers: Some(dense),
+        dense_layers: Some(dense).filter(|d| !d.is_empty()),
         score_function: Some(m.score),
         pre_softmax: Some(m.pre_softmax),
         groups: m.groups,

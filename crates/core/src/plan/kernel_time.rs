@@ -57,7 +57,7 @@ pub(super) fn attention_seconds(hw: &Hardware, a: &CoreAttention, tokens: f64, l
     // Two GEMMs of 2 FLOPs per pair and channel in forward, five in backward.
     let forward = 2.0 * tokens * seen * widths;
     let rates = hw.attention;
-    // Heads narrower than the tensor core's depth use it less.
+    // Small head dimensions use the tensor cores less.
     let narrow = (a.head_dim.min(a.value_dim) as f64 / 128.0).clamp(0.25, 1.0).powf(0.5);
     let ramp = seen / (seen + rates.half_length) * narrow;
     let seconds = |flops: f64, rate: f64| flops / (rate * 1e12 * ramp) + hw.kernel_us * 1e-6;

@@ -164,7 +164,7 @@ pub(super) fn layer_time(
     out
 }
 
-/// Seconds of an all-to-all to or from experts. Of k choices of a token, spread over n domains, n·(1 − (1 − 1/n)^k) domains are
+/// Seconds of an all-to-all to or from experts. Of the k experts of a token, spread over n domains, n·(1 − (1 − 1/n)^k) domains are
 /// distinct: so often it crosses the network where each domain gets it once.
 fn dispatch_seconds(hw: &Hardware, shape: &StepShape, c: &Collective) -> f64 {
     let span = GroupSpan::of(c.group, &shape.ranks);

@@ -15,7 +15,7 @@ pub use constraints::{Choice, Constraints};
 pub use hardware::{GemmDtype, Hardware, Machine};
 pub use layer_time::Seconds;
 pub use network::GroupSpan;
-pub use search::{Plan, SearchResult, search};
+pub use search::{LayoutPlan, SearchResult, search};
 pub use step_time::{Candidate, StepTime, Workload};
 
 use ferrotron_engine::Recompute;

@@ -29,6 +29,8 @@ pub struct Comparison {
     pub predicted: f64,
     /// The time of a step, by part.
     pub time: StepTime,
+    /// What was assumed to be recomputed.
+    pub recompute: Recompute,
 }
 
 impl PublishedRow {
@@ -129,14 +131,14 @@ pub fn read_rows(text: &str) -> Result<Vec<PublishedRow>> {
     Ok(newest.into_values().collect())
 }
 
-/// What a range of releases of the published software does more slowly than the hardware descriptions say.
+/// How a range of releases of the published software differs from what the hardware descriptions say.
 #[derive(Clone, Copy, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Release {
     /// Releases before this one, as year and month.
     before: f64,
-    /// Factor on the time that MoE layers wait for the host.
-    moe_sync: f64,
+    /// Time that a pass of an MoE layer waits for the host, in µs: on Hopper, on Blackwell with x86 hosts, and with Grace.
+    moe_sync_us: [f64; 3],
     /// Factor on the exposed time of token dispatch.
     dispatch: f64,
     /// Factor on the rate of attention with sinks.
@@ -168,7 +170,12 @@ impl Software {
         // Its dispatchers (DeepEP, HybridEP) send a token to each domain once.
         let mut hw = Hardware { dispatch_per_domain: true, ..hw.clone() };
         if let Some(r) = self.release.iter().find(|r| month < r.before) {
-            hw.moe_sync_us *= r.moe_sync;
+            let host = match hw.name.as_bytes() {
+                [b'H', ..] => 0,
+                [b'B', ..] => 1,
+                _ => 2,
+            };
+            hw.moe_sync_us = r.moe_sync_us[host];
             hw.overlap.ep = 1.0 - ((1.0 - hw.overlap.ep) * r.dispatch).min(1.0);
             if sinks {
                 hw.attention.forward *= r.sink_attention;
@@ -210,6 +217,10 @@ pub fn compare(row: &PublishedRow, hardware: &[Hardware], software: &Software) -
     if mtp {
         set.push("mtp.layers=1".into());
     }
+    if ["deepseek-v3", "kimi-k2"].contains(&preset) {
+        // The published recipes keep moments in bf16.
+        set.push("optimizer.state_dtype=bf16".into());
+    }
     if lora {
         set.push("lora.rank=16".into());
     }
@@ -234,16 +245,17 @@ pub fn compare(row: &PublishedRow, hardware: &[Hardware], software: &Software) -
         schedule: ScheduleKind::OneForwardOneBackward,
         dtype,
     };
-    // The rows do not say what was recomputed: the least that fits.
+    // The rows do not say what was recomputed: the least that fits, with gradients in two bytes.
     for recompute in super::recompute_sets() {
         candidate.recompute = recompute;
-        if workload.memory(&candidate)?.total() <= hw.memory() {
+        let memory = workload.memory(&candidate)?;
+        if memory.total() - memory.gradients / 2 <= hw.memory() {
             break;
         }
     }
     let time = workload.step_time(hw, &candidate)?;
     let predicted = workload.tokens() / time.total / workload.gpus as f64;
-    Ok(Some(Comparison { row: row.clone(), predicted, time }))
+    Ok(Some(Comparison { row: row.clone(), predicted, time, recompute: candidate.recompute }))
 }
 
 /// All rows of families that Ferrotron trains, under the descriptions inside the program.

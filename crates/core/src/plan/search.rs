@@ -17,7 +17,7 @@ use std::collections::HashMap;
 
 /// A candidate with its time and memory.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct LayoutPlan {
     /// How it runs.
     pub candidate: Candidate,
     /// Seconds of a step.
@@ -32,7 +32,7 @@ pub struct SearchResult {
     /// Legal layouts with a micro-batch.
     pub considered: usize,
     /// The fastest that fit, the fastest first.
-    pub plans: Vec<Plan>,
+    pub plans: Vec<LayoutPlan>,
     /// The least memory that any candidate needs, by estimate.
     pub least_memory: Option<f64>,
 }
@@ -42,7 +42,7 @@ const USABLE: f64 = 0.95;
 /// Memory by the closed form above which a candidate is not computed exactly.
 const TOO_LARGE: f64 = 1.1;
 /// Candidates that are computed exactly, at most.
-const EXACT: usize = 120;
+const EXACT: usize = 40;
 
 /// What layers' costs depend on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -90,20 +90,20 @@ pub fn search(
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
     let usable = machine.hardware.memory() as f64 * USABLE;
-    let mut plans: Vec<Plan> = Vec::new();
+    let mut plans: Vec<LayoutPlan> = Vec::new();
     for (quick, candidate) in found.into_iter().take(EXACT) {
         // The closed form is a lower bound but for imbalance: what is far slower is no rival any more.
         if plans.len() >= count && plans.iter().all(|p| p.time.total < quick) {
             break;
         }
-        for recompute in
-            super::recompute_sets().into_iter().filter(|r| limits.recompute.is_none_or(|l| l == *r))
-        {
+        // Less recomputation than the closed form found room for does not fit.
+        let from = super::recompute_sets().into_iter().skip_while(|r| *r != candidate.recompute);
+        for recompute in from.filter(|r| limits.recompute.is_none_or(|l| l == *r)) {
             let c = Candidate { recompute, ..candidate.clone() };
             let memory = workload.memory(&c)?;
             if memory.total() as f64 <= usable {
                 let time = workload.step_time(&machine.hardware, &c)?;
-                plans.push(Plan { candidate: c, time, memory });
+                plans.push(LayoutPlan { candidate: c, time, memory });
                 break;
             }
         }
@@ -189,6 +189,13 @@ fn candidates(
         }
     }
     if out.is_empty() {
+        let fixed = |c: super::Choice| c.0.unwrap_or(1);
+        let ranks = fixed(limits.tp) * fixed(limits.cp) * fixed(limits.pp);
+        if !gpus.is_multiple_of(ranks) {
+            let what =
+                format!("tp·cp·pp = {ranks} does not divide {gpus} GPUs; take sizes whose product does");
+            return Err(Error::Invalid(what));
+        }
         return Err(refused.unwrap_or_else(|| {
             Error::Invalid(format!(
                 "no layout of {gpus} GPUs divides a global batch of {batch} sequences; change train.global_batch to a multiple of {gpus}, or take fewer GPUs"

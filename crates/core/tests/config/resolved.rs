@@ -12,7 +12,7 @@ fn every_recipe_resolves_and_its_resolution_is_stable() {
             recipe.set("data.path=corpus_text_document").unwrap();
         }
         let hf = Recipe::named("llama-1b").unwrap().model_config(None).unwrap();
-        if ["finetune-hf", "sft"].contains(&r.name) {
+        if ["finetune-hf", "sft", "lora"].contains(&r.name) {
             recipe.set("model.hf=/models/llama").unwrap();
         }
         if recipe.config.train.epochs.is_some() {
