@@ -49,6 +49,8 @@ pub struct LinearSaved {
     pub(crate) amax: Option<SavedTensor>,
     /// What an adapter has computed from the input, `[tokens, Σr]`.
     pub(crate) adapter: Option<SavedTensor>,
+    /// With DoRA, the output before it is scaled, `[tokens, out]`.
+    pub(crate) unscaled: Option<SavedTensor>,
     /// Backward reads no input: the weight is frozen, without an adapter.
     pub(crate) input_unused: bool,
 }
@@ -65,7 +67,8 @@ impl LinearSaved {
     }
 
     fn empty() -> LinearSaved {
-        LinearSaved { x: None, quantized: None, amax: None, adapter: None, input_unused: false }
+        let (x, quantized, amax, adapter, unscaled) = Default::default();
+        LinearSaved { x, quantized, amax, adapter, unscaled, input_unused: false }
     }
 
     /// Drops the input; the caller recomputes it before backward.
@@ -91,6 +94,7 @@ impl LinearSaved {
 
 impl Saved for LinearSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.unscaled.tensors(f);
         self.x.tensors(f);
         self.quantized.tensors(f);
         self.amax.tensors(f);
@@ -124,7 +128,7 @@ impl Linear {
         let out = d.spec(weight).shape[0];
         let quant = d.quantize_linear(weight, outputs);
         let replicated = split == Split::Replicated;
-        let adapter = Adapter::declare(d, input, outputs, split)?.map(Box::new);
+        let adapter = Adapter::declare(d, weight, input, outputs, split)?.map(Box::new);
         Ok(Linear {
             weight,
             bias,
@@ -216,8 +220,10 @@ impl Linear {
     /// gradient's column sums on the way.
     pub(crate) fn grad_extras(&self) -> GradExtras {
         let reads = self.quant.filter(|e| e.dgrad || e.wgrad);
+        // DoRA scales the gradient before it is quantized.
+        let scaled = self.adapter.as_ref().is_some_and(|a| a.is_dora());
         GradExtras {
-            amax: reads.is_some_and(|e| e.recipe.measures()),
+            amax: !scaled && reads.is_some_and(|e| e.recipe.measures()),
             sums: self.bias.is_some() && reads.is_none(),
         }
     }
@@ -235,21 +241,28 @@ impl Linear {
         x: &WithAmax,
         input_recomputed: bool,
     ) -> Result<(Tensor, LinearSaved)> {
-        let (y, mut saved) = self.forward_base(p, x, input_recomputed)?;
+        // DoRA's bias is added after the output is scaled.
+        let scaled = self.adapter.as_ref().is_some_and(|a| a.is_dora());
+        let (mut y, mut saved) = self.forward_base(p, x, input_recomputed, self.bias.filter(|_| !scaled))?;
         if let Some(adapter) = &self.adapter {
             saved.adapter = Some(SavedTensor::activation(&adapter.forward(p, &x.values, &y)?));
+            if let Some(scaled) = adapter.rescale(p, &y, self.bias)? {
+                saved.unscaled = Some(SavedTensor::activation(&y));
+                y = scaled;
+            }
         } else if p.is_frozen(self.weight) {
             saved = LinearSaved { input_unused: true, ..LinearSaved::empty() };
         }
         Ok((y, saved))
     }
 
-    /// The output without that of adapters.
+    /// The output without that of adapters, with this bias.
     fn forward_base(
         &self,
         p: &StepContext,
         x: &WithAmax,
         input_recomputed: bool,
+        bias: Option<ParamId>,
     ) -> Result<(Tensor, LinearSaved)> {
         let plain = || -> Result<bool> {
             Ok(p.calibrates(self.weight, Role::Input, &x.values)?
@@ -258,15 +271,15 @@ impl Linear {
         if let Some(e) = self.quant(p)
             && !plain()?
         {
-            let (y, saved) = self.forward_fp8(p, e, x, input_recomputed)?;
-            if let Some(bias) = self.bias.filter(|_| self.row_parallel && !self.is_local(p)) {
+            let (y, saved) = self.forward_fp8(p, e, x, (input_recomputed, bias))?;
+            if let Some(bias) = bias.filter(|_| self.row_parallel && !self.is_local(p)) {
                 add_bias_rows(p, &*p.weight(bias)?, &y)?;
             }
             return Ok((y, saved));
         }
         let x = &x.values;
         let saved = LinearSaved::of(x);
-        let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
+        let (w, bias) = (p.weight(self.weight)?, bias.map(|b| p.weight(b)).transpose()?);
         let (x, f) = (&GemmOperand::rowwise(x), &WeightOperand::fprop(&w, bias.as_deref()));
         if self.is_local(p) {
             return Ok((p.gemm(x, f)?, saved));
@@ -283,6 +296,10 @@ impl Linear {
 
     /// What [`Linear::forward`] saves of its input, without the output: of a linear whose input is not gathered.
     pub(crate) fn save_input(&self, p: &StepContext, x: &WithAmax) -> Result<LinearSaved> {
+        if self.adapter.as_ref().is_some_and(|a| a.is_dora()) {
+            // Backward reads the output, too.
+            return Ok(self.forward_recomputable(p, x, false)?.1);
+        }
         let mut saved = match self.quant(p) {
             Some(e) if !p.state.quant().is_some_and(|s| s.is_calibrating()) => {
                 self.save_input_fp8(p, e, x)?
@@ -357,9 +374,20 @@ impl Linear {
         let (Some(x), Some(h)) = (saved.x.clone(), saved.adapter.clone()) else {
             return missing_activation("LoRA", "input");
         };
+        let mut saved = saved;
+        let (dy, m_grad) = match saved.unscaled.take() {
+            None => (dy.clone(), WeightGrad::default()),
+            Some(unscaled) => {
+                let (values, m_grad) = adapter.rescale_backward(p, &unscaled, &dy.values)?;
+                // The bias was added after: its gradient sums the gradient as it came.
+                let sums = self.bias.map(|_| dy.sums.as_ref().unwrap_or(&dy.values).clone());
+                (WithAmax { values, amax: None, sums }, m_grad)
+            }
+        };
+        let dy = &dy;
         let (dx, grads) = self.backward_base(p, saved, dy)?;
         let adapter_grads = adapter.backward(p, (&x, &h), &dy.values, &dx)?;
-        Ok((dx, grads.and(adapter_grads)))
+        Ok((dx, grads.and(adapter_grads).and(m_grad)))
     }
 
     /// dgrad and wgrad of the weight, without the adapters' part.

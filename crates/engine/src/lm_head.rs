@@ -160,7 +160,7 @@ impl LmHead {
     pub fn logits(&self, p: &StepContext, x: impl Into<WithAmax>) -> Result<Tensor> {
         let x = &x.into();
         if let Some((map, e)) = self.fp8_linear(p, &x.values)? {
-            let (z, _) = map.forward_fp8(p, e, x, true)?;
+            let (z, _) = map.forward_fp8(p, e, x, (true, None))?;
             self.cap(p.rank, &z)?;
             return self.unpadded(p, &z);
         }

@@ -5,7 +5,7 @@ mod declare;
 mod initial;
 mod params;
 
-use crate::lora::{LORA_A, LORA_B};
+use crate::lora::{LORA_A, LORA_B, LORA_M};
 use crate::quant::LinearQuant;
 use crate::{Shard, Split};
 pub use declare::{Declarations, ExpertParallelRank};
@@ -72,7 +72,7 @@ pub enum ParamKind {
     Expert,
     /// Any other matrix.
     Matrix,
-    /// A or B of a LoRA adapter.
+    /// A or B of a LoRA adapter, or m of DoRA.
     Adapter,
     /// Bias, and attention sinks.
     Bias,
@@ -125,6 +125,7 @@ impl ParamSpec {
         let name = self.parts.first().map_or("", |p| p.name.as_str());
         match self.shape.len() {
             0 | 1 if name.ends_with("bias") || name.ends_with(".sink") => ParamKind::Bias,
+            0 | 1 if name.ends_with(LORA_M) => ParamKind::Adapter,
             0 | 1 => ParamKind::Norm,
             _ if name.ends_with(LORA_A) || name.ends_with(LORA_B) => ParamKind::Adapter,
             _ if self.experts => ParamKind::Expert,

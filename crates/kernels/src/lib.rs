@@ -9,6 +9,7 @@ mod checks;
 pub mod cpu;
 mod cross_entropy;
 pub mod cuda;
+mod dora;
 mod elementwise;
 mod embedding;
 mod gemm;
@@ -35,6 +36,7 @@ pub use attention::{
 pub use cross_entropy::{
     CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits,
 };
+pub use dora::{DoraFactor, DoraKernels, DoraUpdate, ScaleColumns, ScaleColumnsBackward};
 pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
 pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
 pub use gemm::batched::BatchedGemm;
@@ -88,6 +90,7 @@ pub trait Kernels:
     + RouterKernels
     + LoadBalancingKernels
     + PermutationKernels
+    + DoraKernels
     + Send
     + Sync
 {

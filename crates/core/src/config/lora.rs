@@ -25,7 +25,8 @@ impl Resolved {
         }
         let targets = LoraTargets { include: l.targets.0.clone(), exclude: l.exclude.0.clone() };
         let alpha = l.alpha.unwrap_or(l.rank as f64);
-        LoraPolicy { rank: l.rank, scale: (alpha / l.rank as f64) as f32, targets, fused: l.fused }
+        let scale = (alpha / l.rank as f64) as f32;
+        LoraPolicy { rank: l.rank, scale, targets, fused: l.fused, dora: l.dora }
     }
 
     /// Quantization, adapters, MoE and MTP training, loss and parameter groups of the model.
@@ -73,6 +74,7 @@ impl Recipe {
                 ("lora.targets", l.targets != none.targets),
                 ("lora.exclude", l.exclude != none.exclude),
                 ("lora.fused", l.fused != none.fused),
+                ("lora.dora", l.dora != none.dora),
                 ("lora.b_lr_factor", l.b_lr_factor != none.b_lr_factor),
             ];
             if let Some((key, _)) = differs.into_iter().find(|(_, differs)| *differs) {

@@ -94,14 +94,9 @@ pub fn generate(
     sampling.check()?;
     // This is no part of a training step, and quantized weights stay valid.
     let pass = &StepContext { train: false, ..*pass };
-    let quant = pass.state.quant();
-    if let Some(quant) = quant {
-        quant.begin_evaluation();
-    }
+    pass.state.begin_evaluation();
     let output = continue_prompt(decoder, pass, prompt, sampling, on_token);
-    if let Some(quant) = quant {
-        quant.end_evaluation();
-    }
+    pass.state.end_evaluation();
     output
 }
 

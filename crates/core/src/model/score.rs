@@ -36,9 +36,7 @@ impl Model {
         }
         // This is no part of a training step, and quantized weights stay valid.
         let pass = StepContext { train: false, ..self.pass() };
-        if let Some(quant) = pass.state.quant() {
-            quant.begin_evaluation();
-        }
+        pass.state.begin_evaluation();
         let losses: Result<Vec<f32>> = (|| {
             let input = self.decoder.input(&self.rank, &ids, None, Layout::Packed { offsets })?;
             let targets = upload_targets(&self.rank, &input.tokens, &labels, 1.0)?;
@@ -48,9 +46,7 @@ impl Model {
             input.tokens.put(&rows, 1, &mut all)?;
             Ok(all)
         })();
-        if let Some(quant) = pass.state.quant() {
-            quant.end_evaluation();
-        }
+        pass.state.end_evaluation();
         let mut rest = losses?.into_iter();
         Ok(sequences.iter().map(|s| rest.by_ref().take(s.tokens.len()).collect()).collect())
     }

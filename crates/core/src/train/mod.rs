@@ -14,6 +14,7 @@ mod graph_inputs;
 mod hooks;
 mod host_reader;
 mod line_moments;
+mod magnitudes;
 mod micro_batch;
 mod model_state;
 mod moe_metrics;

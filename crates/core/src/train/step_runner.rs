@@ -159,9 +159,7 @@ impl StepRunner {
         };
         let ModelState { decoder, params, step_state, grads, .. } = model;
         grads.begin_step(micro_batches);
-        if let Some(quant) = step_state.quant() {
-            quant.begin_step(self.progress.step, micro_batches);
-        }
+        step_state.begin_step(self.progress.step, micro_batches);
         if let Some(moe) = step_state.moe() {
             moe.begin_step(&rank.compute)?;
         }
@@ -189,9 +187,7 @@ impl StepRunner {
         let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Train(grads))?;
         self.schedule = Some(schedule);
         grads.reduce(rank)?;
-        if let Some(quant) = step_state.quant() {
-            quant.end_step(rank)?;
-        }
+        step_state.end_step(rank)?;
         let counters =
             |moe: &ferrotron_engine::moe::MoeState| moe.end_step(rank, micro_batches, decoder.moe_training());
         let moe_counters = step_state.moe().map(counters).transpose()?;
@@ -208,9 +204,7 @@ impl StepRunner {
     ) -> Result<f64> {
         let (decoder, state) = (&model.decoder, &model.step_state);
         self.delayed_scaling.begin(state);
-        if let Some(quant) = state.quant() {
-            quant.begin_evaluation();
-        }
+        state.begin_evaluation();
         let mut total = 0.0;
         if micro_batches > 0 {
             let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
@@ -223,9 +217,7 @@ impl StepRunner {
             let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss)?;
             total = losses.iter().map(|l| super::read_scalar(rank, l)).sum::<Result<f64>>()?;
         }
-        if let Some(quant) = state.quant() {
-            quant.end_evaluation();
-        }
+        state.end_evaluation();
         Ok(total)
     }
 

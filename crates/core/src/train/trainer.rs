@@ -6,6 +6,7 @@ pub(in crate::train) use step::HostBatch;
 pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
+use super::magnitudes::initialise_magnitudes;
 use super::best_eval::BestEval;
 use super::gemm_choices::GemmTable;
 use super::hooks::StepHooks;
@@ -79,6 +80,7 @@ impl Trainer {
         let optimizer =
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
+        initialise_magnitudes(&rank, &model, &optimizer)?;
         let runner = StepRunner::new(&rank, r, &memory_estimate)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);

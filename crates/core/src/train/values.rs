@@ -1,5 +1,6 @@
 //! Weights and gradients by their logical names, on the host.
 
+use super::magnitudes::initialise_magnitudes;
 use super::{Trainer, gather};
 use crate::{Error, Result};
 use ferrotron_engine::Part;
@@ -19,9 +20,11 @@ pub struct LogicalValues {
 }
 
 impl Trainer {
-    /// Sets every logical tensor but adapters: `source(name)` gives its f32 values in row-major order.
+    /// Sets every logical tensor but adapters: `source(name)` gives its f32 values in row-major order. DoRA's m become the norms of
+    /// the new rows.
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
-        self.fill(false, source)
+        self.fill(false, source)?;
+        initialise_magnitudes(&self.rank, &self.model, &self.optimizer)
     }
 
     /// Sets the logical tensors of adapters, such as `layers.0.attn.q.lora_a.weight`.

@@ -13,10 +13,13 @@
 //!
 //! Only h and dh, r features wide, are communicated. The gradient of a replicated factor is all-reduced over the
 //! tensor-parallel group later, like that of a norm.
+//!
+//! With DoRA ([`super::dora`]) m `[out]` is split like the rows of B; the bias is added after the output is scaled.
 
-use super::{LORA_A, LORA_B, fused_module};
+use super::dora::AdaptedRows;
+use super::{LORA_A, LORA_B, LORA_M, Slice, fused_module};
 use crate::{Declarations, Init, ParamId, Part, Split, StepContext, WeightGrad};
-use ferrotron_kernels::Gemm;
+use ferrotron_kernels::{Gemm, ScaleColumns, ScaleColumnsBackward};
 use ferrotron_tensor::{Result, Tensor};
 use std::ops::Range;
 
@@ -26,20 +29,13 @@ pub(crate) struct Adapter {
     a: ParamId,
     /// The B of all adapters, stacked: `[Σout, r]`.
     b: ParamId,
+    /// DoRA: the m of all adapters, stacked like B, `[Σout]`.
+    m: Option<ParamId>,
+    /// The base weight.
+    weight: ParamId,
     scale: f32,
     slices: Vec<Slice>,
     parallel: Parallel,
-}
-
-/// Where one adapter reads and writes.
-#[derive(Clone)]
-struct Slice {
-    /// Columns of h.
-    h: Range<usize>,
-    /// Rows of the stacked B.
-    b: Range<usize>,
-    /// Columns of y on this rank.
-    y: Range<usize>,
 }
 
 /// How tensor-parallel ranks share the base weight.
@@ -51,10 +47,11 @@ enum Parallel {
 }
 
 impl Adapter {
-    /// Declares the adapters of a linear from `input` features to the stacked `outputs` (logical name, features), where the
-    /// policy has any.
+    /// Declares the adapters of a linear from `input` features to the stacked `outputs` (logical name, features) with this
+    /// weight, where the policy has any.
     pub(crate) fn declare(
         d: &mut Declarations,
+        weight: ParamId,
         input: usize,
         outputs: &[(String, usize)],
         split: Split,
@@ -92,6 +89,14 @@ impl Adapter {
             split: b_split,
         };
         let b = d.declare(chosen().map(b_part).collect())?;
+        // m begins as the norms of the rows of W, once those are known.
+        let m_part = |(name, out): &(String, usize)| Part {
+            name: format!("{name}{LORA_M}"),
+            shape: vec![*out],
+            init: Init::Constant(1.0),
+            split: b_split,
+        };
+        let m = if lora.dora { Some(d.declare(chosen().map(m_part).collect())?) } else { None };
         let place = d.place();
         let (mut slices, mut b_rows, mut y_cols): (Vec<Slice>, usize, usize) = Default::default();
         for (output, covered) in outputs.iter().zip(&covered) {
@@ -109,7 +114,69 @@ impl Adapter {
             // All of y by all of B, in one GEMM.
             slices = vec![Slice { h: 0..lora.rank, b: 0..b_rows, y: 0..y_cols }];
         }
-        Ok(Some(Adapter { a, b, scale: lora.scale, slices, parallel }))
+        Ok(Some(Adapter { a, b, m, weight, scale: lora.scale, slices, parallel }))
+    }
+
+    /// Whether the output is scaled afterwards.
+    pub(crate) fn is_dora(&self) -> bool {
+        self.m.is_some()
+    }
+
+    /// DoRA's parameters; none of a plain adapter.
+    fn rows(&self) -> Option<AdaptedRows<'_>> {
+        let &Adapter { a, b, weight, scale, .. } = self;
+        self.m.map(|m| AdaptedRows { weight, a, b, m, groups: 1, scale, slices: &self.slices })
+    }
+
+    /// `c ⊙ u + bias`, the output from the unscaled one; none without DoRA.
+    pub(crate) fn rescale(
+        &self,
+        p: &StepContext,
+        unscaled: &Tensor,
+        bias: Option<ParamId>,
+    ) -> Result<Option<Tensor>> {
+        let Some(rows) = self.rows() else { return Ok(None) };
+        let factor = rows.factors(p)?.factor;
+        let (bias, y) = (bias.map(|b| p.weight(b)).transpose()?, p.empty(unscaled.shape())?);
+        let c = ScaleColumns {
+            x: unscaled,
+            factor: &factor.view(&[factor.numel()])?,
+            segments: None,
+            bias: bias.as_deref(),
+            y: &y,
+        };
+        p.rank.kernels.scale_columns(&p.rank.compute, &c)?;
+        Ok(Some(y))
+    }
+
+    /// Gradient of the unscaled output; that of m follows when the result runs.
+    pub(crate) fn rescale_backward(
+        &self,
+        p: &StepContext,
+        unscaled: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let Some(rows) = self.rows() else { return Ok((dy.clone(), WeightGrad::default())) };
+        let (found, dx, products) = (rows.factors(p)?, p.empty(dy.shape())?, p.empty(dy.shape())?);
+        let flat = |t: &Tensor| t.view(&[t.numel()]);
+        let c = ScaleColumnsBackward {
+            dy,
+            x: unscaled,
+            factor: &flat(&found.factor)?,
+            inv_norm: &flat(&found.inv_norm)?,
+            segments: None,
+            dx: &dx,
+            products: &products,
+        };
+        p.rank.kernels.scale_columns_backward(&p.rank.compute, &c)?;
+        let slices = self.slices.clone();
+        let m_grad = WeightGrad::deferred(rows.m, move |rank, grad, accumulate| {
+            slices.iter().try_for_each(|slice| {
+                let sums = grad.narrow(0, slice.b.start, slice.b.len())?;
+                rank.kernels.column_sum(&rank.compute, &columns(&products, &slice.y)?, accumulate, &sums)
+            })
+        });
+        Ok((dx, m_grad))
     }
 
     fn communicates(&self, p: &StepContext) -> bool {

@@ -4,12 +4,18 @@
 //! split by rows and A of the down projection by columns, like the weight; the other factor is replicated. Then h of the down
 //! projection, and dh of the up projection, are partial sums, like the output and the input gradient that they add to; the
 //! gradient of a replicated factor is the sum over the ranks.
+//!
+//! With DoRA each expert has an m of its own, split like the rows of B. Partial sums of the down projection are scaled like whole
+//! ones; the gradient of its m is their sum over the ranks.
 
-use super::{LORA_A, LORA_B, fused_module};
+use super::dora::AdaptedRows;
+use super::{LORA_A, LORA_B, LORA_M, Slice, fused_module};
 use crate::quant::WgradOperand;
 use crate::{Declarations, Init, ParamId, Part, Rank, Split, StepContext, WeightGrad};
-use ferrotron_kernels::{GroupedGemm, GroupedWgrad, RowMap, Segments};
-use ferrotron_tensor::{Result, Tensor};
+use ferrotron_kernels::{
+    GroupedBias, GroupedGemm, GroupedWgrad, RowMap, ScaleColumns, ScaleColumnsBackward, Segments,
+};
+use ferrotron_tensor::{Category, DType, Result, Tensor};
 use std::ops::Range;
 
 /// Adapters of one projection of this rank's experts: of gate and up together, or of down.
@@ -18,20 +24,15 @@ pub(crate) struct ExpertAdapter {
     a: ParamId,
     /// `[experts·Σout, r]`
     b: ParamId,
+    /// DoRA: `[experts·Σout]`
+    m: Option<ParamId>,
+    /// The experts' weights `[experts·n, in]`.
+    weight: ParamId,
     scale: f32,
     count: usize,
     slices: Vec<Slice>,
     /// Whether the adapters write all columns of y.
     whole: bool,
-}
-
-/// Where the adapters of one matrix of each expert read and write.
-#[derive(Clone)]
-struct Slice {
-    h: Range<usize>,
-    /// Rows of an expert's stacked B.
-    b: Range<usize>,
-    y: Range<usize>,
 }
 
 /// The matrices of a projection.
@@ -40,6 +41,7 @@ pub(crate) struct Projection<'a> {
     pub(crate) outputs: &'a [(&'a str, usize)],
     pub(crate) input: usize,
     pub(crate) split: Split,
+    pub(crate) weight: ParamId,
 }
 
 impl ExpertAdapter {
@@ -73,9 +75,15 @@ impl ExpertAdapter {
             init: Init::Constant(0.0),
             split: b_split,
         };
+        let m_part = |module: &str, out: usize| Part {
+            name: format!("{module}{LORA_M}"),
+            shape: vec![out],
+            init: Init::Constant(1.0),
+            split: b_split,
+        };
         let whole = !covered.contains(&false);
         let fused = lora.fused && p.outputs.len() > 1 && whole;
-        let (mut a_parts, mut b_parts) = (Vec::new(), Vec::new());
+        let (mut a_parts, mut b_parts, mut m_parts) = (Vec::new(), Vec::new(), Vec::new());
         for e in own.clone() {
             let modules: Vec<String> =
                 p.outputs.iter().map(|(what, _)| format!("{name}.{e}.{what}")).collect();
@@ -90,11 +98,14 @@ impl ExpertAdapter {
                     a_parts.push(a_part(module.clone()));
                 }
                 b_parts.push(b_part(module, *out));
+                m_parts.push(m_part(module, *out));
             }
         }
         let (a, b) = (d.declare_experts(a_parts)?, d.declare_experts(b_parts)?);
         let (count, etp) = (own.len(), d.experts().etp);
         d.stack_matrices(&[a, b], count);
+        let m = if lora.dora { Some(d.declare_experts(m_parts)?) } else { None };
+        d.stack_matrices(m.as_slice(), count);
         let (mut slices, mut b_rows, mut y_cols): (Vec<Slice>, usize, usize) = Default::default();
         for ((what, out), covered) in p.outputs.iter().zip(&covered) {
             let part = b_part(what, *out);
@@ -110,7 +121,75 @@ impl ExpertAdapter {
         if fused {
             slices = vec![Slice { h: 0..rank, b: 0..b_rows, y: 0..y_cols }];
         }
-        Ok(Some(ExpertAdapter { a, b, scale: lora.scale, count, slices, whole }))
+        let (weight, scale) = (p.weight, lora.scale);
+        Ok(Some(ExpertAdapter { a, b, m, weight, scale, count, slices, whole }))
+    }
+
+    /// Whether the output is scaled afterwards.
+    pub(crate) fn is_dora(&self) -> bool {
+        self.m.is_some()
+    }
+
+    /// DoRA's parameters; none of a plain adapter.
+    fn rows(&self) -> Option<AdaptedRows<'_>> {
+        let &ExpertAdapter { a, b, weight, scale, count: groups, .. } = self;
+        self.m.map(|m| AdaptedRows { weight, a, b, m, groups, scale, slices: &self.slices })
+    }
+
+    /// `c ⊙ u`, the output from the unscaled one for sorted rows; none without DoRA.
+    pub(crate) fn rescale(
+        &self,
+        p: &StepContext,
+        unscaled: &Tensor,
+        segments: Segments,
+    ) -> Result<Option<Tensor>> {
+        let Some(rows) = self.rows() else { return Ok(None) };
+        let (factor, y) = (rows.factors(p)?.factor, p.empty(unscaled.shape())?);
+        let segments = Some(segments);
+        let c = ScaleColumns { x: unscaled, factor: &factor, segments, bias: None, y: &y };
+        p.rank.kernels.scale_columns(&p.rank.compute, &c)?;
+        Ok(Some(y))
+    }
+
+    /// Gradient of the unscaled output of sorted rows; that of m follows when the result runs.
+    pub(crate) fn rescale_backward(
+        &self,
+        p: &StepContext,
+        unscaled: &Tensor,
+        dy: &Tensor,
+        map: &RowMap,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let Some(rows) = self.rows() else { return Ok((dy.clone(), WeightGrad::default())) };
+        let (found, dx, products) = (rows.factors(p)?, p.empty(dy.shape())?, p.empty(dy.shape())?);
+        let c = ScaleColumnsBackward {
+            dy,
+            x: unscaled,
+            factor: &found.factor,
+            inv_norm: &found.inv_norm,
+            segments: Some(segments(map)),
+            dx: &dx,
+            products: &products,
+        };
+        p.rank.kernels.scale_columns_backward(&p.rank.compute, &c)?;
+        let (count, whole, slices, map) = (self.count, self.whole, self.slices.clone(), map.clone());
+        let m_grad = WeightGrad::deferred(rows.m, move |rank, grad, accumulate| {
+            let grad = grad.view(&[count, grad.numel() / count.max(1)])?;
+            if whole {
+                return segment_sums(rank, &products, &map, (&grad, accumulate));
+            }
+            let s = &rank.compute;
+            let sums = Tensor::empty(s, &[count, products.shape()[1]], DType::F32, Category::Workspace)?;
+            segment_sums(rank, &products, &map, (&sums, false))?;
+            let own = Tensor::empty(s, grad.shape(), DType::F32, Category::Workspace)?;
+            for slice in &slices {
+                rank.kernels.copy(s, &columns(&sums, &slice.y)?, &columns(&own, &slice.b)?)?;
+            }
+            match accumulate {
+                true => rank.kernels.add_assign(s, &grad, &own),
+                false => rank.kernels.copy(s, &own, &grad),
+            }
+        });
+        Ok((dx, m_grad))
     }
 
     /// A parameter as one matrix for each expert.
@@ -194,6 +273,15 @@ impl ExpertAdapter {
         });
         Ok(a_grad.and(b_grad))
     }
+}
+
+/// `sums[e] (+)= Σ x[r]` over the rows r of expert e, f32 `[experts, n]`: the gradient of a bias.
+fn segment_sums(rank: &Rank, x: &Tensor, map: &RowMap, sums: (&Tensor, bool)) -> Result<()> {
+    let (s, rows) = (&rank.compute, x.shape()[0]);
+    let bias = s.zeros(sums.0.shape(), x.dtype(), Category::Workspace)?;
+    let weights = s.constant(&vec![1f32; rows], &[rows], Category::Workspace)?;
+    let b = GroupedBias { segments: segments(map), bias: &bias, weights: &weights };
+    rank.kernels.grouped_bias_backward(s, &b, x, sums, None)
 }
 
 fn segments(map: &RowMap) -> Segments<'_> {

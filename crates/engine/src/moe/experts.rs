@@ -75,6 +75,8 @@ pub struct ExpertsSaved {
     map: RowMap,
     /// What adapters of the up and down projections have computed from their inputs, `[N, Σr]`.
     adapters: [Option<SavedTensor>; 2],
+    /// With DoRA, their outputs before they are scaled.
+    unscaled: [Option<SavedTensor>; 2],
 }
 
 impl Saved for ExpertsSaved {
@@ -89,6 +91,9 @@ impl Saved for ExpertsSaved {
         self.x.tensors(&mut |t| f(Module::ExpertFc1, t));
         f(Module::ExpertFc1, &mut self.probs);
         let [up, down] = &mut self.adapters;
+        up.tensors(&mut |t| f(Module::ExpertFc1, t));
+        down.tensors(&mut |t| f(Module::ExpertFc2, t));
+        let [up, down] = &mut self.unscaled;
         up.tensors(&mut |t| f(Module::ExpertFc1, t));
         down.tensors(&mut |t| f(Module::ExpertFc2, t));
     }
@@ -129,8 +134,9 @@ impl Experts {
         let quant = [d.quantize_experts(up, &names(ups)), d.quantize_experts(down, &names(&["down"]))];
         let count = own.len();
         let outputs: Vec<(&str, usize)> = ups.iter().map(|what| (*what, c.ffn)).collect();
-        let up_adapter = Projection { outputs: &outputs, input: width, split: rows };
-        let down_adapter = Projection { outputs: &[("down", width)], input: c.ffn, split: columns };
+        let up_adapter = Projection { outputs: &outputs, input: width, split: rows, weight: up };
+        let down_adapter =
+            Projection { outputs: &[("down", width)], input: c.ffn, split: columns, weight: down };
         let mut adapters = [None, None];
         for (adapter, projection) in adapters.iter_mut().zip([&up_adapter, &down_adapter]) {
             *adapter = ExpertAdapter::declare(d, (name, own.clone()), projection)?.map(Box::new);
@@ -312,8 +318,10 @@ impl Experts {
         };
         let (x, kept, sorted_rows) =
             self.sorted(p, (self.up, Role::Input), (x, &scales, &map), orientations(up, true))?;
-        let h = p.empty(&[n, self.inner()])?;
-        let bias = self.bias(p, self.up_bias, self.inner())?;
+        let mut h = p.empty(&[n, self.inner()])?;
+        let up_bias = self.bias(p, self.up_bias, self.inner())?;
+        // DoRA's bias is added after the output is scaled.
+        let bias = up_bias.clone().filter(|_| !self.is_dora(0));
         p.calibrates_weight(self.up)?;
         let (w, fast) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Fprop)?;
         let how = GemmOptions { product: LinearGemm::Fprop, bias: bias.as_ref(), accumulate: false, fast };
@@ -322,6 +330,11 @@ impl Experts {
             Some(adapter) => Some(adapter.forward(p, &sorted_rows, segments, &h)?),
             None => None,
         };
+        let up_unscaled = self.rescale(p, 0, &mut h, segments)?;
+        if let Some(bias) = up_bias.filter(|_| self.is_dora(0)) {
+            let ones = s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
+            k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: &ones }, &h)?;
+        }
         drop((x, w, sorted_rows));
         let recompute = p.recompute.activation;
         let measure = down.is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)));
@@ -333,7 +346,7 @@ impl Experts {
         let cols = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a.values));
         let unquantized = a.values.clone();
         let a = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&a.values));
-        let y = p.empty(&[n, self.width])?;
+        let mut y = p.empty(&[n, self.width])?;
         p.calibrates_weight(self.down)?;
         let (w, fast) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Fprop)?;
         let how = GemmOptions { product: LinearGemm::Fprop, bias: None, accumulate: false, fast };
@@ -342,6 +355,7 @@ impl Experts {
             Some(adapter) => Some(adapter.forward(p, &unquantized, segments, &y)?),
             None => None,
         };
+        let down_unscaled = self.rescale(p, 1, &mut y, segments)?;
         if let Some(bias) = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0) {
             k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: &probs }, &y)?;
         }
@@ -354,8 +368,43 @@ impl Experts {
             probs: SavedTensor::small(&probs),
             map,
             adapters: [up_adapter, down_adapter].map(|h| h.as_ref().map(SavedTensor::activation)),
+            unscaled: [up_unscaled, down_unscaled].map(|t| t.as_ref().map(SavedTensor::activation)),
         };
         Ok((y, saved))
+    }
+
+    /// Whether the output of a projection (0 up, 1 down) is scaled by DoRA.
+    fn is_dora(&self, which: usize) -> bool {
+        self.adapters[which].as_ref().is_some_and(|a| a.is_dora())
+    }
+
+    /// Scales the output of a projection where it has DoRA, and returns it unscaled.
+    fn rescale(
+        &self,
+        p: &StepContext,
+        which: usize,
+        y: &mut Tensor,
+        segments: Segments,
+    ) -> Result<Option<Tensor>> {
+        let Some(adapter) = &self.adapters[which] else { return Ok(None) };
+        Ok(adapter.rescale(p, y, segments)?.map(|scaled| std::mem::replace(y, scaled)))
+    }
+
+    /// Gradient of the unscaled output of a projection, where it has DoRA, from the sorted one of its output, with amax where it
+    /// is quantized with `e`.
+    fn rescale_backward(
+        &self,
+        p: &StepContext,
+        (which, e): (usize, Option<LinearQuant>),
+        (unscaled, dy, map): (Option<SavedTensor>, &Tensor, &RowMap),
+    ) -> Result<Option<(WithAmax, WeightGrad)>> {
+        let (Some(adapter), Some(unscaled)) = (&self.adapters[which], unscaled) else { return Ok(None) };
+        let (values, grad) = adapter.rescale_backward(p, &unscaled, dy, map)?;
+        let mut scaled = WithAmax::from(&values);
+        if e.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
+            scaled.amax = Some(p.reduced_amax_over(&p.rank.etp, &scaled)?);
+        }
+        Ok(Some((scaled, grad)))
     }
 
     /// Gradients of the sorted rows and of the probabilities f32 `[N]`, from output gradients in arrival order.
@@ -366,16 +415,29 @@ impl Experts {
         (dy, scales): (Tensor, RowScales),
     ) -> Result<(Tensor, Tensor, WeightGrad)> {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
-        let ExpertsSaved { a, amax, h, x, sorted, probs, map, adapters: [up_hidden, down_hidden] } = saved;
+        let ExpertsSaved { a, amax, h, x, sorted, probs, map, adapters, unscaled } = saved;
+        let ([up_hidden, down_hidden], [up_unscaled, down_unscaled]) = (adapters, unscaled);
         let (n, segments) = (map.source.numel(), segments(&map));
         let orientations = |e: Option<LinearQuant>| Orientations {
             rows: e.is_some_and(|e| e.dgrad),
             cols: e.is_some_and(|e| e.wgrad),
         };
-        let (rows, dy_cols, dy) =
-            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), orientations(down))?;
+        let at_once = if self.is_dora(1) { Orientations::NONE } else { orientations(down) };
+        let (mut rows, mut dy_cols, dy) =
+            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), at_once)?;
+        let mut grads = WeightGrad::default();
+        let mut unscaled_dy = dy.clone();
+        if let Some((scaled, grad)) = self.rescale_backward(p, (1, down), (down_unscaled, &dy, &map))? {
+            let input = QuantInput::with_amax(&scaled.values, scaled.amax.as_ref());
+            let quantized = p.quantize(self.down, Role::Gradient, input, orientations(down))?;
+            rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&scaled.values));
+            let operand = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&scaled.values));
+            dy_cols = WgradOperand { operand, sorted: true };
+            (unscaled_dy, grads) = (scaled.values, grad);
+        }
         // Needed for the gradients of a bias and of adapters only.
-        let dy = Some(dy).filter(|_| self.down_bias.is_some() || self.adapters[1].is_some());
+        let dy = Some(dy).filter(|_| self.down_bias.is_some());
+        let unscaled_dy = Some(unscaled_dy).filter(|_| self.adapters[1].is_some());
         let a = match a {
             Some(a) => a.operand(),
             None => {
@@ -395,10 +457,9 @@ impl Experts {
         let (w, _) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Dgrad)?;
         rows.grouped_gemm(p.rank, &w, segments, how, &da)?;
         drop((rows, w));
-        let mut grads = WeightGrad::default();
-        if let (Some(adapter), Some(hidden), Some(dy)) = (&self.adapters[1], &down_hidden, &dy) {
+        if let (Some(adapter), Some(hidden), Some(dy)) = (&self.adapters[1], &down_hidden, &unscaled_dy) {
             let x = WgradOperand { operand: a.clone(), sorted: true };
-            grads = adapter.backward(p, (x, hidden, &map), dy, &da)?;
+            grads = grads.and(adapter.backward(p, (x, hidden, &map), dy, &da)?);
         }
         let (dh, dp) = (p.empty(h.shape())?, p.rank.activation(&[n], DType::F32)?);
         let amax = match up.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
@@ -454,13 +515,6 @@ impl Experts {
                 if accumulate { Ok(()) } else { rank.compute.zero(grad) }
             }));
         }
-        p.calibrates(self.up, Role::Gradient, &dh)?;
-        let quantized =
-            p.quantize(self.up, Role::Gradient, QuantInput::with_amax(&dh, amax.as_ref()), orientations(up))?;
-        let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
-        let dx = p.empty(&[n, self.width])?;
-        let (w, _) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Dgrad)?;
-        rows.grouped_gemm(p.rank, &w, segments, how, &dx)?;
         if let Some(bias) = self.bias(p, self.up_bias, self.inner())? {
             let sums = Tensor::empty(s, &[self.count, self.inner()], DType::F32, Category::Workspace)?;
             let ones = s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
@@ -468,6 +522,17 @@ impl Experts {
             k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         }
+        let (mut dh, mut amax) = (dh, amax);
+        if let Some((scaled, grad)) = self.rescale_backward(p, (0, up), (up_unscaled, &dh, &map))? {
+            (dh, amax, grads) = (scaled.values, scaled.amax, grads.and(grad));
+        }
+        p.calibrates(self.up, Role::Gradient, &dh)?;
+        let quantized =
+            p.quantize(self.up, Role::Gradient, QuantInput::with_amax(&dh, amax.as_ref()), orientations(up))?;
+        let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
+        let dx = p.empty(&[n, self.width])?;
+        let (w, _) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Dgrad)?;
+        rows.grouped_gemm(p.rank, &w, segments, how, &dx)?;
         let x = WgradOperand { operand: x.operand(), sorted };
         if let (Some(adapter), Some(hidden)) = (&self.adapters[0], &up_hidden) {
             grads = grads.and(adapter.backward(p, (x.clone(), hidden, &map), &dh, &dx)?);

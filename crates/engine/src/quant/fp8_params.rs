@@ -3,6 +3,7 @@
 //! They are quantized from the optimizer's f32 masters exactly as a pass would quantize bf16 weights: the master is
 //! rounded to the compute dtype first. GEMMs, and everything after them, keep their bits.
 
+use super::experts::slice_matrices;
 use super::{GemmOperand, QuantState, Recipe, Role};
 use crate::data_parallel::{BucketPlan, BucketSplit, zeroed_shard};
 use crate::{ParamId, ParamSpec, Params, Rank, UnitGuard};
@@ -151,6 +152,18 @@ impl Params {
         };
         Ok(Some(Fp8Weight { fp8: param.with(&data)?, _unit }))
     }
+}
+
+/// Matrix `i` of an FP8-resident weight `[out, in]` in the compute dtype, in memory of its own.
+pub(crate) fn dequantized_matrix(rank: &Rank, params: &Params, id: ParamId, i: usize) -> Result<Tensor> {
+    let Some(weight) = params.fp8_weight(rank, id)? else {
+        return shape_error("dequantize", "the weight is not FP8-resident");
+    };
+    let spec = &params.specs()[id.0];
+    let one = slice_matrices(&weight.fp8, i..i + 1, spec.matrices)?;
+    let out = Tensor::empty(&rank.compute, &spec.matrix(), params.dtype(), Category::Workspace)?;
+    rank.kernels.dequantize(&rank.compute, &one, &out)?;
+    Ok(out)
 }
 
 impl QuantState {

@@ -16,22 +16,22 @@ use super::quantize::{Orientations, QuantInput, quantize_columnwise};
 use super::{GemmOperand, GemmOptions, LinearGemm, LinearQuant, Role, SavedOperand};
 use crate::linear::{Linear, LinearSaved};
 use crate::tensor_parallel::WeightOperand;
-use crate::{Rank, SavedTensor, StepContext, WeightGrad, WithAmax};
+use crate::{ParamId, Rank, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_kernels::{BLOCK, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 impl Linear {
-    /// [`Linear::forward`], without the bias where partial sums follow. With `input_recomputed` the caller recomputes
+    /// [`Linear::forward`] with this bias, left out where partial sums follow. With `input_recomputed` the caller recomputes
     /// the input for backward, so no quantized copy of it is saved.
     pub(crate) fn forward_fp8(
         &self,
         p: &StepContext,
         e: LinearQuant,
         x: &WithAmax,
-        input_recomputed: bool,
+        (input_recomputed, bias): (bool, Option<ParamId>),
     ) -> Result<(Tensor, LinearSaved)> {
         const LABEL: &str = "input of a layer";
-        let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, self.is_local(p));
+        let (bias, alone) = (bias.map(|b| p.weight(b)).transpose()?, self.is_local(p));
         let gathered = !alone && !self.row_parallel;
         let saves_input = p.train && e.wgrad && !input_recomputed && !self.input_saved_by_caller;
         let orientations = match gathered {

@@ -48,7 +48,7 @@ impl LmHead {
         }
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         // Without a backward pass nothing is saved of the input.
-        let (z, saved) = map.forward_fp8(p, e, x, !train)?;
+        let (z, saved) = map.forward_fp8(p, e, x, (!train, None))?;
         self.cap(p.rank, &z)?;
         self.row_loss(p.rank, &z, targets, &rows, train)?;
         let saved = LmHeadSaved::Quantized { dlogits: SavedTensor::activation(&z), x: Box::new(saved) };

@@ -24,7 +24,7 @@ mod state;
 mod stats;
 
 pub(crate) use experts::WgradOperand;
-pub(crate) use fp8_params::Fp8Params;
+pub(crate) use fp8_params::{Fp8Params, dequantized_matrix};
 pub(crate) use operand::{GemmOperand, GemmOptions, SavedOperand};
 pub use precomputed::Precomputed;
 pub(crate) use quantize::{Orientations, QuantInput};

@@ -1,4 +1,4 @@
-//! LoRA: `y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ`, with an adapter for each stacked output or one for all.
+//! LoRA: `y = x·Wᵀ + b + s·(x·Aᵀ)·Bᵀ`, with an adapter for each stacked output or one for all; DoRA is in [`super::dora`].
 
 use super::support::*;
 use super::tensor_parallel::{check, join_columns, join_rows, local_columns, local_rows};
@@ -8,15 +8,16 @@ use ferrotron_engine::{Declarations, Linear, Mlp, MlpConfig, Rank, Recompute, Sp
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{DType, Tensor};
 
-const RANK: usize = 3;
+pub const RANK: usize = 3;
 
-fn policy(targets: &[&str], fused: bool, scale: f32) -> LoraPolicy {
+pub fn policy(targets: &[&str], fused: bool, scale: f32) -> LoraPolicy {
     let include = targets.iter().map(|t| t.to_string()).collect();
-    LoraPolicy { rank: RANK, scale, targets: LoraTargets { include, exclude: Vec::new() }, fused }
+    let targets = LoraTargets { include, exclude: Vec::new() };
+    LoraPolicy { rank: RANK, scale, targets, fused, dora: false }
 }
 
 /// `W + s·B·A` of outputs of the given sizes, of which `covered` have an adapter: `w [Σout, in]`, `a [Σr, in]`, `b [Σout, r]`.
-fn merged(w: &[f64], a: &[f64], b: &[f64], outputs: &[usize], covered: &[bool], scale: f64) -> Vec<f64> {
+pub fn merged(w: &[f64], a: &[f64], b: &[f64], outputs: &[usize], covered: &[bool], scale: f64) -> Vec<f64> {
     let input = w.len() / outputs.iter().sum::<usize>();
     let fused = a.len() == RANK * input;
     let (mut out, mut row, mut b_row, mut adapter) = (w.to_vec(), 0, 0, 0);
@@ -36,14 +37,14 @@ fn merged(w: &[f64], a: &[f64], b: &[f64], outputs: &[usize], covered: &[bool], 
 }
 
 /// Targets, whether they cover each of three outputs, fused, scale.
-const CASES: [(&[&str], [bool; 3], bool, f32); 4] = [
+pub const CASES: [(&[&str], [bool; 3], bool, f32); 4] = [
     (&["all-linear"], [true, true, true], false, 1.0),
     (&["all-linear"], [true, true, true], true, 0.5),
     (&["q", "v"], [true, false, true], false, 2.0),
     (&["k"], [false, true, false], true, 1.5),
 ];
 
-fn setup(d: Declarations, dtype: DType, frozen: bool) -> Setup {
+pub fn setup(d: Declarations, dtype: DType, frozen: bool) -> Setup {
     if frozen { Setup::frozen(d, dtype, 1, 1.0) } else { Setup::new(d, dtype, 1, 1.0) }
 }
 

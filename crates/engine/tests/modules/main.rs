@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod attention;
+mod dora;
 mod embedding;
 mod fp8;
 mod fp8_layers;

@@ -21,7 +21,7 @@ pub struct Segments<'a> {
 
 impl Segments<'_> {
     /// Segment of a row, if any.
-    fn of(&self, row: usize) -> Option<usize> {
+    pub(super) fn of(&self, row: usize) -> Option<usize> {
         let starts = &self.offsets[..self.counts.len()];
         let e = starts.partition_point(|o| i64::from(*o) <= row as i64).checked_sub(1)?;
         ((row as i64) < i64::from(starts[e]) + i64::from(self.counts[e])).then_some(e)

@@ -6,6 +6,7 @@ pub mod attention;
 pub mod attention_merge;
 mod context;
 pub mod cross_entropy;
+pub mod dora;
 pub mod elementwise;
 pub mod embedding;
 pub mod gemm;

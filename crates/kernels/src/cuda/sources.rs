@@ -2,7 +2,7 @@
 
 use super::args::ArgsHeader;
 use super::{
-    activation, attention, attention_merge, copy, elementwise, embedding, generic_gemm, grad_norm, grouped,
+    activation, attention, attention_merge, copy, dora, elementwise, embedding, generic_gemm, grad_norm, grouped,
 };
 use super::{
     loss, mla_keys, moe_elementwise, moments, multi_tensor, muon, norm, optim, permute, permute_maps, philox,
@@ -106,6 +106,7 @@ pub const SOURCES: &[Source] = sources! {
     "attention/hopper_fp8" HOPPER BASE;
     "attention_merge" ANY F16;
     "copy" ANY BASE;
+    "dora" ANY F16;
     "elementwise" ANY F16;
     "embedding" ANY F16;
     "gemm" ANY F16;
@@ -201,6 +202,7 @@ pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
     &attention::tile_table::ARGS,
     &attention_merge::ARGS,
     &copy::ARGS,
+    &dora::ARGS,
     &elementwise::ARGS,
     &embedding::ARGS,
     &generic_gemm::ARGS,

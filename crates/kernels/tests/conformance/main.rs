@@ -8,6 +8,7 @@ mod attention_fp8;
 mod attention_fp8_probs;
 mod attention_merge;
 mod devices;
+mod dora;
 mod elementwise;
 mod embedding_loss;
 mod fp8_gemm;
