@@ -245,7 +245,8 @@ fn to_peft(
     let base = found.config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
     let base = base.filter(|dir| dir.join("config.json").is_file());
     let dtype = options.dtype.unwrap_or(DType::F32);
-    let count = |(_, a): (&str, &Adapter)| (a.a.len() + a.b.len()) as u64;
+    let count =
+        |(_, a): (&str, &Adapter)| (a.a.len() + a.b.len() + a.magnitude.as_ref().map_or(0, Vec::len)) as u64;
     let bytes = write_peft(to, &adapted.adapters, (&config, base.as_deref()), (dtype, options.overwrite))?;
     Ok(Converted {
         kind: ConvertedKind::Peft,

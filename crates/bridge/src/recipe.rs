@@ -52,7 +52,7 @@ fn resolve_lengths(
     Ok((recipe.resolve(model)?, weights))
 }
 
-/// The base model with the adapters of `lora.adapter`, whose rank, alpha and targets the recipe gets where it has none.
+/// The base model with the adapters of `lora.adapter`, whose rank, alpha, targets and kind the recipe gets where it has none.
 fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) -> Result<Weights> {
     let wrong = |what: String| Err(Error::config(&folder.display().to_string(), what));
     let Some(base) = base else {
@@ -71,8 +71,13 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
             first.rank, first.scale, other.rank, other.scale
         ));
     }
-    if adapters.iter().any(|(_, a)| a.magnitude.is_some()) {
-        return wrong("has DoRA's adapters, which cannot be trained further; name the folder with model.hf to train from the merged model".into());
+    let dora = first.magnitude.is_some();
+    if let Some((module, _)) = adapters.iter().find(|(_, a)| a.magnitude.is_some() != dora) {
+        return wrong(format!("has DoRA's adapters and others ({module}); one kind can be trained further"));
+    }
+    if recipe.is_set("lora.dora") && recipe.config.lora.dora != dora {
+        let held = if dora { "DoRA's adapters" } else { "adapters without DoRA" };
+        return wrong(format!("has {held}; leave out lora.dora, which it gives"));
     }
     let missing = |recipe: &Recipe, key: &str| !recipe.is_set(key);
     if missing(recipe, "lora.rank") {
@@ -83,6 +88,9 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     }
     if missing(recipe, "lora.targets") {
         recipe.put_key("lora.targets", adapters.targets(&config)?)?;
+    }
+    if missing(recipe, "lora.dora") && dora {
+        recipe.put_key("lora.dora", true)?;
     }
     if missing(recipe, "lora.fused") && adapters.share_a() {
         recipe.put_key("lora.fused", true)?;

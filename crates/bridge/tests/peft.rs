@@ -5,10 +5,13 @@
 use ferrotron_bridge::HfConfig;
 use ferrotron_bridge::forward::{self, ForwardOptions};
 use ferrotron_bridge::peft::{Adapters, PeftConfig, write_peft};
+use ferrotron_bridge::recipe;
 use ferrotron_bridge::weights::Weights;
+use ferrotron_core::config::Recipe;
+use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::tensorfile::TensorFile;
-use ferrotron_core::train::to_f32;
+use ferrotron_core::train::{Trainer, to_f32};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
@@ -157,4 +160,56 @@ fn folders_that_do_not_fit_are_refused_by_name() {
     std::fs::write(&config, text).unwrap();
     let e = Adapters::from_peft(copy.path(), &base).unwrap_err().to_string();
     assert!(e.contains("[4, 16]") && e.contains("[5, 16]"), "{e}");
+}
+
+/// DoRA's adapters that are trained further compute what PEFT's do, and are written as they were read.
+#[test]
+fn dora_is_trained_further() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama-dora").unwrap();
+    let keys = |adapter: bool| {
+        let mut keys = vec![
+            format!("model.hf={}", dir.join("base").display()),
+            "precision.dtype=f32".into(),
+            "data.seq_len=16".into(),
+            "train.steps=4".into(),
+            "train.global_batch=2".into(),
+            "optimizer.lr=1e-2".into(),
+        ];
+        if adapter {
+            keys.push(format!("lora.adapter={}", dir.join("adapter").display()));
+        }
+        keys
+    };
+    let trainer = |keys: Vec<String>, own: Option<Weights>| {
+        let mut recipe = Recipe::default();
+        keys.iter().for_each(|k| recipe.set(k).unwrap());
+        let (resolved, weights) = recipe::resolve(&mut recipe).unwrap();
+        let t = Trainer::new(Rank::cpu(1, 1).unwrap(), &resolved).unwrap();
+        own.or(weights).unwrap().fill(&t).unwrap();
+        (t, resolved)
+    };
+    let (mut adapted, resolved) = trainer(keys(true), None);
+    assert!(resolved.config.lora.dora && resolved.config.lora.rank == 4);
+    let merged = tempfile::tempdir().unwrap();
+    let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+    let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+    let folder = merged.path().join("adapter");
+    write_peft(&folder, &adapters, (&base, Some(&dir.join("base"))), (DType::F32, false)).unwrap();
+    let (plain, _) = trainer(keys(false), Some(Weights::open(&folder).unwrap()));
+    let data = source::open(&resolved).unwrap();
+    let [a, b] = [&adapted, &plain].map(|t| t.evaluate(&*data.train, 4).unwrap());
+    assert!((a / b - 1.0).abs() < 1e-6, "{a} and {b}");
+    let m = |t: &Trainer| {
+        let all = t.weights().unwrap();
+        all.into_iter().find(|w| w.name == "layers.0.mlp.down.lora_m.weight").unwrap().values
+    };
+    let before = m(&adapted);
+    assert_eq!(before, adapters.tensor("layers.0.mlp.down.lora_m.weight").unwrap());
+    adapted.train_step(&*data.train).unwrap();
+    assert!(m(&adapted).iter().zip(&before).all(|(a, b)| a != b));
+    // A folder decides whether it is DoRA.
+    let mut recipe = Recipe::default();
+    keys(true).iter().chain([&"lora.dora=false".to_string()]).for_each(|k| recipe.set(k).unwrap());
+    let e = recipe::resolve(&mut recipe).unwrap_err().to_string();
+    assert!(e.contains("leave out lora.dora"), "{e}");
 }

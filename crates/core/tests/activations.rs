@@ -135,7 +135,7 @@ fn dense_models() {
     assert!(check("tp=2", &[])[&Block::Mlp] < plain[&Block::Mlp]);
 }
 
-/// Linears with adapters save their input and `[tokens, r]`; frozen ones without, and the LM head, nothing.
+/// Linears with adapters save their input and `[tokens, r]`, with DoRA their output too; frozen ones without, and the LM head, nothing.
 #[test]
 fn adapters() {
     let all: usize = check("tp=1", &[]).values().sum();
@@ -145,6 +145,10 @@ fn adapters() {
         &["lora.rank=8", "lora.targets=[\"q_proj\", \"v_proj\"]"],
         &["lora.rank=8", "precision.recipe=fp8-current"],
         &["lora.rank=8", MOE[0], MOE[1], MOE[2]],
+        &["lora.rank=8", "lora.dora=true"],
+        &["lora.rank=8", "lora.dora=true", "lora.targets=[\"v_proj\", \"up_proj\"]"],
+        &["lora.rank=8", "lora.dora=true", "precision.recipe=fp8-current", "train.recompute=[\"mlp\"]"],
+        &["lora.rank=8", "lora.dora=true", MOE[0], MOE[1], MOE[2]],
     ] {
         for layout in ["tp=1", "tp=2", "cp=2"] {
             check(layout, set);

@@ -182,7 +182,11 @@ pub(crate) fn check_columns(
         }
     }
     let Some(Segments { offsets, counts }) = segments else {
-        return if factors.iter().all(|f| f.shape() == [n]) { Ok([tokens, n, 0]) } else { wrong("must be [n]") };
+        return if factors.iter().all(|f| f.shape() == [n]) {
+            Ok([tokens, n, 0])
+        } else {
+            wrong("must be [n]")
+        };
     };
     contiguous(op, &[offsets, counts])?;
     dtypes(op, DType::I32, &[offsets, counts])?;

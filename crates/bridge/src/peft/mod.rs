@@ -15,12 +15,9 @@ use crate::error::{Error, Result};
 use crate::native_checkpoint::PREFIX;
 use ferrotron_core::checkpoint::Loaded;
 use ferrotron_core::train::to_f32;
-use ferrotron_engine::lora::{LORA_A, LORA_B, LoraTargets};
+use ferrotron_engine::lora::{LORA_A, LORA_B, LORA_M, LoraTargets};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-
-/// Ending of the name of DoRA's m `[out]`, after the name of its module.
-const LORA_M: &str = ".lora_m.weight";
 
 /// The adapters of a model, by logical module (`layers.0.attn.q`).
 #[derive(Clone, Debug, Default, PartialEq)]

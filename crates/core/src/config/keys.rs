@@ -293,10 +293,10 @@ keys! {
         /// One A for the linears that are computed together (q, k and v; gate and up), instead of one for each.
         fused: bool = false, "canonical_lora", "performant_lora", "fused_lora";
         /// DoRA: rows of W + alpha / rank · B·A are scaled to trained lengths m, which begin as those of W.
-        dora: bool = false, "use_dora", "dora_enable", "peft.use_dora";
+        dora: bool = false, "use_dora", "dora_enable";
         /// Factor on the learning rate of B (LoRA+).
         b_lr_factor: f64 = 1.0, "loraplus_lr_ratio", "lora_plus_ratio", "lora_plus";
-        /// PEFT folder whose adapters are trained further; it gives rank, alpha and targets. model.hf names their base model.
+        /// PEFT folder whose adapters are trained further; it gives rank, alpha, targets and dora. model.hf names their base model.
         adapter: Option<String> = None, "lora_model_dir", "adapter_name_or_path", "peft_ckpt_path";
     }
 

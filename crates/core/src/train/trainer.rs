@@ -6,10 +6,10 @@ pub(in crate::train) use step::HostBatch;
 pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
-use super::magnitudes::initialise_magnitudes;
 use super::best_eval::BestEval;
 use super::gemm_choices::GemmTable;
 use super::hooks::StepHooks;
+use super::magnitudes::initialise_magnitudes;
 use super::micro_batch::upload;
 use super::model_state::{self, ModelState};
 use super::moe_metrics::StepMetrics;

@@ -69,6 +69,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ),
         ("optimizer.groups = [{ params = \"norm\", optimizer = \"muon\" }]", "Muon updates matrices"),
         ("optimizer.groups = [{ params = \"*\", frozen = true }]", "every parameter is frozen"),
+        ("lora.dora = true", "lora.dora: there are no adapters; set lora.rank"),
         ("lora.alpha = 8", "lora.alpha: there are no adapters; set lora.rank"),
         ("lora.rank = 4\nlora.targets = \"q_prj\"", "\"q_prj\" names no linear of the model"),
         ("lora.rank = 4\nlora.exclude = \"layers\"", "lora.exclude: leaves no linear to adapt"),

@@ -60,9 +60,12 @@ fn explicit_pipeline_layouts_match_one_rank() {
 
 #[test]
 fn ten_steps_of_adapters_follow_the_losses_of_one_rank() {
-    for more in
-        [&[][..], &["lora.fused=true", "lora.targets=[\"linear_qkv\", \"down_proj\"]", "parallel.zero=3"]]
-    {
+    for more in [
+        &[][..],
+        &["lora.fused=true", "lora.targets=[\"linear_qkv\", \"down_proj\"]", "parallel.zero=3"],
+        &["lora.dora=true", "train.recompute=[\"mlp\"]"],
+        &["lora.dora=true", "lora.fused=true", "lora.exclude=\"v_proj\"", "parallel.zero=3"],
+    ] {
         let set = [&["lora.rank=3", "lora.alpha=6", "optimizer.lr=3e-2"][..], more].concat();
         follow(&set, &["dp=2", "tp=2,dp=2", "tp=4", "cp=2", "pp=2,vp=2,dp=2", "tp=2,cp=2,pp=2"]);
     }

@@ -24,13 +24,19 @@ fn gradients(on: &RankLayout, set: &[&str]) -> Vec<LogicalValues> {
 
 #[test]
 fn adapters_of_experts_match_one_rank() {
-    for set in [&[][..], &["lora.fused=true", "lora.exclude=[\"q_proj\", \"shared\"]"]] {
+    for set in [
+        &[][..],
+        &["lora.fused=true", "lora.exclude=[\"q_proj\", \"shared\"]"],
+        &["lora.dora=true"],
+        &["lora.dora=true", "lora.exclude=[\"up_proj\"]"],
+    ] {
         let wanted = gradients(&one(), set);
         let moved = |kind: &str| {
             let found = wanted.iter().filter(|g| g.name.contains(".experts.") && g.name.contains(kind));
             found.flat_map(|g| &g.values).any(|x| *x != 0.0)
         };
         assert!(moved("lora_a") && moved("lora_b"), "{set:?}");
+        assert_eq!(moved("lora_m"), set.contains(&"lora.dora=true"), "{set:?}");
         for text in ["ep=2", "ep=4,dp=4", "tp=2,ep=2,etp=1", "tp=2,ep=2,etp=2,dp=2", "ep=2,pp=2"] {
             if let Some(found) = difference(&gradients(&layout(text), set), &wanted, false) {
                 panic!("{text} {set:?}: {found}");

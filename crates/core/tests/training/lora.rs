@@ -1,4 +1,4 @@
-//! LoRA: adapters train beside a frozen base model.
+//! LoRA and DoRA: adapters train beside a frozen base model.
 
 use super::support::*;
 use ferrotron_core::Error;
@@ -44,6 +44,8 @@ fn adapters_train_and_the_base_stays() {
         &["precision.dtype=bf16"],
         &["lora.fused=true"],
         &["lora.b_lr_factor=4", "optimizer.lr=1e-2"],
+        &["lora.dora=true"],
+        &["lora.dora=true", "precision.dtype=bf16"],
     ] {
         let mut t = trainer(&recipe(&[LORA, &["train.steps=40", "optimizer.lr=3e-2"], more].concat()));
         let start = t.weights().unwrap();
@@ -55,26 +57,57 @@ fn adapters_train_and_the_base_stays() {
     }
 }
 
+/// Training begins at the base model: the first loss is its own, to the bit.
+#[test]
+fn the_first_loss_is_that_of_the_base() {
+    for more in [
+        &[][..],
+        &["precision.dtype=bf16"],
+        MOE,
+        &["precision.dtype=bf16", "precision.recipe=fp8-current", "model.hidden=128"],
+        &[
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-block",
+            "model.hidden=128",
+            "moe.experts=4",
+            "moe.topk=2",
+            "moe.ffn=128",
+        ],
+    ] {
+        let first = |set: &[&str]| {
+            let mut t = trainer(&recipe(&[more, &["optimizer.lr=3e-2"], set].concat()));
+            let losses: Vec<f64> = (0..6).map(|_| t.train_step(&RULE).unwrap().loss).collect();
+            assert!(losses[5] < losses[0], "{more:?} {set:?}: {losses:?}");
+            losses[0]
+        };
+        let base = first(LORA);
+        assert_eq!(first(&[LORA, &["lora.dora=true"]].concat()), base, "{more:?}");
+    }
+}
+
 /// Gradients of adapters by central differences of the loss.
 #[test]
 fn gradients_of_adapters_are_those_of_the_loss() {
     // Every expert for every token: no difference selects others.
     let all = [MOE, &["moe.topk=4"]].concat();
     for (more, linears) in [(&[][..], 7), (&all[..], 4 + 4 * 3 + 3)] {
-        check_gradients(&recipe(&[LORA, more].concat()), linears);
+        check_gradients(&recipe(&[LORA, more].concat()), 2 * linears, |_| true);
+        // Norms depend on A and B, and backward takes them as constants; m is free of that.
+        let dora = recipe(&[LORA, more, &["lora.dora=true"]].concat());
+        check_gradients(&dora, 3 * linears, |name| name.contains(".lora_m."));
     }
 }
 
-fn check_gradients(r: &Resolved, linears: usize) {
+fn check_gradients(r: &Resolved, tensors: usize, checked: impl Fn(&str) -> bool) {
     let mut t = trainer(r);
     let mut values = fill_adapters(&t);
     t.train_step(&RULE).unwrap();
     let gradients: HashMap<String, Vec<f32>> =
         t.gradients().unwrap().into_iter().map(|g| (g.name, g.values)).collect();
     let names: Vec<String> = values.keys().cloned().collect();
-    assert_eq!(names.len(), 2 * 2 * linears, "A and B of the linears of two layers");
+    assert_eq!(names.len(), 2 * tensors, "A and B of the linears of two layers");
     assert!(gradients.iter().all(|(name, g)| is_adapter(name) != g.iter().all(|x| *x == 0.0)));
-    for name in names {
+    for name in names.into_iter().filter(|name| checked(name)) {
         for i in [0, values[&name].len() - 1] {
             const H: f32 = 1e-2;
             let here = values[&name][i];
@@ -93,7 +126,7 @@ fn check_gradients(r: &Resolved, linears: usize) {
     }
 }
 
-/// `W + alpha / rank · B·A` of every linear.
+/// `W + alpha / rank · B·A` of every linear, with DoRA its rows scaled to the lengths m.
 fn merged(weights: &[LogicalValues], scale: f32) -> HashMap<String, Vec<f32>> {
     let by_name: HashMap<&str, &LogicalValues> = weights.iter().map(|w| (w.name.as_str(), w)).collect();
     let merge = |w: &LogicalValues| {
@@ -105,18 +138,29 @@ fn merged(weights: &[LogicalValues], scale: f32) -> HashMap<String, Vec<f32>> {
             let (row, column) = (at / input, at % input);
             (0..rank).map(|r| b.values[row * rank + r] * a.values[r * input + column]).sum::<f32>()
         };
-        w.values.iter().enumerate().map(|(at, x)| x + scale * update(at)).collect()
+        let mut merged: Vec<f32> =
+            w.values.iter().enumerate().map(|(at, x)| x + scale * update(at)).collect();
+        if let Some(m) = by_name.get(format!("{module}.lora_m.weight").as_str()) {
+            for (row, m) in merged.chunks_mut(input).zip(&m.values) {
+                let norm = row.iter().map(|x| x * x).sum::<f32>().sqrt();
+                row.iter_mut().for_each(|x| *x *= m / norm);
+            }
+        }
+        merged
     };
     weights.iter().filter(|w| !is_adapter(&w.name)).map(|w| (w.name.clone(), merge(w))).collect()
 }
 
 #[test]
 fn merged_weights_give_the_same_loss() {
-    [&[][..], MOE].into_iter().for_each(check_merged);
+    for more in [&[][..], MOE] {
+        check_merged(more, LORA);
+        check_merged(more, &[LORA, &["lora.dora=true"]].concat());
+    }
 }
 
-fn check_merged(more: &[&str]) {
-    let adapted = trainer(&recipe(&[LORA, more].concat()));
+fn check_merged(more: &[&str], lora: &[&str]) {
+    let adapted = trainer(&recipe(&[lora, more].concat()));
     fill_adapters(&adapted);
     let merged = merged(&adapted.weights().unwrap(), 2.0);
     let plain = trainer(&recipe(more));
@@ -130,9 +174,13 @@ fn check_merged(more: &[&str]) {
 /// A resumed run ends with the bits of an undisturbed one; its checkpoints hold adapters alone.
 #[test]
 fn runs_of_adapters_resume_to_the_same_bits() {
-    for more in
-        [&[][..], &["precision.dtype=bf16"], &["precision.dtype=bf16", "precision.recipe=fp8-current"]]
-    {
+    for more in [
+        &[][..],
+        &["precision.dtype=bf16"],
+        &["precision.dtype=bf16", "precision.recipe=fp8-current"],
+        &["lora.dora=true"],
+        &["lora.dora=true", "precision.dtype=bf16", "precision.recipe=fp8-current"],
+    ] {
         let r = recipe(&[LORA, more].concat());
         let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
         run(dirs[0].path(), &r, 1, &RULE, None, None);
@@ -144,6 +192,8 @@ fn runs_of_adapters_resume_to_the_same_bits() {
         let loaded = checkpoint::load(&path).unwrap();
         assert!(loaded.get("model/layers.0.attn.q.lora_a.weight").is_some());
         assert!(loaded.get("adam.m/layers.1.mlp.down.lora_b.weight").is_some());
+        let m = loaded.get("model/layers.0.attn.q.lora_m.weight");
+        assert_eq!(m.is_some(), more.contains(&"lora.dora=true"));
         assert!(loaded.get("model/layers.0.attn.q.weight").is_none());
         assert!(loaded.get("model/embed.tokens").is_none());
     }

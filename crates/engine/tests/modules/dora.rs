@@ -80,7 +80,11 @@ fn training_begins_at_the_base() {
             if is_dora {
                 write(&s.rank, &s.params.values()[2], &[0.0; 64 * super::lora::RANK]);
                 let norms = row_norms(&s.rank, &s.params, id(0)).unwrap();
-                write(&s.rank, &s.params.values()[3], &norms.iter().map(|x| f64::from(*x)).collect::<Vec<_>>());
+                write(
+                    &s.rank,
+                    &s.params.values()[3],
+                    &norms.iter().map(|x| f64::from(*x)).collect::<Vec<_>>(),
+                );
             }
             s.host(&linear.forward(&s.pass(), &x).unwrap().0)
         };

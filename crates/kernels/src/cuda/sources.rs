@@ -2,7 +2,8 @@
 
 use super::args::ArgsHeader;
 use super::{
-    activation, attention, attention_merge, copy, dora, elementwise, embedding, generic_gemm, grad_norm, grouped,
+    activation, attention, attention_merge, copy, dora, elementwise, embedding, generic_gemm, grad_norm,
+    grouped,
 };
 use super::{
     loss, mla_keys, moe_elementwise, moments, multi_tensor, muon, norm, optim, permute, permute_maps, philox,

@@ -21,7 +21,11 @@ fn squared_norms_of_rows() {
             }
         }
         refused(h, "rows", h.k.row_squares(&h.s, &h.poisoned(dtype, &[3, 2]), &h.poisoned(F32, &[2])));
-        refused(h, "16 bit", h.k.row_squares(&h.s, &h.poisoned(dtype, &[3, 2]), &h.poisoned(DType::BF16, &[3])));
+        refused(
+            h,
+            "16 bit",
+            h.k.row_squares(&h.s, &h.poisoned(dtype, &[3, 2]), &h.poisoned(DType::BF16, &[3])),
+        );
     });
 }
 
@@ -64,7 +68,8 @@ fn norms_of_updated_rows() {
                 let (mt, base_t) = (h.tensor(dtype, &[groups, n], &m), h.tensor(F32, &[groups, n], &base));
                 let update_t = h.tensor(F32, &[groups, n], &update);
                 let (factor, inv) = (h.poisoned(F32, &[groups, n]), h.poisoned(F32, &[groups, n]));
-                let d = DoraFactor { base: &base_t, update: &update_t, m: &mt, factor: &factor, inv_norm: &inv };
+                let d =
+                    DoraFactor { base: &base_t, update: &update_t, m: &mt, factor: &factor, inv_norm: &inv };
                 h.k.dora_factor(&h.s, &d).unwrap();
                 let norm = |i: usize| {
                     let w = base[i].sqrt();
@@ -110,12 +115,15 @@ fn the_first_factor_is_one() {
 fn scaled_columns_and_their_gradients() {
     everywhere(|h, dtype| {
         for n in [1, 8, 19, 300] {
-            for (rows, experts, shift) in [(0, 0, 0), (1, 0, 1), (37, 0, 0), (40, 3, 0), (70, 9, 1), (12, 0, 1)] {
+            for (rows, experts, shift) in
+                [(0, 0, 0), (1, 0, 1), (37, 0, 0), (40, 3, 0), (70, 9, 1), (12, 0, 1)]
+            {
                 let what = format!("{} {dtype} {rows} x {n}, {experts} experts, {shift}", h.name);
                 let t = |dtype, shape: &[usize], v: &[f64]| shifted(h, shift, dtype, shape, v);
                 let many = experts.max(1);
                 let found = plan(&draws(1, rows * 3 / 4, 0, many as i32), 0, many, 2, rows);
-                let (offsets, counts) = (ints(h, &[many + 1], &found.offsets), ints(h, &[many], &found.counts));
+                let (offsets, counts) =
+                    (ints(h, &[many + 1], &found.offsets), ints(h, &[many], &found.counts));
                 let segments = (experts > 0).then_some(Segments { offsets: &offsets, counts: &counts });
                 let owner = |r: usize| match experts {
                     0 => Some(0),
@@ -133,7 +141,8 @@ fn scaled_columns_and_their_gradients() {
                 }
                 let (dy, b) = (numbers(dtype, 5, rows * n), numbers(dtype, 6, n));
                 let (xt, dyt) = (t(dtype, &[rows, n], &x), t(dtype, &[rows, n], &dy));
-                let of = |i: usize, term: &dyn Fn(usize) -> f64| owner(i / n).map_or(0.0, |e| term(e * n + i % n));
+                let of =
+                    |i: usize, term: &dyn Fn(usize) -> f64| owner(i / n).map_or(0.0, |e| term(e * n + i % n));
                 for biased in [false, true] {
                     if biased && experts > 0 {
                         continue;
@@ -149,8 +158,7 @@ fn scaled_columns_and_their_gradients() {
                     };
                     h.k.scale_columns(&h.s, &c).unwrap();
                     let add = |i: usize| if biased { b[i % n] } else { 0.0 };
-                    let want: Vec<f64> =
-                        (0..rows * n).map(|i| of(i, &|at| x[i] * f[at] + add(i))).collect();
+                    let want: Vec<f64> = (0..rows * n).map(|i| of(i, &|at| x[i] * f[at] + add(i))).collect();
                     close(&what, dtype, &h.host(&y), &want, 2e-7);
                 }
                 let (dx, products) = (h.poisoned(dtype, &[rows, n]), h.poisoned(dtype, &[rows, n]));

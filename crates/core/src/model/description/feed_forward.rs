@@ -30,7 +30,8 @@ impl LayerBuilder<'_> {
         let Some(spec) = self.weight(down) else { return };
         self.save_input(spec, input, self.rows.all, false);
         let recomputed = self.recomputed;
-        self.recomputed = recomputed && output_recomputed;
+        // DoRA's backward reads it.
+        self.recomputed = recomputed && (output_recomputed || self.is_dora(spec));
         self.linear(down, Input::Dropped);
         if recomputed && !self.recomputed && self.shape.ranks.tp.size > 1 {
             // Its input is quantized once more, for wgrad.

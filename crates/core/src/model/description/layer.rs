@@ -4,7 +4,7 @@ use super::shape::{Group, Rows, StepShape};
 use super::{Block, Collective, Gemm, LayerDescription, Lifetime, Pass, SavedTensor};
 use crate::model::config::NormKind;
 use ferrotron_comm::OpKind;
-use ferrotron_engine::lora::{LORA_A, LORA_B, fused_module};
+use ferrotron_engine::lora::{LORA_A, LORA_B, LORA_M, fused_module};
 use ferrotron_engine::quant::{LinearGemm, LinearQuant, Role};
 use ferrotron_engine::{ParamSpec, Split};
 use ferrotron_kernels::BLOCK;
@@ -239,7 +239,8 @@ impl<'a> LayerBuilder<'a> {
         self.save_input(spec, input, held, gathered);
         let spec = &self.without_wgrad(spec);
         if let Some([a, b]) = adapter {
-            self.adapter_gemms(a, b, (parallel, [held, computed]));
+            let scaled = self.is_dora(spec).then(|| spec.shape[0]);
+            self.adapter_gemms(a, b, (parallel, [held, computed]), scaled);
         }
         if t == 1 {
             return;
@@ -312,14 +313,27 @@ impl<'a> LayerBuilder<'a> {
         Some([a.or_else(|| find(&fused_module(&modules), LORA_A))?, b])
     }
 
-    /// GEMMs, saved activations and collectives of adapters on a linear that reads `rows[0]` rows of its input.
+    /// Whether the adapters of a weight are DoRA's, which save the output before it is scaled.
+    pub(super) fn is_dora(&self, spec: &ParamSpec) -> bool {
+        let modules = spec.parts.iter().filter_map(|p| p.name.strip_suffix(".weight"));
+        modules.into_iter().any(|module| self.params.contains_key(format!("{module}{LORA_M}").as_str()))
+    }
+
+    /// GEMMs, saved activations and collectives of adapters on a linear that reads `rows[0]` rows of its input; with DoRA, its
+    /// `scaled` output features. DoRA's norms, `[out]` values once a step, are not counted.
     ///
     /// | base | h = x·Aᵀ | dh = dy·B |
     /// |---|---|---|
     /// | column-parallel | T rows, all-gathered | N rows, reduce-scattered |
     /// | row-parallel | N rows, reduce-scattered | T rows, all-gathered |
     /// | replicated | T rows | T rows |
-    fn adapter_gemms(&mut self, a: &ParamSpec, b: &ParamSpec, (parallel, rows): (Parallel, [usize; 2])) {
+    fn adapter_gemms(
+        &mut self,
+        a: &ParamSpec,
+        b: &ParamSpec,
+        (parallel, rows): (Parallel, [usize; 2]),
+        scaled: Option<usize>,
+    ) {
         let [held, computed] = rows;
         let (out_rows, width) = match parallel {
             Parallel::Row => (self.rows.local, a.shape[0]),
@@ -329,6 +343,9 @@ impl<'a> LayerBuilder<'a> {
         self.gemms(b, out_rows);
         let module = b.parts[0].name.trim_end_matches(LORA_B).rsplit('.').next().unwrap_or("x");
         self.save(&format!("lora.{module}"), &[out_rows, width], self.shape.dtype);
+        if let Some(out) = scaled {
+            self.save(&format!("lora.{module}.unscaled"), &[out_rows, out], self.shape.dtype);
+        }
         let moved = self.moved(width, self.shape.dtype.size());
         let (forward, backward) = match parallel {
             Parallel::Replicated => return,

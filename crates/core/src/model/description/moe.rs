@@ -135,6 +135,7 @@ impl LayerBuilder<'_> {
             return;
         };
         let adapters = [up, down].map(|spec| self.adapter(spec));
+        let scaled = [up, down].map(|spec| self.is_dora(spec).then(|| spec.matrix()[0]));
         let [up, down] = &[up, down].map(|spec| self.without_wgrad(spec));
         let biased = moe.bias;
         let rows = self.dispatched(moe);
@@ -145,7 +146,11 @@ impl LayerBuilder<'_> {
         // Rows sorted by expert; memory is for the worst alignment.
         let selected = if rows.to_each.is_some() { rows.arrived } else { rows.arrived * moe.topk };
         let sorted = (selected + own * (align - 1)).next_multiple_of(align);
-        for (adapter, name) in adapters.into_iter().zip(["lora.experts.up", "lora.experts.down"]) {
+        let names = ["lora.experts.up", "lora.experts.down"];
+        for ((adapter, scaled), name) in adapters.into_iter().zip(scaled).zip(names) {
+            if let Some(out) = scaled {
+                self.save(&format!("{name}.unscaled"), &[sorted, out], dtype);
+            }
             if let Some([a, b]) = adapter {
                 self.gemms(a, rows.routed);
                 self.gemms(b, rows.routed);
