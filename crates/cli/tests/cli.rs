@@ -37,9 +37,9 @@ fn fails(args: &[&str], code: i32) -> String {
     errors
 }
 
-const COMMANDS: [&str; 11] = [
-    "train", "forward", "parity", "convert", "generate", "data", "bench", "kernels", "doctor", "recipes",
-    "explain",
+const COMMANDS: [&str; 14] = [
+    "train", "forward", "parity", "convert", "eval", "generate", "chat", "data", "bench", "kernels",
+    "doctor", "plan", "recipes", "explain",
 ];
 
 #[test]

@@ -99,15 +99,13 @@ pub struct Args {
     /// Start over; the run in the run folder is deleted when the new one has saved a checkpoint, and is restored otherwise
     #[arg(long)]
     pub fresh: bool,
-    /// Checkpoint to resume from: the latest, or the best, which has the lowest validation loss (checkpoint.best); later ones
-    /// are then deleted
+    /// Checkpoint to resume from: the latest, or the best by validation loss (checkpoint.best); later ones are then deleted
     #[arg(long, value_enum, value_name = "WHICH", default_value = "latest", conflicts_with = "fresh")]
     pub resume: ResumeFrom,
     /// Resume although these keys have changed (data.path: the data itself; data.order: the order of its samples)
     #[arg(long, value_name = "KEY", value_delimiter = ',')]
     pub allow_changes: Vec<String>,
-    /// Print the resolved configuration, its memory, FLOPs and communication, then exit; data and tokenizer are opened, text
-    /// is tokenized only where train.epochs needs the number of its samples
+    /// Print the resolved configuration and its costs, then exit; text is tokenized only where train.epochs needs that
     #[arg(long)]
     pub dry_run: bool,
     /// Trace options.

@@ -1,8 +1,9 @@
 //! Published mixture-of-experts architectures.
 
-use super::{inverse_sqrt, llama_like, qwen3, rope};
+use super::{llama_like, qwen3, rope};
 use crate::model::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 use crate::model::moe_config::{Clamp, MoeConfig, ScoreKind};
+use ferrotron_kernels::rope_tables::yarn_mscale;
 
 /// The MoE architecture of that name, or nothing.
 pub(super) fn preset(name: &str) -> Option<ModelConfig> {
@@ -26,12 +27,7 @@ pub(super) fn preset(name: &str) -> Option<ModelConfig> {
         "gpt-oss-20b" => gpt_oss(24, 32),
         "gpt-oss-120b" => gpt_oss(36, 128),
         "deepseek-v3" => {
-            let moe = MoeConfig {
-                groups: Some([8, 4]),
-                group_rank_topk: Some(2),
-                scale: 2.5,
-                ..latent_moe(61, 3, 256)
-            };
+            let moe = MoeConfig { groups: Some([8, 4]), scale: 2.5, ..latent_moe(61, 3, 256) };
             latent_attention([7168, 18_432, 61, 128, 129_280, 163_840], 1e4, 40.0, moe)
         }
         // Of DeepSeek-V3 with fewer heads, more experts and no groups of them.
@@ -48,7 +44,6 @@ fn latent_moe(layers: usize, dense: usize, experts: usize) -> MoeConfig {
     MoeConfig {
         layers: (0..layers).map(|i| i >= dense).collect(),
         score: ScoreKind::Sigmoid,
-        normalize: Some(true),
         expert_bias: true,
         shared_ffn: Some(2048),
         ..MoeConfig::plain(experts, 8, 2048)
@@ -80,8 +75,8 @@ fn latent_attention(sizes: [usize; 6], theta: f64, factor: f64, moe: MoeConfig) 
     };
     let rope = RopeConfig { scaling, interleaved: true, ..rope(theta, mla.rope_dim) };
     // YaRN's factor on scores, squared because it applies to queries and keys.
-    let mscale = 0.1 * factor.ln() + 1.0;
-    let attn_scale = (f64::from(inverse_sqrt(192)) * mscale * mscale) as f32;
+    let mscale = yarn_mscale(factor, 1.0);
+    let attn_scale = (mscale * mscale / (c.head_dim as f64).sqrt()) as f32;
     ModelConfig { positions: Positions::Rope(rope), attn_scale, moe: Some(moe), ..c }
 }
 
