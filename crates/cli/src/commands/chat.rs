@@ -45,8 +45,7 @@ pub struct Args {
     /// Maximum number of tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 512)]
     pub tokens: usize,
-    /// Tokens of the conversation that the model sees; the oldest turns are left out beyond [default: the model's
-    /// maximum, at most 4096]
+    /// Tokens that the model sees; older turns are left out [default: the model's maximum, at most 4096]
     #[arg(long, value_name = "N")]
     pub context: Option<usize>,
     /// How tokens are sampled
