@@ -204,17 +204,3 @@ fn nothing_fits(
         hw.name
     )
 }
-
-/// Keys of a fixed layout that `--vary` knows.
-pub fn value_of(plan: &LayoutPlan, key: &str) -> usize {
-    let l = &plan.candidate.layout;
-    match key {
-        "tp" => l.tp,
-        "cp" => l.cp,
-        "pp" => l.pp,
-        "vp" => l.vp,
-        "ep" => l.ep,
-        "zero" => plan.candidate.zero,
-        _ => plan.candidate.micro_batch,
-    }
-}
