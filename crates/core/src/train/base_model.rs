@@ -4,6 +4,7 @@ use crate::checkpoint::Loaded;
 use crate::config::Resolved;
 use crate::data::digest::file_digest;
 use crate::{Error, Result};
+use ferrotron_engine::Rank;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
@@ -27,9 +28,22 @@ pub struct BaseModel {
 }
 
 impl BaseModel {
-    /// The folder as it is now.
-    pub fn at(path: &str) -> Result<BaseModel> {
-        Ok(BaseModel { path: path.into(), digest: digest(Path::new(path))? })
+    /// The folder as it is now. Rank 0 reads all of its weights, the others take its word. Collective.
+    fn at(path: &str, rank: &Rank) -> Result<BaseModel> {
+        let world = rank.world.all();
+        let read = if world.rank() == 0 { digest(Path::new(path)) } else { Ok(String::new()) };
+        // Whether it could be read, and the digest or the error.
+        let mine = match &read {
+            Ok(digest) => format!("+{digest}"),
+            Err(e) => format!("-{e}"),
+        };
+        let said = world.all_gather_bytes(mine.as_bytes(), "digest of the base model")?;
+        let first = said.first().map(|s| String::from_utf8_lossy(s)).unwrap_or_default();
+        read?;
+        match first.strip_prefix('+') {
+            Some(digest) => Ok(BaseModel { path: path.into(), digest: digest.into() }),
+            None => Err(Error::Invalid(format!("rank 0: {}", first.trim_start_matches('-')))),
+        }
     }
 
     /// Refuses a folder whose weights are not those that the adapters of `checkpoint` were trained for.
@@ -57,12 +71,12 @@ fn digest(dir: &Path) -> Result<String> {
 }
 
 impl SavedAdapters {
-    /// The adapters of a recipe; none where it has none.
-    pub(super) fn of(r: &Resolved) -> Result<Option<SavedAdapters>> {
+    /// The adapters of a recipe; none where it has none. Collective.
+    pub(super) fn of(rank: &Rank, r: &Resolved) -> Result<Option<SavedAdapters>> {
         if !r.config.has_lora() {
             return Ok(None);
         }
-        let base = r.config.model.hf.as_deref().map(BaseModel::at).transpose()?;
+        let base = r.config.model.hf.as_deref().map(|path| BaseModel::at(path, rank)).transpose()?;
         Ok(Some(SavedAdapters { scale: r.lora().scale, base }))
     }
 }

@@ -35,7 +35,7 @@ impl ModelState {
         let params = Params::new(rank, specs, dtype, layout)?;
         let step_state = StepState::new(rank, &params, decoder.moe_layers())?;
         let grads = GradBuffer::of(&params, sharding);
-        let adapters = SavedAdapters::of(r)?;
+        let adapters = SavedAdapters::of(rank, r)?;
         Ok(ModelState { decoder, params, step_state, grads, options, adapters })
     }
 }
