@@ -15,6 +15,7 @@ pub use flops::TokenFlops;
 pub use memory::MemoryEstimate;
 pub(crate) use memory_advice::advise;
 pub use memory_advice::check_fits;
+pub(crate) use offload::USABLE_PERCENT;
 pub use offload::{derived_state_offload, with_state_offload};
 pub(crate) use step::MoeLayers;
 pub use step::derived_comm_unit;

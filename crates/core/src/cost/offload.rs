@@ -12,7 +12,7 @@ use ferrotron_tensor::format_bytes;
 use std::borrow::Cow;
 
 /// Of a device's memory: allocations are rounded up and fragment, so a little must stay free.
-pub(super) const USABLE_PERCENT: usize = 95;
+pub(crate) const USABLE_PERCENT: usize = 95;
 
 /// What is offloaded.
 #[derive(Clone, Debug)]

@@ -42,8 +42,7 @@ fn operand_bytes(dtype: GemmDtype) -> f64 {
     }
 }
 
-/// Seconds of core attention, forward and backward, over `tokens` queries of sequences of `length`, of which `share` is this
-/// rank's under context parallelism.
+/// Seconds of core attention, forward and backward, over the `tokens` queries of this rank in sequences of `length`.
 pub(super) fn attention_seconds(hw: &Hardware, a: &CoreAttention, tokens: f64, length: f64) -> [f64; 2] {
     // Tokens that a query sees on average under the causal mask.
     let seen = match a.window {

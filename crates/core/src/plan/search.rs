@@ -8,6 +8,7 @@ use super::constraints::Constraints;
 use super::hardware::{GemmDtype, Machine};
 use super::layer_kinds::LayerKinds;
 use super::step_time::{Candidate, StepTime, Workload};
+use crate::cost::USABLE_PERCENT;
 use crate::cost::memory::MemoryBytes;
 use crate::grid::{ModelSizes, RankLayout};
 use crate::model::description::StepShape;
@@ -37,8 +38,6 @@ pub struct SearchResult {
     pub least_memory: Option<f64>,
 }
 
-/// Part of the device memory that a plan may use; the rest is for fragmentation, NCCL and the libraries.
-const USABLE: f64 = 0.95;
 /// Memory by the closed form above which a candidate is not computed exactly.
 const TOO_LARGE: f64 = 1.1;
 /// Candidates that are computed exactly, at most.
@@ -89,7 +88,7 @@ pub fn search(
         found.extend(fits);
     }
     found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let usable = machine.hardware.memory() as f64 * USABLE;
+    let usable = (machine.hardware.memory() / 100 * USABLE_PERCENT) as f64;
     let mut plans: Vec<LayoutPlan> = Vec::new();
     for (quick, candidate) in found.into_iter().take(EXACT) {
         // The closed form is a lower bound but for imbalance: what is far slower is no rival any more.
