@@ -6,7 +6,7 @@ use ferrotron_core::Result;
 use ferrotron_core::config::{Packing, Recipe, Resolved, Truncation};
 use ferrotron_core::data::{Batches, Documents, IGNORE, Packed, Row, RowOptions};
 use ferrotron_core::grid::RankLayout;
-use ferrotron_core::ranks::on_threads_with;
+use ferrotron_core::ranks::{on_one_device, on_threads_with};
 use ferrotron_core::train::{LogicalValues, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::Instrumentation;
@@ -204,8 +204,16 @@ fn step(text: &str, packing: Packing, set: &[&str]) -> Step {
         Ok(Step { loss: report.loss, evaluation, tokens: report.tokens, gradients })
     };
     let timeout = std::time::Duration::from_secs(60);
-    let make = || Ok(Rank::cpu_instrumented(1, 1234, watch)?);
-    let all = on_threads_with(&layout, timeout, Default::default(), make, work);
+    // With `FERROTRON_TEST_DEVICE=cuda` all ranks share the first GPU.
+    let all = match std::env::var("FERROTRON_TEST_DEVICE") {
+        Ok(device) if device == "cuda" => {
+            on_one_device(&layout, timeout, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work)
+        }
+        _ => {
+            let make = || Ok(Rank::cpu_instrumented(1, 1234, watch)?);
+            on_threads_with(&layout, timeout, Default::default(), make, work)
+        }
+    };
     all.unwrap_or_else(|e| panic!("{text} {set:?}: {e}")).swap_remove(0)
 }
 

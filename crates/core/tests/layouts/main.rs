@@ -12,7 +12,7 @@ mod steps;
 
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
-use ferrotron_core::ranks::on_threads;
+use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
 
@@ -68,7 +68,11 @@ fn run<T: Send>(
     layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
 ) -> ferrotron_core::Result<T> {
-    Ok(on_threads(layout, || Ok(Rank::cpu(1, 1234)?), work)?.swap_remove(0))
+    let all = match matrix::on_a_card() {
+        true => on_one_device(layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, Default::default())?.0, work)?,
+        false => on_threads(layout, || Ok(Rank::cpu(1, 1234)?), work)?,
+    };
+    Ok(all.into_iter().next().unwrap())
 }
 
 fn largest(x: &[f32]) -> f64 {

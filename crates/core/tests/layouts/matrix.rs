@@ -3,7 +3,6 @@
 use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::parity::{Outcome, TensorKind};
-use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
 use ferrotron_core::train::Trainer;
 use ferrotron_tensor::Instrumentation;
 use std::collections::HashMap;
@@ -104,7 +103,7 @@ impl Case {
 }
 
 /// Whether all ranks share one GPU.
-fn on_a_card() -> bool {
+pub fn on_a_card() -> bool {
     std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
 
