@@ -186,7 +186,10 @@ fn replayed_steps_are_bit_equal_to_launched_ones() {
         ("recomputed", vec!["train.recompute=full", "model.window=24", "model.qk_norm=true"]),
         ("LoRA", [bf16, &["lora.rank=8"]].concat()),
         ("DoRA", [bf16, &["lora.rank=8", "lora.dora=true", "lora.fused=true"]].concat()),
-        ("DoRA, FP8 base", [bf16, &["lora.rank=8", "lora.dora=true", "precision.recipe=fp8-current"]].concat()),
+        (
+            "DoRA, FP8 base",
+            [bf16, &["lora.rank=8", "lora.dora=true", "precision.recipe=fp8-current"]].concat(),
+        ),
         ("offloaded layers", [bf16, OFFLOAD, &["offload.activations=2", "train.micro_batch=2"]].concat()),
         ("offloaded modules", [OFFLOAD, &["offload.activations=[\"core_attn\", \"fc1\"]"]].concat()),
         ("offloaded automatically", [bf16, OFFLOAD, &["offload.activations=auto"]].concat()),

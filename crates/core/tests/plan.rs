@@ -31,7 +31,7 @@ fn workload(preset: &str, set: &[&str], gpus: usize) -> Workload {
     recipe.set(&format!("model.preset={preset}")).unwrap();
     recipe.set("data.path=embedded").unwrap();
     set.iter().for_each(|s| recipe.set(s).unwrap());
-    Workload { recipe: recipe.resolve(None).unwrap(), gpus, gradient_bytes: 4.0 }
+    Workload { recipe: recipe.resolve(None).unwrap(), gpus, gradient_bytes: 4.0, overlap_param_gather: true }
 }
 
 fn plans(w: &Workload, machine: &str, layout: &str, count: usize) -> SearchResult {

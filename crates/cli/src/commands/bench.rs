@@ -7,6 +7,8 @@ use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
 use ferrotron_core::config::{Precision, QuantRecipe, Resolved};
+use ferrotron_core::cost::memory::MemoryBytes;
+use ferrotron_core::plan::{Hardware, StepTime, of_recipe};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Instrumentation, format_bytes};
 use std::process::ExitCode;
@@ -21,7 +23,8 @@ Examples:
   ferrotron bench train --work llama-1b --set parallel.tp=2 --ranks 4   several ranks: communication hidden and exposed
   mpirun -n 4 ferrotron bench train --set parallel.pp=2
   ferrotron bench kernels --filter gemm
-  ferrotron bench comm --ranks 4                     time and bandwidth of collectives";
+  ferrotron bench comm --ranks 4                     time and bandwidth of collectives
+  ferrotron bench calibrate --out my-gpu.toml        the GPU's curves for `ferrotron plan --gpus 8xmy-gpu.toml`";
 
 /// Arguments of `bench`.
 #[derive(Debug, clap::Args)]
@@ -41,6 +44,8 @@ pub enum Command {
     Kernels(Kernels),
     /// Benchmark every collective: time, algorithm bandwidth and bus bandwidth
     Comm(super::bench_comm::Args),
+    /// Measure a GPU for `plan`: GEMMs, attention, memory, link to the host; writes a hardware file, in under two minutes
+    Calibrate(super::bench_calibrate::Args),
 }
 
 /// Arguments of `bench train`.
@@ -116,6 +121,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         Command::Train(args) => train(&args, global),
         Command::Kernels(args) => super::bench_kernels::run(&args, global),
         Command::Comm(args) => super::bench_comm::run(&args, global),
+        Command::Calibrate(args) => super::bench_calibrate::run(&args, global),
     }
 }
 
@@ -160,6 +166,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let mfu = b.tflops() / peak;
     let offloads = b.memory.host.peak > 0 && rank.device().gpu().is_some();
     let link = offloads.then(|| bench::link_rates(&rank, LINK_BYTES)).transpose()?;
+    let plan = planned(&rank, &resolved)?;
     let categories: serde_json::Map<_, _> =
         Category::ALL.iter().zip(b.memory.peak).map(|(c, bytes)| (c.name().into(), bytes.into())).collect();
     if global.json {
@@ -223,6 +230,16 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
                 "memory_gb_s": ceilings.memory,
             },
             "commit": env!("FERROTRON_COMMIT"),
+            "plan": plan.map(|(time, memory)| serde_json::json!({
+                "step_ms": time.total * 1e3,
+                "seconds": time,
+                "peak_bytes": memory.total(),
+            })),
+            "kernel_ms": args.profile.then(|| {
+                let steps = b.step_s.len() as f64;
+                let ms = |t: &std::time::Duration| t.as_secs_f64() * 1e3 / steps;
+                b.profile.iter().map(|(k, (_, t))| (k.to_string(), ms(t).into())).collect::<serde_json::Map<_, _>>()
+            }),
             "trace": traced.map(|t| t.json()),
         }))?;
         return Ok(ExitCode::SUCCESS);
@@ -265,6 +282,17 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if b.memory.host.peak > 0 {
         rows.push(vec!["peak host".into(), format_bytes(b.memory.host.peak)]);
     }
+    if let Some((time, memory)) = plan {
+        let (ms, bytes) = (time.total * 1e3, memory.total());
+        let apart = |ours: f64, measured: f64| format!("{:+.1} %", (ours / measured - 1.0) * 1e2);
+        let text = format!(
+            "{ms:.1} ms ({}), {} ({}), as `plan` estimates",
+            apart(ms, b.median() * 1e3),
+            format_bytes(bytes),
+            apart(bytes as f64, b.memory.total_peak as f64)
+        );
+        rows.push(vec!["planned".into(), text]);
+    }
     if let Some(l) = link {
         let [to, from, both] = [l.to_host, l.from_host, l.both].map(|rate| rate / 1e9);
         let text = format!("{to:.1} GB/s to the host, {from:.1} GB/s back; both at once {both:.1} GB/s each");
@@ -286,6 +314,13 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         output::print(&parts(&least, ceilings, &b))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// What the planner says of the workload, on GPUs that it knows.
+fn planned(rank: &Rank, r: &Resolved) -> Result<Option<(StepTime, MemoryBytes)>> {
+    let Some(gpu) = rank.device().gpu() else { return Ok(None) };
+    let Some(hardware) = Hardware::of_gpu(&gpu.name)? else { return Ok(None) };
+    Ok(Some(of_recipe(r, &hardware)?))
 }
 
 /// The same workload with random, nearly balanced routing, if `--force-balance` is given.

@@ -1,6 +1,7 @@
 //! The commands, one file each. A command takes its arguments and returns its exit code; `main` reports errors.
 
 pub mod bench;
+mod bench_calibrate;
 mod bench_comm;
 mod bench_kernels;
 mod bench_ranks;

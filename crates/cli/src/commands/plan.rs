@@ -4,9 +4,9 @@ use super::plan_output::{print_plans, print_published, print_varied};
 use crate::args::Global;
 use crate::output::UsageError;
 use anyhow::Result;
-use ferrotron_core::config::{QuantRecipe, Recipe};
+use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, LayoutPlan, Machine, SearchResult, Workload, published, search,
+    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, published, search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
 use std::path::PathBuf;
@@ -96,12 +96,12 @@ fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, Gem
     if !recipe.is_set("data.path") {
         recipe.set("data.path=embedded")?;
     }
-    let asked = args.precision.as_deref();
-    let dtype = match (asked, recipe.config.precision.recipe) {
-        (Some("bf16"), _) | (None, QuantRecipe::None) => GemmDtype::Bf16,
-        (Some("mxfp8"), _) | (None, QuantRecipe::Mxfp8) => GemmDtype::Mxfp8,
-        (Some("nvfp4"), _) | (None, QuantRecipe::Nvfp4) => GemmDtype::Nvfp4,
-        _ => GemmDtype::Fp8,
+    let dtype = match args.precision.as_deref() {
+        Some("bf16") => GemmDtype::Bf16,
+        Some("fp8") => GemmDtype::Fp8,
+        Some("mxfp8") => GemmDtype::Mxfp8,
+        Some("nvfp4") => GemmDtype::Nvfp4,
+        _ => GemmDtype::of(recipe.config.precision.recipe),
     };
     if machine.hardware.curve(dtype).is_none() {
         let (name, dtype) = (&machine.hardware.name, format!("{dtype:?}").to_uppercase());
@@ -113,7 +113,7 @@ fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, Gem
     let quantized = if dtype == GemmDtype::Bf16 { "none" } else { "fp8-current" };
     recipe.set(&format!("precision.recipe={quantized}"))?;
     let recipe = recipe.resolve(None)?;
-    Ok((Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0 }, dtype))
+    Ok((Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0, overlap_param_gather: true }, dtype))
 }
 
 /// The GPUs of this machine.
@@ -122,13 +122,11 @@ fn this_machine() -> Result<Machine> {
     let Some(first) = all.first() else {
         return Err(UsageError::new("this machine has no GPU; name one, as in --gpus 8xH100").into());
     };
-    let known = ferrotron_core::plan::Hardware::embedded()?;
-    // GB200 contains B200: the longest name counts.
-    let named = known.into_iter().filter(|h| first.name.contains(&h.name)).max_by_key(|h| h.name.len());
-    let hardware = named.ok_or_else(|| {
+    let hardware = Hardware::of_gpu(&first.name)?.ok_or_else(|| {
         UsageError::new(format!(
-            "no description of {}; write one as docs/plan.md says and name the file",
-            first.name
+            "no description of {}; `ferrotron bench calibrate --out gpu.toml` measures one, to be named as --gpus {}xgpu.toml",
+            first.name,
+            all.len()
         ))
     })?;
     Ok(Machine { gpus: all.len(), hardware })

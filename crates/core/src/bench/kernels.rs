@@ -4,6 +4,7 @@ use super::cases::{KernelCase, cases};
 use super::ceiling::{MemoryProbe, gemm_ceiling, median, time_back_to_back};
 use crate::Result;
 use crate::config::Resolved;
+use crate::plan::GemmShape;
 use ferrotron_engine::Rank;
 use std::time::Instant;
 
@@ -25,6 +26,8 @@ pub struct KernelBench {
     pub shape: String,
     /// Work of one call.
     pub work: KernelWork,
+    /// Of GEMMs.
+    pub gemm: Option<GemmShape>,
     /// Timed calls.
     pub calls: usize,
     /// Median seconds of a call.
@@ -62,10 +65,21 @@ pub fn kernels(
     budget: f64,
     done: &mut dyn FnMut(&KernelBench),
 ) -> Result<Vec<KernelBench>> {
+    kernels_named(rank, r, &|name| name.contains(filter), budget, done)
+}
+
+/// The same for kernels whose name `chosen` takes.
+pub(super) fn kernels_named(
+    rank: &Rank,
+    r: &Resolved,
+    chosen: &dyn Fn(&str) -> bool,
+    budget: f64,
+    done: &mut dyn FnMut(&KernelBench),
+) -> Result<Vec<KernelBench>> {
     let dtype = r.config.precision.dtype.dtype();
     let mut product = None;
     let mut out = Vec::new();
-    for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
+    for case in cases(r).into_iter().filter(|c| chosen(&c.name)) {
         let moves = match case.work {
             KernelWork::Flops(_) => None,
             KernelWork::Bytes(bytes) => Some(MemoryProbe::of(rank, bytes as usize)?),
@@ -77,8 +91,8 @@ pub fn kernels(
             (None, None) => *product.insert(gemm_ceiling(rank, dtype)? * 1e3),
         };
         let Timed { calls, seconds, host_s, .. } = timed;
-        let KernelCase { name, shape, work, .. } = case;
-        let measured = KernelBench { name, shape, work, calls, seconds, host_s, ceiling };
+        let KernelCase { name, shape, work, gemm, .. } = case;
+        let measured = KernelBench { name, shape, work, gemm, calls, seconds, host_s, ceiling };
         done(&measured);
         out.push(measured);
     }

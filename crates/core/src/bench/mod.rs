@@ -1,5 +1,6 @@
 //! Benchmarks: training steps, single kernels and collectives, and the ceilings they are compared with.
 
+mod calibrate;
 mod cases;
 mod ceiling;
 mod comm;
@@ -12,6 +13,7 @@ mod train;
 mod yardsticks;
 
 pub use crate::cost::roofline::Ceilings;
+pub use calibrate::{Calibration, GpuMeasurements, MeasuredGemm, calibrate, measure_gpu};
 pub use ceiling::{attention_ceiling, fp8_gemm_ceiling, gemm_ceiling, gemm_ceiling_size, memory_ceiling};
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, max_over_ranks, sizes};
 pub use gpus::gpus_of_all_ranks;

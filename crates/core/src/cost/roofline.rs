@@ -124,7 +124,7 @@ pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<
 
 /// Bytes that the optimizer moves for a parameter: master and moments are read and written, the gradient is read twice
 /// (once for its norm), the weight written; it is read too where it is the upper half of the master.
-fn update_bytes(r: &Resolved) -> f64 {
+pub(crate) fn update_bytes(r: &Resolved) -> f64 {
     let o = &r.config.optimizer;
     let size = r.config.precision.dtype.dtype().size() as f64;
     let weight = if size < 4.0 { size } else { 0.0 };

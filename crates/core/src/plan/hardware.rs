@@ -3,6 +3,7 @@
 //! One TOML file describes a kind of GPU with the links around it. Those of common GPUs are inside the program; another one
 //! is read from a file that a user writes or `bench calibrate` measures.
 
+use crate::cost::USABLE_PERCENT;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -97,6 +98,14 @@ pub struct AttentionRates {
     pub half_length: f64,
 }
 
+impl AttentionRates {
+    /// Part of the rates that is reached where a query sees `seen` tokens on average. Small heads use the tensor cores less.
+    pub fn reached(&self, head_dim: usize, seen: f64) -> f64 {
+        let narrow = (head_dim as f64 / 128.0).clamp(0.25, 1.0).powf(0.35);
+        seen / (seen + self.half_length) * narrow
+    }
+}
+
 /// A link between GPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -155,12 +164,24 @@ impl Hardware {
         )))
     }
 
+    /// The description inside the program of a GPU, by the name that its driver gives: GB200 contains B200, the longest name
+    /// counts.
+    pub fn of_gpu(name: &str) -> Result<Option<Hardware>> {
+        let known = Hardware::embedded()?.into_iter();
+        Ok(known.filter(|h| name.contains(&h.name)).max_by_key(|h| h.name.len()))
+    }
+
     /// Reads a description.
     pub fn parse(text: &str, origin: &str) -> Result<Hardware> {
         let hardware: Hardware = toml::from_str(text)
             .map_err(|e| Error::Invalid(format!("hardware description {origin}: {e}")))?;
         hardware.check(origin)?;
         Ok(hardware)
+    }
+
+    /// The description as a file.
+    pub fn to_toml(&self) -> Result<String> {
+        toml::to_string(self).map_err(|e| Error::Invalid(format!("hardware description {}: {e}", self.name)))
     }
 
     fn check(&self, origin: &str) -> Result<()> {
@@ -199,9 +220,24 @@ impl Hardware {
         }
     }
 
+    /// Replaces the curve of a dtype.
+    pub fn set_curve(&mut self, dtype: GemmDtype, curve: GemmCurve) {
+        match dtype {
+            GemmDtype::Bf16 => self.gemm.bf16 = curve,
+            GemmDtype::Fp8 => self.gemm.fp8 = Some(curve),
+            GemmDtype::Mxfp8 => self.gemm.mxfp8 = Some(curve),
+            GemmDtype::Nvfp4 => self.gemm.nvfp4 = Some(curve),
+        }
+    }
+
     /// Bytes of device memory.
     pub fn memory(&self) -> usize {
         (self.memory_gib * f64::from(1 << 30)) as usize
+    }
+
+    /// Bytes that a plan may use.
+    pub fn usable_memory(&self) -> usize {
+        self.memory() / 100 * USABLE_PERCENT
     }
 
     /// GPUs of an NVLink domain.

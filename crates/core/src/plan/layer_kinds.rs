@@ -10,6 +10,7 @@ use crate::Result;
 use crate::model::description::{Lifetime, ModelDescription, StepShape};
 use crate::model::{ModelConfig, Stage};
 use ferrotron_engine::ParamSpec;
+use ferrotron_engine::quant::LinearGemm;
 
 /// What a layer of a kind costs on one rank.
 #[derive(Clone, Copy, Debug, Default)]
@@ -18,6 +19,8 @@ pub(super) struct LayerKindCost {
     /// Parameters on the rank: dense and of experts; trained ones.
     pub params: [f64; 2],
     pub trained: [f64; 2],
+    /// Weights that are quantized after every step.
+    pub quantized: f64,
     /// Bytes saved by one micro-batch, and of what backward recomputes or computes in transit.
     pub saved: f64,
     pub recomputed: f64,
@@ -53,6 +56,8 @@ impl LayerKinds {
             let time = layer_time(hw, &shape, layer, dtype);
             let slot = out.slot(&layer.name);
             slot.time += time;
+            let quantized = layer.gemms.iter().filter(|g| g.fp8 && g.gemm == LinearGemm::Wgrad);
+            slot.quantized += quantized.map(|g| (g.m * g.n * g.experts.max(1)) as f64).sum::<f64>();
             slot.saved += layer.saved_bytes(Lifetime::Stored) as f64;
             slot.recomputed = slot.recomputed.max(layer.saved_bytes(Lifetime::Recomputed) as f64);
         }
@@ -87,6 +92,7 @@ impl LayerKinds {
             out.time.weight += k.time.weight * times;
             out.saved += k.saved * times;
             out.recomputed = out.recomputed.max(k.recomputed);
+            out.quantized += k.quantized * times;
             for i in 0..2 {
                 out.params[i] += k.params[i] * times;
                 out.trained[i] += k.trained[i] * times;

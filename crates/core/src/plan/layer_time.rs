@@ -112,7 +112,7 @@ pub(super) fn layer_time(
     let mut out = LayerTime::default();
     let mut recomputed = Seconds::default();
     for g in &layer.gemms {
-        let seconds = gemm_seconds(hw, g, dtype);
+        let seconds = gemm_seconds(hw, g, dtype, shape.micro_batches > 1);
         match g.gemm {
             LinearGemm::Fprop => out.forward.gemm += seconds,
             LinearGemm::Dgrad => out.input.gemm += seconds,
@@ -139,7 +139,9 @@ pub(super) fn layer_time(
     out.forward.memory += memory_seconds(hw, moved.forward, moved.kernels);
     out.input.memory += memory_seconds(hw, moved.backward, moved.kernels);
     recomputed.memory += memory_seconds(hw, moved.recomputed, moved.recomputed_kernels);
-    let moe = layer.gemms.iter().any(|g| g.experts > 1 || g.names[0].contains(".experts."));
+    // Tokens sent to experts of other ranks are counted on the host.
+    let moe = shape.ranks.ep.size > 1
+        && layer.gemms.iter().any(|g| g.experts > 1 || g.names[0].contains(".experts."));
     if moe {
         out.forward.host += hw.moe_sync_us * 1e-6;
         out.input.host += hw.moe_sync_us * 1e-6;
@@ -231,7 +233,8 @@ impl MovedBytes {
             );
             let q = (m.heads * m.head_dim + 2 * m.kv_heads * m.head_dim) as f64 / shape.ranks.tp.size as f64;
             let attended = rows * shape.ranks.tp.size as f64;
-            let passes = if m.qk_norm { 4.0 } else { 2.0 };
+            let rotates = (0..m.layers).any(|i| m.rope(i).is_some());
+            let passes = 2.0 * (f64::from(u8::from(m.qk_norm)) + f64::from(u8::from(rotates)));
             add(
                 passes * attended * q * size,
                 passes * attended * q * size,
@@ -244,7 +247,8 @@ impl MovedBytes {
             let experts = name.contains(".experts.");
             let elements = g.m as f64 * g.k as f64;
             if name.ends_with(".down") {
-                let (forward, backward) = if m.gated { (3.0, 5.0) } else { (2.0, 3.0) };
+                // Without a gate the GEMM before it writes the activation beside its result.
+                let (forward, backward) = if m.gated { (3.0, 5.0) } else { (1.0, 3.0) };
                 let recomputed = again.layer || again.mlp || again.activation;
                 add(forward * elements * size, backward * elements * size, 1.0, recomputed);
             }
@@ -266,7 +270,8 @@ impl MovedBytes {
                 add(3.0 * g.m as f64 * g.n as f64 * size, 0.0, 3.0, false);
             }
             if g.fp8 {
-                let (forward, backward) = quantized_bytes(g, dtype);
+                let trained = layer.gemms.iter().any(|w| w.gemm == LinearGemm::Wgrad && w.names == g.names);
+                let (forward, backward) = quantized_bytes(g, dtype, trained);
                 add(forward, backward, 2.0, g.recomputed);
             }
         }
@@ -274,16 +279,23 @@ impl MovedBytes {
     }
 }
 
-/// Bytes moved to quantize the operands of a linear layer: an operand is read in 2 bytes and written in each orientation. Weights
-/// are quantized after the optimizer's step, except where every pass does it.
-fn quantized_bytes(g: &Gemm, dtype: GemmDtype) -> (f64, f64) {
-    let written = match dtype {
-        GemmDtype::Bf16 => return (0.0, 0.0),
-        GemmDtype::Fp8 | GemmDtype::Mxfp8 => 2.0,
-        GemmDtype::Nvfp4 => 1.2,
-    };
-    // Per-tensor scaling reads once more for the amax.
-    let read = if dtype == GemmDtype::Fp8 { 3.0 } else { 2.0 };
+/// Bytes moved to quantize input and output gradient of a linear layer: each is read in 2 bytes and written in the orientations
+/// that GEMMs read, of which weight gradients need the second. Weights are quantized after the optimizer's step.
+fn quantized_bytes(g: &Gemm, dtype: GemmDtype, trained: bool) -> (f64, f64) {
+    let Some([read, written]) = cast_bytes(dtype) else { return (0.0, 0.0) };
+    let orientations = if trained { 2.0 } else { 1.0 };
     let (x, y) = (g.m as f64 * g.k as f64, g.m as f64 * g.n as f64);
-    ((read + written) * x, (read + written) * y)
+    let each = read + orientations * written;
+    (each * x, each * y)
+}
+
+/// Bytes that a cast reads of an element and writes in each orientation; none without a cast. Per-tensor scaling reads once more
+/// for the amax, unless the kernel before has computed it, as half of them do.
+pub(super) fn cast_bytes(dtype: GemmDtype) -> Option<[f64; 2]> {
+    match dtype {
+        GemmDtype::Bf16 => None,
+        GemmDtype::Fp8 => Some([3.0, 1.0]),
+        GemmDtype::Mxfp8 => Some([2.0, 1.0]),
+        GemmDtype::Nvfp4 => Some([2.0, 0.6]),
+    }
 }

@@ -6,15 +6,18 @@ mod kernel_time;
 mod layer_kinds;
 mod layer_time;
 mod network;
+mod of_recipe;
 pub mod published;
 mod quick;
 mod search;
 mod step_time;
 
 pub use constraints::{Choice, Constraints};
-pub use hardware::{GemmDtype, Hardware, Machine};
+pub use hardware::{AttentionRates, GemmCurve, GemmDtype, Hardware, Machine};
+pub use kernel_time::GemmShape;
 pub use layer_time::Seconds;
 pub use network::GroupSpan;
+pub use of_recipe::of_recipe;
 pub use search::{LayoutPlan, SearchResult, search};
 pub use step_time::{Candidate, StepTime, Workload};
 

@@ -226,7 +226,14 @@ pub fn compare(row: &PublishedRow, hardware: &[Hardware], software: &Software) -
     }
     let mut recipe = Recipe::named("llama-8b")?;
     set.iter().try_for_each(|s| recipe.set(s))?;
-    let workload = Workload { recipe: recipe.resolve(None)?, gpus: row.size("gpus")?, gradient_bytes: 2.0 };
+    let workload = Workload {
+        recipe: recipe.resolve(None)?,
+        gpus: row.size("gpus")?,
+        // Recipes of fine-tuning sum gradients in f32, those of the other tables in bf16.
+        gradient_bytes: if row.text("model").ends_with("SFT") { 4.0 } else { 2.0 },
+        // MXFP8 weights are gathered in bf16, through the gradients' memory, and quantized before the next step.
+        overlap_param_gather: dtype != GemmDtype::Mxfp8,
+    };
     let hw = &software.applied(hw, row, workload.recipe.model.attn_sink);
     let layout = RankLayout {
         tp: row.size("tp")?,

@@ -47,7 +47,7 @@ impl Workload {
             let each: Vec<f64> = chunks.iter().map(|k| k.time.total().total()).collect();
             busiest = busiest.max(each.iter().sum());
             chunk_time = chunk_time.max(each.iter().sum::<f64>() / each.len().max(1) as f64);
-            rest = rest.max(self.after_passes(hw, &replicas, &chunks, m));
+            rest = rest.max(self.after_passes(hw, &replicas, &chunks, m, c.dtype));
             let in_flight = match vp {
                 1 => m.min(pp - rank),
                 _ => (m * vp).min(2 * (pp - rank - 1) + (vp - 1) * pp + 1),

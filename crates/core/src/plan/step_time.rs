@@ -5,10 +5,11 @@
 
 use super::hardware::{GemmDtype, Hardware};
 use super::layer_kinds::{LayerKindCost, LayerKinds};
-use super::layer_time::Seconds;
+use super::layer_time::{Seconds, cast_bytes};
 use super::network::GroupSpan;
 use crate::Result;
 use crate::config::Resolved;
+use crate::cost::roofline::update_bytes;
 use crate::grid::RankLayout;
 use crate::model::description::{Group, ParallelRanks, StepShape};
 use crate::model::{PipelineLayout, Stage};
@@ -44,6 +45,8 @@ pub struct Workload {
     pub gpus: usize,
     /// Bytes of a gradient in reduce-scatters.
     pub gradient_bytes: f64,
+    /// Whether updated weights are gathered beside the next forward.
+    pub overlap_param_gather: bool,
 }
 
 /// Seconds of a step, by part. The parts of passes are those of the pipeline rank that is busiest.
@@ -60,10 +63,6 @@ pub struct StepTime {
     /// Optimizer.
     pub optimizer: f64,
 }
-
-/// Bytes that an AdamW update moves per parameter: gradient (read twice, for its norm), master and two moments in f32 both ways, and
-/// the weight.
-const UPDATE_BYTES: f64 = 8.0 + 8.0 + 16.0 + 2.0;
 
 impl Workload {
     /// The step of a candidate on the first rank of a pipeline stage.
@@ -130,7 +129,7 @@ impl Workload {
         let replicas = Replicas::of(shape);
         for rank in &chunks {
             dp = dp.max(self.exposed_dp(hw, &replicas, rank, micro_batches));
-            optimizer = optimizer.max(update_seconds(hw, &replicas, rank));
+            optimizer = optimizer.max(self.update_seconds(hw, &replicas, rank, c.dtype));
         }
         let bubble = (makespan - busiest.total()).max(0.0);
         Ok(StepTime { total: makespan + dp + optimizer, passes: busiest, bubble, dp, optimizer })
@@ -176,8 +175,26 @@ impl Workload {
         replicas: &Replicas,
         chunks: &[LayerKindCost],
         micro_batches: usize,
+        dtype: GemmDtype,
     ) -> f64 {
-        self.exposed_dp(hw, replicas, chunks, micro_batches) + update_seconds(hw, replicas, chunks)
+        self.exposed_dp(hw, replicas, chunks, micro_batches)
+            + self.update_seconds(hw, replicas, chunks, dtype)
+    }
+
+    /// Seconds of the optimizer on a rank: its update of the rank's shard, and quantization of the weights that its GEMMs read.
+    fn update_seconds(
+        &self,
+        hw: &Hardware,
+        replicas: &Replicas,
+        chunks: &[LayerKindCost],
+        dtype: GemmDtype,
+    ) -> f64 {
+        let shards = if replicas.zero > 0 { replicas.shards() } else { [1, 1] };
+        let elements: f64 =
+            [0, 1].iter().map(|&k| chunks.iter().map(|c| c.trained[k]).sum::<f64>() / shards[k] as f64).sum();
+        let quantized: f64 = chunks.iter().map(|c| c.quantized).sum();
+        let cast = cast_bytes(dtype).map_or(0.0, |[read, written]| read + 2.0 * written);
+        (elements * update_bytes(&self.recipe) + quantized * cast) / (hw.memory_gb_s * 1e9)
     }
 
     /// Seconds of data-parallel communication that a stage's passes do not hide.
@@ -214,18 +231,11 @@ impl Workload {
             let times = micro_batches as f64;
             exposed += times * (hidden(gather, forward) + hidden(gather + scatter, backward));
         } else {
-            exposed += hidden(gather, forward) + hidden(scatter, backward);
+            let window = if self.overlap_param_gather { forward } else { 0.0 };
+            exposed += hidden(gather, window) + hidden(scatter, backward);
         }
         exposed
     }
-}
-
-/// Seconds of the optimizer on a rank.
-fn update_seconds(hw: &Hardware, replicas: &Replicas, chunks: &[LayerKindCost]) -> f64 {
-    let shards = if replicas.zero > 0 { replicas.shards() } else { [1, 1] };
-    let elements: f64 =
-        [0, 1].iter().map(|&k| chunks.iter().map(|c| c.trained[k]).sum::<f64>() / shards[k] as f64).sum();
-    elements * UPDATE_BYTES / (hw.memory_gb_s * 1e9)
 }
 
 /// How replicas share the state of a step.

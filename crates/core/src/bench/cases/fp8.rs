@@ -1,6 +1,6 @@
 //! FP8 GEMMs, and the quantization of their operands.
 
-use super::{KernelCase, Sizes, attention_linears, case, empty, random};
+use super::{KernelCase, Sizes, attention_linears, case, empty, pass, random};
 use crate::Result;
 use crate::bench::KernelWork;
 use ferrotron_engine::Rank;
@@ -66,8 +66,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
             ];
             for (kind, (a, format, scaling), (b, other), result) in kinds {
                 let name = format!("fp8.gemm{}.{place}.{kind}", if blocks { "_blocks" } else { "" });
-                let shape = format!("{}x{}x{}", a[0], a[1], b[0]);
-                out.push(case(name, shape, flops, move |rank| {
+                let (shape, mkn) = (format!("{}x{}x{}", a[0], a[1], b[0]), [a[0], a[1], b[0]]);
+                let made = case(name, shape, flops, move |rank| {
                     let c = empty(rank, &[a[0], b[0]], result)?;
                     let (a, b) = (bytes(rank, a, format, scaling)?, bytes(rank, b, DType::E4M3, other)?);
                     Ok(Box::new(move |rank| {
@@ -76,7 +76,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
                         let g = Fp8Gemm { a: &a, b: &b, bias, accumulate, fast, name, c: &c };
                         Ok(rank.kernels.fp8_gemm(&rank.compute, &g)?)
                     }))
-                }));
+                });
+                out.push(made.with_gemm(pass(kind), 1, mkn));
             }
         }
     }

@@ -1,6 +1,6 @@
 //! GEMMs of linear layers.
 
-use super::{KernelCase, Sizes, attention_linears, case, empty, random};
+use super::{KernelCase, Sizes, attention_linears, case, empty, pass, random};
 use crate::bench::KernelWork;
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::DType;
@@ -21,19 +21,21 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
             ("weight_grad", [[t, o], [t, i], [o, i]], (true, false), DType::F32),
         ];
         for (kind, [a, b, c], (trans_a, trans_b), result) in kinds {
-            let shape = match kind {
-                "forward" => format!("{t}x{i}x{o}"),
-                "input_grad" => format!("{t}x{o}x{i}"),
-                _ => format!("{o}x{t}x{i}"),
+            let mkn = match kind {
+                "forward" => [t, i, o],
+                "input_grad" => [t, o, i],
+                _ => [o, t, i],
             };
-            out.push(case(format!("gemm.{place}.{kind}"), shape, flops, move |rank| {
+            let shape = mkn.map(|n| n.to_string()).join("x");
+            let made = case(format!("gemm.{place}.{kind}"), shape, flops, move |rank| {
                 let (a, b) = (random(rank, &a, dtype)?, random(rank, &b, dtype)?);
                 let c = empty(rank, &c, result)?;
                 Ok(Box::new(move |rank| {
                     let g = Gemm { a: &a, trans_a, b: &b, trans_b, bias: None, accumulate: false, c: &c };
                     Ok(rank.kernels.gemm(&rank.compute, &g)?)
                 }))
-            }));
+            });
+            out.push(made.with_gemm(pass(kind), 1, mkn));
         }
     }
     out

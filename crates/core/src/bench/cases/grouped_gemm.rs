@@ -1,7 +1,7 @@
 //! Grouped GEMMs of experts, over tokens sorted by expert.
 
 use super::fp8::bytes;
-use super::{KernelCase, Sizes, case, empty, random};
+use super::{KernelCase, Sizes, case, empty, pass, random};
 use crate::Result;
 use crate::bench::KernelWork;
 use ferrotron_engine::Rank;
@@ -67,7 +67,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
             let name = |kind: &str| format!("experts.{place}.{kind}{}", if skewed { ".skewed" } else { "" });
             for (kind, [k, n], as_stored) in [("forward", [i, o], false), ("input_grad", [o, i], true)] {
                 let shape = format!("{EXPERTS}:{rows}x{k}x{n}");
-                out.push(case(name(kind), shape, flops, move |rank| {
+                let made = case(name(kind), shape, flops, move |rank| {
                     let at = segments(rank, rows, skewed)?;
                     let x = random(rank, &[rows, k], dtype)?;
                     let w = random(rank, &[EXPERTS, o, i], dtype)?;
@@ -77,11 +77,12 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
                         let g = GroupedGemm { x: &x, w: &w, as_stored, segments, bias: None, y: &y };
                         Ok(rank.kernels.grouped_gemm(&rank.compute, &g)?)
                     }))
-                }));
+                });
+                out.push(made.with_gemm(pass(kind), EXPERTS, [rows, k, n]));
             }
             for (kind, accumulate) in [("weight_grad", false), ("weight_grad_added", true)] {
                 let shape = format!("{EXPERTS}:{o}x{rows}x{i}");
-                out.push(case(name(kind), shape, flops, move |rank| {
+                let made = case(name(kind), shape, flops, move |rank| {
                     let at = segments(rank, rows, skewed)?;
                     let (dy, x) = (random(rank, &[rows, o], dtype)?, random(rank, &[rows, i], dtype)?);
                     let dw = empty(rank, &[EXPERTS, o, i], DType::F32)?;
@@ -90,7 +91,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
                         let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, accumulate) };
                         Ok(rank.kernels.grouped_wgrad(&rank.compute, &g)?)
                     }))
-                }));
+                });
+                out.push(made.with_gemm(pass(kind), EXPERTS, [o, rows, i]));
             }
         }
         if dtype == DType::BF16 {
@@ -114,7 +116,7 @@ fn fp8_cases(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: Kernel
             [("forward", [i, o], DType::E4M3, !blocks), ("input_grad", [o, i], back, false)]
         {
             let shape = format!("{EXPERTS}:{rows}x{k}x{n}");
-            out.push(case(name(kind), shape, flops, move |rank| {
+            let made = case(name(kind), shape, flops, move |rank| {
                 let at = segments(rank, rows, false)?;
                 let x = bytes(rank, [rows, k], format, lines)?;
                 let mut w = bytes(rank, [EXPERTS * n, k], DType::E4M3, tiles)?;
@@ -129,10 +131,11 @@ fn fp8_cases(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: Kernel
                     let g = Fp8GroupedGemm { x: &x, w: &w, segments, y: &y, fast, name: "grouped (fp8)" };
                     Ok(rank.kernels.fp8_grouped_gemm(&rank.compute, &g)?)
                 }))
-            }));
+            });
+            out.push(made.with_gemm(pass(kind), EXPERTS, [rows, k, n]));
         }
         let shape = format!("{EXPERTS}:{o}x{rows}x{i}");
-        out.push(case(name("weight_grad"), shape, flops, move |rank| {
+        let made = case(name("weight_grad"), shape, flops, move |rank| {
             let ([offsets, counts], columns) = aligned_segments(rank, rows)?;
             let dy = bytes(rank, [o, columns], back, lines)?;
             let x = bytes(rank, [i, columns], DType::E4M3, lines)?;
@@ -142,7 +145,8 @@ fn fp8_cases(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: Kernel
                 let g = Fp8GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false), fast: false };
                 Ok(rank.kernels.fp8_grouped_wgrad(&rank.compute, &g)?)
             }))
-        }));
+        });
+        out.push(made.with_gemm(pass("weight_grad"), EXPERTS, [o, rows, i]));
     }
     out
 }

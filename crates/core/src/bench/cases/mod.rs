@@ -12,7 +12,9 @@ use super::kernels::KernelWork;
 use crate::Result;
 use crate::config::{MuonSettings, OptimizerKind, Resolved};
 use crate::model::{LinearInfo, ModelConfig};
+use crate::plan::GemmShape;
 use ferrotron_engine::Rank;
+use ferrotron_engine::quant::LinearGemm;
 use ferrotron_kernels::NormalFill;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -26,7 +28,26 @@ pub(super) struct KernelCase {
     pub name: String,
     pub shape: String,
     pub work: KernelWork,
+    /// Of GEMMs.
+    pub gemm: Option<GemmShape>,
     pub prepare: Prepare,
+}
+
+impl KernelCase {
+    /// A GEMM `[m, k]·[k, n]` over all experts.
+    fn with_gemm(self, gemm: LinearGemm, experts: usize, [m, k, n]: [usize; 3]) -> KernelCase {
+        let accumulate = self.name.ends_with("_added");
+        KernelCase { gemm: Some(GemmShape { gemm, m, n, k, experts, accumulate }), ..self }
+    }
+}
+
+/// The pass of a GEMM, as kernels' names end with it.
+fn pass(kind: &str) -> LinearGemm {
+    match kind {
+        "forward" => LinearGemm::Fprop,
+        "input_grad" => LinearGemm::Dgrad,
+        _ => LinearGemm::Wgrad,
+    }
 }
 
 fn case(
@@ -35,7 +56,7 @@ fn case(
     work: KernelWork,
     prepare: impl Fn(&Rank) -> Result<Run> + 'static,
 ) -> KernelCase {
-    KernelCase { name: name.into(), shape: shape.into(), work, prepare: Box::new(prepare) }
+    KernelCase { name: name.into(), shape: shape.into(), work, gemm: None, prepare: Box::new(prepare) }
 }
 
 /// Sizes of a micro-batch.
