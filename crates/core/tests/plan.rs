@@ -63,7 +63,7 @@ fn the_parts_of_a_step_add_up() {
     let w = workload("llama-70b", &["train.global_batch=256"], 64);
     let p = &plans(&w, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1", 1).plans[0];
     let t = &p.time;
-    let sum = t.passes.total() + t.bubble + t.dp + t.optimizer;
+    let sum = t.passes.total() + t.bubble + t.dp + t.optimizer + t.offload;
     assert!((sum / t.total - 1.0).abs() < 1e-9, "{t:?}");
     // 7 stages before the last: bubble of (P − 1)/(v·M) of the work, 7/(5·128).
     let bubble = t.bubble / t.passes.total();

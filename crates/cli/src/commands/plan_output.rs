@@ -162,7 +162,7 @@ fn rates(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Strin
 }
 
 /// Parts of a step by name.
-fn parts(t: &StepTime) -> [(&'static str, f64); 10] {
+fn parts(t: &StepTime) -> [(&'static str, f64); 11] {
     let p = &t.passes;
     [
         ("GEMMs", p.gemm),
@@ -172,6 +172,7 @@ fn parts(t: &StepTime) -> [(&'static str, f64); 10] {
         ("exposed CP communication", p.cp),
         ("exposed EP communication", p.ep),
         ("waiting for the host", p.host),
+        ("waiting for offloaded tensors", t.offload),
         ("pipeline bubble", t.bubble),
         ("exposed DP communication", t.dp),
         ("optimizer", t.optimizer),

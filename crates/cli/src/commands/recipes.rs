@@ -62,8 +62,8 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 /// The recipe with every derived value; none where that depends on a Hugging Face folder.
 fn resolved(name: &str, machine: Option<&Machine>) -> Result<Option<Resolved>> {
     let mut recipe = Recipe::named(name)?;
-    if !recipe.is_set("data.path") {
-        // Not part of what is shown.
+    let has_data = recipe.is_set("data.path");
+    if !has_data {
         recipe.set("data.path=embedded")?;
     }
     if let Some(machine) = machine {
@@ -76,7 +76,13 @@ fn resolved(name: &str, machine: Option<&Machine>) -> Result<Option<Resolved>> {
     }
     // Fine-tuning recipes know their model once a folder is named.
     let needs_model = RECIPES.iter().any(|r| r.name == name && r.text.contains("model.hf"));
-    if needs_model { Ok(None) } else { Ok(Some(recipe.resolve(None)?)) }
+    if needs_model {
+        return Ok(None);
+    }
+    let mut resolved = recipe.resolve(None)?;
+    // What follows from the data is not known without it.
+    resolved.derived.retain(|d| has_data || !d.key.starts_with("data."));
+    Ok(Some(resolved))
 }
 
 /// As comments: the whole configuration, and what was derived and why.

@@ -7,7 +7,7 @@ use crate::model::description::{
     Block, LayerDescription, Lifetime, ModelDescription, SavedTensor, StepShape,
 };
 use ferrotron_engine::Module;
-use ferrotron_engine::offload::{ChunkProfile, LayerProfile, OffloadChoice, OffloadPlan};
+use ferrotron_engine::offload::{ChunkProfile, LayerProfile, Link, OffloadChoice, OffloadPlan};
 use ferrotron_tensor::format_bytes;
 use std::borrow::Cow;
 
@@ -53,15 +53,37 @@ impl OffloadSettings {
         let Some(choice) = &self.activations else { return out };
         for stage in &shape.stages {
             let chunk = self.chunk(choice, &stage.layers, shape, model);
-            let plan = match choice {
-                OffloadChoice::Layers(count) => OffloadPlan::first(*count, chunk.layers.len()),
-                OffloadChoice::Auto { layers, .. } => OffloadPlan::first(*layers, chunk.layers.len()),
-                OffloadChoice::Modules(_) => OffloadPlan::streamed(chunk.layers.len()),
-            };
+            let plan = plan_of(choice, chunk.layers.len());
             out.moved += chunk.all_moved(&plan);
             out.reduction += chunk.movable() - chunk.peak(&plan);
         }
         out
+    }
+
+    /// Seconds that computation of one micro-batch waits for copies, where a layer takes `seconds` forward and backward, and the
+    /// output `output`. What `auto` moves beyond its least is free.
+    pub(super) fn stall(
+        &self,
+        shape: &StepShape,
+        model: &ModelDescription,
+        seconds: &dyn Fn(&LayerDescription) -> [f64; 2],
+        output: f64,
+        link: Link,
+    ) -> f64 {
+        let Some(choice) = &self.activations else { return 0.0 };
+        let mut stall = 0.0;
+        for stage in &shape.stages {
+            let mut chunk = self.chunk(choice, &stage.layers, shape, model);
+            let of = |i: usize| model.layers.iter().find(|l| l.name == format!("layers.{i}"));
+            for (layer, times) in
+                chunk.layers.iter_mut().zip(stage.layers.clone().filter_map(of).map(seconds))
+            {
+                [layer.forward, layer.backward] = times;
+            }
+            chunk.output = if stage.loss { output } else { 0.0 };
+            stall += chunk.run(&plan_of(choice, chunk.layers.len()), link).stall;
+        }
+        stall
     }
 
     /// The layers of a chunk with the allocations that can move.
@@ -91,7 +113,38 @@ impl OffloadSettings {
     }
 }
 
+fn plan_of(choice: &OffloadChoice, layers: usize) -> OffloadPlan {
+    match choice {
+        OffloadChoice::Layers(count) => OffloadPlan::first(*count, layers),
+        OffloadChoice::Auto { layers: least, .. } => OffloadPlan::first(*least, layers),
+        OffloadChoice::Modules(_) => OffloadPlan::streamed(layers),
+    }
+}
+
 impl MemoryEstimate {
+    /// Seconds that one micro-batch of a stage waits for offloaded activations, as [`OffloadSettings::stall`] has it.
+    pub(crate) fn offload_stall(
+        &self,
+        shape: &StepShape,
+        seconds: &dyn Fn(&StepShape, &LayerDescription) -> [f64; 2],
+        link: Link,
+    ) -> Result<f64> {
+        if self.offload.activations.is_none() {
+            return Ok(0.0);
+        }
+        let model = ModelDescription::new(shape)?;
+        let of_layer = |l: &LayerDescription| seconds(shape, l);
+        let rest =
+            model.layers.iter().filter(|l| !l.name.starts_with("layers.") && !l.name.starts_with("embed"));
+        let output: f64 = rest.map(|l| of_layer(l).iter().sum::<f64>()).sum();
+        Ok(self.offload.stall(shape, &model, &of_layer, output, link))
+    }
+
+    /// Fraction of the optimizer's state in host memory.
+    pub(crate) fn offloaded_state(&self) -> f64 {
+        self.offload.optimizer
+    }
+
     /// What `offload.activations = "auto"` must move for a step of stage `stage` to fit in `capacity` bytes, as bytes of a
     /// micro-batch and as the least number of layers that moves so much. All but the last layers, if that is not enough.
     pub(crate) fn needed_offload(&self, stage: usize, capacity: usize) -> Result<(usize, usize)> {

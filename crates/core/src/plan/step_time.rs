@@ -5,18 +5,20 @@
 
 use super::hardware::{GemmDtype, Hardware};
 use super::layer_kinds::{LayerKindCost, LayerKinds};
-use super::layer_time::{Seconds, cast_bytes};
+use super::layer_time::{Seconds, cast_bytes, layer_time};
 use super::network::GroupSpan;
 use crate::Result;
 use crate::config::Resolved;
+use crate::cost::MemoryEstimate;
 use crate::cost::roofline::update_bytes;
 use crate::grid::RankLayout;
-use crate::model::description::{Group, ParallelRanks, StepShape};
+use crate::model::description::{Group, LayerDescription, ParallelRanks, StepShape};
 use crate::model::{PipelineLayout, Stage};
 use crate::pipeline::{OpKind as Op, PipelinePlan, ScheduleKind, Timeline};
 use ferrotron_comm::OpKind;
 use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::offload::Link;
 use serde::Serialize;
 
 /// A way to run a recipe on a number of GPUs.
@@ -62,6 +64,8 @@ pub struct StepTime {
     pub dp: f64,
     /// Optimizer.
     pub optimizer: f64,
+    /// Waiting for activations and optimizer state in host memory.
+    pub offload: f64,
 }
 
 impl Workload {
@@ -132,7 +136,32 @@ impl Workload {
             optimizer = optimizer.max(self.update_seconds(hw, &replicas, rank, c.dtype));
         }
         let bubble = (makespan - busiest.total()).max(0.0);
-        Ok(StepTime { total: makespan + dp + optimizer, passes: busiest, bubble, dp, optimizer })
+        let offload = self.offload_seconds(hw, c, &replicas, &chunks)?;
+        let total = makespan + dp + optimizer + offload;
+        Ok(StepTime { total, passes: busiest, bubble, dp, optimizer, offload })
+    }
+
+    /// Seconds that a step waits for host memory: passes for activations, as the schedule of copies has it, and the update for the
+    /// state that it streams both ways at once.
+    fn offload_seconds(
+        &self,
+        hw: &Hardware,
+        c: &Candidate,
+        replicas: &Replicas,
+        chunks: &[Vec<LayerKindCost>],
+    ) -> Result<f64> {
+        let shape = self.shape(c, 0)?;
+        let estimate = MemoryEstimate::of_shapes(&self.recipe, vec![shape.clone()]);
+        let rate = hw.host_gb_s * 1e9;
+        let seconds = |shape: &StepShape, layer: &LayerDescription| {
+            let t = layer_time(hw, shape, layer, c.dtype);
+            [t.forward.total(), t.input.total() + t.weight.total()]
+        };
+        let link = Link { to_host: rate, from_host: rate };
+        let stall = estimate.offload_stall(&shape, &seconds, link)? * self.micro_batches(c) as f64;
+        let streamed = |rank: &Vec<LayerKindCost>| replicas.updated(rank) * estimate.optimizer_bytes();
+        let state = chunks.iter().map(streamed).fold(0.0, f64::max) * estimate.offloaded_state();
+        Ok(stall + state / rate)
     }
 
     /// Seconds until the last pipeline rank has ended its passes.
@@ -189,9 +218,7 @@ impl Workload {
         chunks: &[LayerKindCost],
         dtype: GemmDtype,
     ) -> f64 {
-        let shards = if replicas.zero > 0 { replicas.shards() } else { [1, 1] };
-        let elements: f64 =
-            [0, 1].iter().map(|&k| chunks.iter().map(|c| c.trained[k]).sum::<f64>() / shards[k] as f64).sum();
+        let elements = replicas.updated(chunks);
         let quantized: f64 = chunks.iter().map(|c| c.quantized).sum();
         let cast = cast_bytes(dtype).map_or(0.0, |[read, written]| read + 2.0 * written);
         (elements * update_bytes(&self.recipe) + quantized * cast) / (hw.memory_gb_s * 1e9)
@@ -251,6 +278,12 @@ impl Replicas {
     fn of(shape: &StepShape) -> Replicas {
         let element = shape.dtype.size() as f64;
         Replicas { ranks: shape.ranks.clone(), zero: shape.zero_stage(), element }
+    }
+
+    /// Parameters that a rank updates.
+    fn updated(&self, chunks: &[LayerKindCost]) -> f64 {
+        let shards = if self.zero > 0 { self.shards() } else { [1, 1] };
+        [0, 1].iter().map(|&k| chunks.iter().map(|c| c.trained[k]).sum::<f64>() / shards[k] as f64).sum()
     }
 
     /// Numbers of ranks that shard dense and expert parameters between them.
