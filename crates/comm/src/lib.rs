@@ -36,6 +36,7 @@ mod op_descriptor;
 mod op_encoding;
 mod process;
 mod process_group;
+mod recording;
 mod rendezvous;
 mod send_recv;
 mod shared_library;
@@ -60,7 +61,8 @@ pub use mpi::mpi_version;
 pub use nccl::nccl_version;
 #[doc(hidden)]
 pub use network_input::read_network_input;
-pub use op_descriptor::OpKind;
+pub use op_descriptor::{Detail, OpDescriptor, OpKind};
+pub use recording::{CallLog, RecordedCall, RecordedGroup};
 pub use send_recv::SendRecv;
 pub use threads::{ReduceKernel, ReduceKernels};
 pub use volume::Volume;

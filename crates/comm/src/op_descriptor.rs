@@ -60,7 +60,7 @@ impl OpKind {
 
 /// What distinguishes calls beyond kind, label and shape. Plain numbers, so that it can be encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Detail {
+pub enum Detail {
     /// Nothing.
     None,
     /// 0: sum, 1: maximum.
@@ -70,22 +70,33 @@ pub(crate) enum Detail {
     /// Elements per rank, the same list on every rank.
     Counts(Vec<u64>),
     /// Elements to and from every rank: what one rank sends must be what the other receives.
-    Pairs { sent: Vec<u64>, received: Vec<u64> },
+    Pairs {
+        /// To each rank of the group.
+        sent: Vec<u64>,
+        /// From each rank of the group.
+        received: Vec<u64>,
+    },
     /// Sender and receiver, ranks of the group.
     Route(u64, u64),
 }
 
 /// A call, as compared between ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct OpDescriptor {
-    pub(crate) group: Cow<'static, str>,
-    pub(crate) sequence: u64,
-    pub(crate) label: Cow<'static, str>,
-    pub(crate) kind: OpKind,
+pub struct OpDescriptor {
+    /// Name of the group.
+    pub group: Cow<'static, str>,
+    /// Its number among the collectives of the group, or among the messages from one rank to another.
+    pub sequence: u64,
+    /// What it is for.
+    pub label: Cow<'static, str>,
+    /// Kind of operation.
+    pub kind: OpKind,
     /// Shape of the argument that must be equal on all ranks; empty where sizes may differ.
-    pub(crate) shape: Vec<u64>,
-    pub(crate) dtype: Option<DType>,
-    pub(crate) detail: Detail,
+    pub shape: Vec<u64>,
+    /// Dtype of the argument.
+    pub dtype: Option<DType>,
+    /// What else the ranks compare.
+    pub detail: Detail,
 }
 
 impl OpDescriptor {
@@ -116,7 +127,7 @@ impl OpDescriptor {
     }
 
     /// True if the descriptors of ranks that agree differ from each other.
-    pub(crate) fn is_pairwise(&self) -> bool {
+    pub fn is_pairwise(&self) -> bool {
         matches!(self.detail, Detail::Pairs { .. })
     }
 
@@ -127,7 +138,7 @@ impl OpDescriptor {
     }
 
     /// True if the call of rank `me` (this one) and that of rank `other` do not match.
-    pub(crate) fn conflicts_with(&self, me: usize, theirs: &OpDescriptor, other: usize) -> bool {
+    pub fn conflicts_with(&self, me: usize, theirs: &OpDescriptor, other: usize) -> bool {
         match (&self.detail, &theirs.detail) {
             (Detail::Pairs { sent: s1, received: r1 }, Detail::Pairs { sent: s2, received: r2 }) => {
                 let short = [s1, r1, s2, r2].iter().any(|l| l.len() <= me.max(other));

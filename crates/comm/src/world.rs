@@ -64,7 +64,7 @@ impl World {
         Ok(World::assemble(job_backend, backend, timeout))
     }
 
-    fn assemble(
+    pub(crate) fn assemble(
         job_backend: Arc<dyn JobBackend>,
         backend: Option<Arc<dyn GroupBackend>>,
         timeout: Duration,

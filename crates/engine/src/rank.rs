@@ -75,6 +75,11 @@ impl Rank {
         Rank::alone(&Device::cpu_instrumented(Threads::new(threads)?, watch), kernels, seed)
     }
 
+    /// A rank of a [meta device](Device::meta): it runs a program without tensors' values.
+    pub fn meta(seed: u64) -> Result<Rank> {
+        Rank::alone(&Device::meta(Threads::new(1)?), Arc::new(cpu::CpuKernels::detect()), seed)
+    }
+
     /// A rank on GPU `ordinal`, and how its kernels were loaded; `threads` serve host-side work.
     pub fn cuda(
         ordinal: usize,

@@ -195,9 +195,10 @@ impl StepContext<'_> {
         x.gemm(self.rank, &f.w, how, y)
     }
 
-    /// On the CPU always: it gains nothing there, but tests what GPUs do.
+    /// On the CPU always: it gains nothing there, but tests what GPUs do. A meta device stands for a GPU.
     fn chunks_pay(&self, rows: usize) -> bool {
-        self.rank.device().kind() == DeviceKind::Cpu || rows >= TILE
+        let device = self.rank.device();
+        rows >= TILE || device.kind() == DeviceKind::Cpu && !device.is_meta()
     }
 
     /// Records the computation so far; None where communication runs on the compute stream.

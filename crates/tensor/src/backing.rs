@@ -5,6 +5,7 @@ use crate::host_pages;
 use crate::segment::SizeKind;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 /// Physical memory is mapped in pieces of at most this size, which are released one by one.
 const PIECE: usize = 32 << 20;
@@ -13,6 +14,8 @@ const PIECE: usize = 32 << 20;
 const HOST_GRANULARITY: usize = 2 << 20;
 /// Addresses reserved at once on the host, for large and for small blocks. They cost nothing, but a process has only 128 TiB.
 const HOST_REGION: usize = 16 << 30;
+/// Addresses of a meta device that a segment takes at once.
+const META_REGION: usize = 1 << 40;
 
 /// A piece of physical memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +42,8 @@ pub(crate) struct Backing {
 #[derive(Clone)]
 enum Source {
     Host,
+    /// Addresses without memory: the next free one.
+    Meta(Arc<AtomicUsize>),
     Cuda(Arc<CudaSegments>),
 }
 
@@ -54,6 +59,12 @@ impl Backing {
         }
     }
 
+    /// Addresses that no memory is behind.
+    pub(crate) fn meta() -> Backing {
+        let next = Arc::new(AtomicUsize::new(META_REGION));
+        Backing { source: Source::Meta(next), expandable: true }
+    }
+
     /// The same source with plain allocations only.
     #[cfg(test)]
     pub(crate) fn plain(&self) -> Backing {
@@ -62,7 +73,7 @@ impl Backing {
 
     pub(crate) fn granularity(&self) -> usize {
         match &self.source {
-            Source::Host => HOST_GRANULARITY,
+            Source::Host | Source::Meta(_) => HOST_GRANULARITY,
             Source::Cuda(c) => c.granularity,
         }
     }
@@ -71,6 +82,7 @@ impl Backing {
     pub(crate) fn region_bytes(&self, kind: SizeKind) -> usize {
         let large = match &self.source {
             Source::Host => HOST_REGION,
+            Source::Meta(_) => META_REGION,
             Source::Cuda(c) => c.memory,
         };
         let bytes = match kind {
@@ -85,6 +97,7 @@ impl Backing {
         match &self.source {
             _ if !self.expandable => None,
             Source::Host => host_pages::reserve(bytes),
+            Source::Meta(next) => Some(next.fetch_add(bytes, Relaxed)),
             Source::Cuda(c) => c.reserve(bytes),
         }
     }
@@ -92,6 +105,7 @@ impl Backing {
     pub(crate) fn unreserve(&self, region: Range<usize>) {
         match &self.source {
             Source::Host => host_pages::unreserve(region),
+            Source::Meta(_) => {}
             Source::Cuda(c) => c.unreserve(region),
         }
     }
@@ -102,6 +116,7 @@ impl Backing {
         match &self.source {
             Source::Host if !host_pages::map(at, bytes) => Vec::new(),
             Source::Host => parts.map(|(at, bytes)| (at, MemoryPiece { bytes, handle: Some(0) })).collect(),
+            Source::Meta(_) => vec![(at, MemoryPiece { bytes, handle: Some(0) })],
             Source::Cuda(c) => {
                 let mapped = parts.map_while(|(at, bytes)| {
                     let handle = Some(c.map(at, bytes)?);
@@ -116,6 +131,7 @@ impl Backing {
     pub(crate) fn allocate(&self, bytes: usize) -> Option<(usize, MemoryPiece)> {
         let at = match &self.source {
             Source::Host => host_pages::allocate(bytes)?,
+            Source::Meta(next) => next.fetch_add(bytes, Relaxed),
             Source::Cuda(c) => c.allocate(bytes)?,
         };
         Some((at, MemoryPiece { bytes, handle: None }))
@@ -126,6 +142,7 @@ impl Backing {
         match (&self.source, piece.handle) {
             (Source::Host, Some(_)) => host_pages::unmap(at, piece.bytes),
             (Source::Host, None) => host_pages::free(at, piece.bytes),
+            (Source::Meta(_), _) => {}
             (Source::Cuda(c), Some(handle)) => c.unmap(at, piece.bytes, handle),
             (Source::Cuda(c), None) => c.free(at),
         }

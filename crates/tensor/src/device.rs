@@ -17,7 +17,7 @@ use std::time::Duration;
 /// The kind of processor a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// The host's CPU. Work runs immediately, on the calling thread and the thread pool.
+    /// The host's CPU, or a meta device. Work runs immediately, on the calling thread and the thread pool.
     Cpu,
     /// A CUDA GPU. Work is enqueued and runs in stream order.
     Cuda {
@@ -49,6 +49,8 @@ pub struct Device {
 pub(crate) struct DeviceInner {
     /// The CUDA context; `None` for the host.
     pub(crate) context: Option<Arc<CudaContext>>,
+    /// Tensors have shapes and no memory, and launches run nothing.
+    pub(crate) meta: bool,
     pub(crate) threads: Threads,
     pub(crate) pool: MemoryPool,
     pub(crate) host_pool: HostPool,
@@ -145,23 +147,44 @@ impl Device {
 
     /// The host's CPU with instrumentation.
     pub fn cpu_instrumented(threads: Threads, instrumentation: Instrumentation) -> Device {
-        Device::new(None, threads, instrumentation)
+        let pool = MemoryPool::new(None);
+        Device::new((None, false), pool, threads, instrumentation)
+    }
+
+    /// A device without memory or computation: tensors have shapes and dtypes, every allocation is in the memory account,
+    /// every launch is checked and then runs nothing, and what is read back is zero. A program that runs on it does all
+    /// that its host does, at any size of model.
+    pub fn meta(threads: Threads) -> Device {
+        Device::new((None, true), MemoryPool::meta(), threads, Instrumentation::default())
+    }
+
+    /// True for [`Device::meta`].
+    pub fn is_meta(&self) -> bool {
+        self.inner.meta
     }
 
     /// GPU `ordinal`; `threads` run the work that is left to the host.
     pub fn cuda(ordinal: usize, threads: Threads, instrumentation: Instrumentation) -> Result<Device> {
-        Ok(Device::new(Some(Arc::new(CudaContext::open(ordinal)?)), threads, instrumentation))
+        let context = Arc::new(CudaContext::open(ordinal)?);
+        let pool = MemoryPool::new(Some(&context));
+        Ok(Device::new((Some(context), false), pool, threads, instrumentation))
     }
 
-    fn new(context: Option<Arc<CudaContext>>, threads: Threads, instrumentation: Instrumentation) -> Device {
+    fn new(
+        (context, meta): (Option<Arc<CudaContext>>, bool),
+        pool: MemoryPool,
+        threads: Threads,
+        instrumentation: Instrumentation,
+    ) -> Device {
         let checker = instrumentation.race_check.then(Mutex::default);
         let recorders = (instrumentation.kernel_times || instrumentation.trace).then(|| {
             let profile = instrumentation.kernel_times.then(Mutex::default);
             Box::new(Recorders { profile, tracer: instrumentation.trace.then(Tracer::default) })
         });
         let inner = DeviceInner {
-            pool: MemoryPool::new(context.as_ref()),
+            pool,
             context,
+            meta,
             threads,
             host_pool: HostPool::default(),
             host_faults: HostFaults::default(),
@@ -301,6 +324,7 @@ impl Eq for Device {}
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.kind() {
+            DeviceKind::Cpu if self.is_meta() => f.write_str("meta"),
             DeviceKind::Cpu => f.write_str("cpu"),
             DeviceKind::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
         }

@@ -28,6 +28,8 @@ enum Memory {
     Plain(PlainMemory),
     Pinned(PinnedMemory),
     Pageable(PageableMemory),
+    /// Of a meta device: nothing.
+    Meta,
 }
 
 impl HostBlock {
@@ -36,6 +38,7 @@ impl HostBlock {
             Memory::Plain(plain) => plain.address(),
             Memory::Pinned(pinned) => pinned.address(),
             Memory::Pageable(pageable) => pageable.address(),
+            Memory::Meta => 0,
         }
     }
 }
@@ -159,6 +162,7 @@ impl HostPool {
 fn pinned(device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
     device.host_faults.check_pinned().map_err(|e| e.to_string())?;
     match &device.context {
+        None if device.meta => Ok(Memory::Meta),
         None => plain(bytes),
         Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
     }

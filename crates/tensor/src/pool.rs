@@ -93,6 +93,11 @@ impl MemoryPool {
         MemoryPool::over(Backing::new(context))
     }
 
+    /// The pool of a meta device: addresses without memory.
+    pub(crate) fn meta() -> MemoryPool {
+        MemoryPool::over(Backing::meta())
+    }
+
     fn over(backing: Backing) -> MemoryPool {
         let state = PoolState {
             streams: BTreeMap::new(),

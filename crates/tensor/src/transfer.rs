@@ -78,6 +78,9 @@ impl Stream {
 
     /// Copies a tensor to the host in row-major order, whatever its strides. Blocks until it is there.
     pub fn download<T: Element>(&self, t: &Tensor) -> Result<Vec<T>> {
+        if self.device().is_meta() {
+            return Ok(vec![T::zeroed(); t.numel()]);
+        }
         let args = [read(t)];
         let mut out = Vec::with_capacity(t.numel());
         self.launch("download", &args, |l| {

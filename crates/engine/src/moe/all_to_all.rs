@@ -63,7 +63,12 @@ impl AllToAll {
             Ok(s.download::<i32>(t)?.into_iter().map(|n| n as usize).collect())
         };
         let per_rank = |counts: &[usize]| counts.chunks(own).map(|c| c.iter().sum()).collect();
-        let (sent, counts) = (per_rank(&download(&home.counts)?), download(&theirs)?);
+        let [mine, counts] = match s.device().is_meta() {
+            // Nothing was routed on a meta device: every rank spreads its tokens evenly.
+            true => balanced(index.numel(), group.rank(), [group.size(), own]),
+            false => [download(&home.counts)?, download(&theirs)?],
+        };
+        let sent = per_rank(&mine);
         let map = received_map(p, layout, &counts)?;
         Ok(AllToAll { home, map, sent, received: per_rank(&counts), etp })
     }
@@ -163,6 +168,15 @@ impl AllToAll {
             Ok(rank.etp_ep_group.all_to_all_v(s, &x, to, splits, label)?)
         })
     }
+}
+
+/// `rows` of every rank spread evenly over the `own` experts of each of `ranks` ranks: what rank `me` sends to each expert,
+/// and what it receives for its own, sender after sender.
+fn balanced(rows: usize, me: usize, [ranks, own]: [usize; 2]) -> [Vec<usize>; 2] {
+    let all = ranks * own;
+    let of = |expert: usize| (expert + 1) * rows / all - expert * rows / all;
+    let received = (0..ranks).flat_map(|_| (me * own..(me + 1) * own).map(of)).collect();
+    [(0..all).map(of).collect(), received]
 }
 
 /// Permutation of received rows into expert order. `counts`: rows for each of this rank's experts, sender after sender.
