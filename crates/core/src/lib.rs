@@ -5,6 +5,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod cost;
 pub mod data;
+pub mod dry_run;
 pub mod error;
 pub mod events;
 pub mod fs;
