@@ -168,3 +168,42 @@ fn a_run_that_needs_more_memory_than_the_machine_has_is_refused() {
     // A dry run of it prints what it needs.
     assert!(ok(&[&args[..], &["--dry-run"]].concat()).contains("# parameters: 405"));
 }
+
+/// Every rank of a job is built and checked, on GPUs that are not here.
+#[test]
+fn dry_run_of_a_job_checks_its_ranks() {
+    let job = [
+        "train",
+        "tiny",
+        "--dry-run",
+        "--gpus",
+        "16xH100",
+        "--set",
+        "parallel.tp=2",
+        "--set",
+        "parallel.pp=2",
+    ];
+    let text = ok(&job);
+    for part in [
+        "tiny on 16 H100: tp=2,pp=2,dp=4",
+        "ranks     16, with",
+        "tp 8 x 2",
+        "dp 4 x 4",
+        "memory    at most",
+        "\nok: ",
+    ] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    let report = json(&job);
+    assert_eq!((report["ok"].as_bool(), report["report"]["ranks"].as_u64()), (Some(true), Some(16)));
+    assert!(report["report"]["sent"]["tp"].as_u64() > Some(0), "{report}");
+    // Too large: the exit code says so, and the text what to change.
+    let mut job = vec!["train", "llama-70b", "--dry-run", "--gpus", "8xH100"];
+    let layout = ["tp=8", "pp=1", "vp=1", "cp=1", "dp=1"].map(|size| format!("parallel.{size}"));
+    let batch = ["train.micro_batch=1".to_string(), "train.global_batch=8".to_string()];
+    layout.iter().chain(&batch).for_each(|key| job.extend(["--set", key]));
+    let out = ferrotron(&job);
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(1), "{text}");
+    assert!(text.contains("problem: memory: 8 ranks do not fit; rank 0"), "{text}");
+}

@@ -1,5 +1,9 @@
 //! `train --dry-run`: what a run would be and cost, before anything is allocated or written.
 
+mod job;
+
+pub use job::run as run_job;
+
 use super::train::{Args, check_data, derived, device_memory};
 use crate::args::Global;
 use crate::progress::JobProgress;

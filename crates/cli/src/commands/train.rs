@@ -18,6 +18,7 @@ use ferrotron_core::data::{Sources, source};
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::generate::{Prompt, Sampling, generate};
+use ferrotron_core::plan::Machine;
 use ferrotron_core::train::{Observer, OpenOptions, Outcome, Run, Trainer};
 use ferrotron_engine::{Rank, StepContext};
 use ferrotron_tensor::gpus;
@@ -62,6 +63,7 @@ Examples:
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
   torchrun --no-python --nproc-per-node 8 ferrotron train my.toml
   ferrotron train my.toml --dry-run        print the resolved configuration, derived values, memory and communication
+  ferrotron train llama-405b --dry-run --gpus 1024xH100    build and check every rank of the job, on this machine
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
 
@@ -108,6 +110,9 @@ pub struct Args {
     /// Print the resolved configuration and its costs, then exit; text is tokenized only where train.epochs needs that
     #[arg(long)]
     pub dry_run: bool,
+    /// With --dry-run: build and check all ranks of a job on such GPUs (1024xH100), without a GPU and without tensors
+    #[arg(long, value_name = "NxGPU", requires = "dry_run", conflicts_with = "ranks")]
+    pub gpus: Option<String>,
     /// Trace options.
     #[command(flatten)]
     pub trace: trace::TraceArgs,
@@ -127,8 +132,17 @@ impl Args {
                 recipe.put_key("data.weights", weights)?;
             }
         }
-        set_ranks(&mut recipe, global.world_size(self.ranks)?)?;
+        let ranks = match self.machine()? {
+            Some(machine) => Some(machine.gpus),
+            None => global.world_size(self.ranks)?,
+        };
+        set_ranks(&mut recipe, ranks)?;
         Ok(recipe)
+    }
+
+    /// The machine of `--gpus`.
+    pub fn machine(&self) -> Result<Option<Machine>> {
+        Ok(self.gpus.as_deref().map(Machine::parse).transpose()?)
     }
 
     /// The run folder.
@@ -191,6 +205,9 @@ pub fn device_memory(global: &Global) -> Option<usize> {
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let mut recipe = args.load(global)?;
+    if let Some(machine) = args.machine()? {
+        return super::dry_run::run_job(recipe, &machine, global);
+    }
     if args.dry_run {
         return super::dry_run::run(&args, recipe, global);
     }
