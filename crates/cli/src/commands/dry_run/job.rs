@@ -3,6 +3,7 @@
 use crate::args::Global;
 use crate::{format, output};
 use anyhow::Result;
+use ferrotron_bridge::recipe::resolve_dry;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::dry_run::{DryRunReport, dry_run};
 use ferrotron_core::plan::Machine;
@@ -18,7 +19,8 @@ pub fn run(mut recipe: Recipe, machine: &Machine, global: &Global) -> Result<Exi
     if !recipe.is_set("data.path") {
         recipe.set("data.path=embedded")?;
     }
-    let report = dry_run(&recipe.resolve(None)?, machine.hardware.memory())?;
+    let (resolved, _) = resolve_dry(&mut recipe, &|_, _, _| {})?;
+    let report = dry_run(&resolved, machine.hardware.memory())?;
     match global.json {
         true => output::print_json(&serde_json::json!({
             "recipe": recipe.name,
