@@ -96,7 +96,7 @@ pub struct StepRates {
 }
 
 /// Returns the values of element ranges of a logical tensor, concatenated.
-pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + 'a;
+pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + Sync + 'a;
 
 impl Optimizer {
     /// Fresh state for `params`, whose specs name their groups. [`Optimizer::initialise`] or [`Optimizer::fill`] must set

@@ -6,7 +6,12 @@ use crate::Result;
 use ferrotron_engine::data_parallel::{MasterShards, gather_from_optimizer};
 use ferrotron_engine::{ParamId, ParamKind, ParamSpec, Params, Rank, StepState, draw_initial};
 use ferrotron_tensor::{Category, DType, Tensor};
+use std::collections::VecDeque;
 use std::ops::Range;
+
+/// Parameters that are read at a time, and their elements together unless there is only one.
+const READS_AHEAD: usize = 4;
+const ELEMENTS_AHEAD: usize = 1 << 28;
 
 impl Optimizer {
     /// Draws the declared initial values of the master weights on the device and copies them to the model's weights.
@@ -86,14 +91,41 @@ impl Optimizer {
         self.reads.wait(rank)?;
         self.wait_state(rank)?;
         let meant = |spec: &ParamSpec| (spec.kind() == ParamKind::Adapter) == adapters;
-        for (i, spec) in params.specs().iter().enumerate().filter(|(_, spec)| meant(spec)) {
-            let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
-            for (part, runs) in spec.runs(&self.pieces[i].param_range) {
-                held.extend(values(part, &runs)?);
+        let specs = params.specs();
+        let list: Vec<usize> = (0..specs.len()).filter(|i| meant(&specs[*i])).collect();
+        let elements = |i: usize| self.pieces[i].param_range.len();
+        let read = |i: usize| -> Result<Vec<f32>> {
+            let mut held = Vec::new();
+            for (part, runs) in specs[i].runs(&self.pieces[i].param_range) {
+                let of_part = values(part, &runs)?;
+                match held.is_empty() {
+                    true => held = of_part,
+                    false => held.extend_from_slice(&of_part),
+                }
             }
-            let held = rank.compute.upload(&held, &[held.len()], Category::Workspace)?;
-            self.set_weight(rank, (params, step_state), i, &held)?;
-        }
+            Ok(held)
+        };
+        // Threads read the next parameters from their files while one is uploaded.
+        std::thread::scope(|scope| {
+            let (mut next, mut in_flight, mut reads) = (0, 0, VecDeque::new());
+            for i in &list {
+                while let Some(&ahead) = list.get(next) {
+                    let room = reads.len() < READS_AHEAD && in_flight + elements(ahead) <= ELEMENTS_AHEAD;
+                    if !room && !reads.is_empty() {
+                        break;
+                    }
+                    let read = &read;
+                    reads.push_back(scope.spawn(move || read(ahead)));
+                    (in_flight, next) = (in_flight + elements(ahead), next + 1);
+                }
+                let Some(held) = reads.pop_front() else { break };
+                let held = held.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                in_flight -= elements(*i);
+                let held = rank.compute.upload(&held, &[held.len()], Category::Workspace)?;
+                self.set_weight(rank, (params, step_state), *i, &held)?;
+            }
+            Ok::<(), crate::Error>(())
+        })?;
         self.sync_params(rank, params, step_state)
     }
 

@@ -19,27 +19,34 @@ pub struct LogicalValues {
     pub values: Vec<f32>,
 }
 
+/// The f32 values of a logical tensor in row-major order, by its name; called from several threads.
+pub type Source<'a> = dyn Fn(&str) -> Result<Vec<f32>> + Sync + 'a;
+
 impl Trainer {
     /// Sets every logical tensor but adapters: `source(name)` gives its f32 values in row-major order. DoRA's m become the norms of
     /// the new rows.
-    pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+    pub fn import(&self, source: &Source) -> Result<()> {
         self.fill(false, source)?;
         initialise_magnitudes(&self.rank, &self.model, &self.optimizer)
     }
 
     /// Sets the logical tensors of adapters, such as `layers.0.attn.q.lora_a.weight`.
-    pub fn import_adapters(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+    pub fn import_adapters(&self, source: &Source) -> Result<()> {
         self.fill(true, source)
     }
 
-    fn fill(&self, adapters: bool, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+    fn fill(&self, adapters: bool, source: &Source) -> Result<()> {
         let values = |part: &Part, runs: &[Range<usize>]| {
             let whole = source(&part.name)?;
             if whole.len() != part.shape.iter().product::<usize>() {
                 let what = format!("{}: {} values for {:?}", part.name, whole.len(), part.shape);
                 return Err(Error::Invalid(what));
             }
-            Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
+            if runs.len() == 1 && runs[0] == (0..whole.len()) {
+                return Ok(whole);
+            }
+            let slices: Vec<&[f32]> = runs.iter().map(|r| &whole[r.clone()]).collect();
+            Ok(slices.concat())
         };
         self.optimizer.fill(&self.rank, &self.model.params, &self.model.step_state, (adapters, &values))
     }
