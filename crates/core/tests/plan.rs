@@ -3,7 +3,7 @@
 
 use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::published::{Comparison, compare_all, read_rows};
-use ferrotron_core::plan::{Constraints, GemmDtype, Machine, SearchResult, Workload, search};
+use ferrotron_core::plan::{Constraints, GemmDtype, Machine, SearchResult, Workload, draw_step, search};
 
 const ROWS: &str = include_str!("../../../tests/data/published-rows.csv");
 
@@ -88,4 +88,87 @@ fn a_model_that_does_not_fit_has_no_plan() {
     let found = plans(&w, "8xH100", "", 1);
     let least = found.least_memory.unwrap();
     assert!(found.plans.is_empty() && least > 8e10, "{least}");
+}
+
+/// Text of the elements `name` of a picture, by a walk over its tags that fails on anything that is not well-formed.
+fn elements<'a>(xml: &'a str, name: &str) -> Vec<&'a str> {
+    let mut open: Vec<&str> = Vec::new();
+    let mut found = Vec::new();
+    let mut rest = xml;
+    while let Some(at) = rest.find('<') {
+        let text = &rest[..at];
+        assert!(!text.contains('>') || open.last() == Some(&"style"), "{text:?}");
+        for entity in text.split('&').skip(1) {
+            assert!(["amp;", "lt;", "gt;", "quot;"].iter().any(|e| entity.starts_with(e)), "{entity:?}");
+        }
+        if open.last() == Some(&name) {
+            found.push(text);
+        }
+        let end = at + rest[at..].find('>').expect("a tag that ends");
+        let tag = &rest[at + 1..end];
+        assert!(tag.matches('"').count().is_multiple_of(2) && !tag.contains('<'), "{tag:?}");
+        let word = tag.trim_end_matches('/').split_whitespace().next().unwrap();
+        match tag.strip_prefix('/') {
+            Some(closed) => assert_eq!(open.pop(), Some(closed)),
+            None if tag.ends_with('/') => {}
+            None => open.push(word),
+        }
+        rest = &rest[end + 1..];
+    }
+    assert!(open.is_empty() && rest.trim().is_empty(), "{open:?} {rest:?}");
+    found
+}
+
+/// A picture's lanes last as long as the step, and its memory reaches the plan's. With one chunk per stage the closed form of memory counts
+/// the same passes as the schedule; with several it takes every chunk for the mean of a rank's chunks, which
+/// these layouts' largest ranks are made of.
+#[test]
+fn pictures_show_the_step_of_the_plan() {
+    let dense = workload("llama-70b", &["train.global_batch=256"], 64);
+    let moe = workload("deepseek-v3", &["train.global_batch=8192", "data.seq_len=4096"], 1024);
+    let small = workload("llama-8b", &["train.global_batch=128"], 8);
+    for (w, machine, layout) in [
+        (&dense, "64xH100", "tp=4,pp=8,vp=1,micro_batch=1"),
+        (&dense, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1"),
+        (&moe, "1024xH100", "tp=2,pp=16,vp=2,ep=64,micro_batch=1"),
+        (&small, "8xH100", "pp=1"),
+    ] {
+        let hw = Machine::parse(machine).unwrap().hardware;
+        let found = plans(w, machine, layout, 1);
+        let p = &found.plans[0];
+        let trace = w.trace(&hw, &p.candidate).unwrap();
+        assert!((trace.end / p.time.total - 1.0).abs() < 1e-9, "{layout}: {} of {}", trace.end, p.time.total);
+        for rank in &trace.ranks {
+            // One after another, and all of them before the passes end.
+            let ends = rank.ops.windows(2).all(|o| o[0].end() <= o[1].start + 1e-9);
+            let last = rank.ops.last().unwrap().end();
+            assert!(ends && last <= trace.passes_end + 1e-9, "{layout}");
+            assert!(rank.ops.len() == 2 * w.micro_batches(&p.candidate) * p.candidate.layout.vp);
+            assert!(rank.saved.last().unwrap().bytes < 1.0, "{layout}: tensors are left");
+        }
+        let busy = trace.ranks.iter().map(|r| r.ops.iter().map(|o| o.end() - o.start).sum::<f64>());
+        let busiest = busy.fold(0.0, f64::max);
+        assert!((busiest / p.time.passes.total() - 1.0).abs() < 1e-6, "{layout}: {busiest}");
+        let peak = trace.ranks.iter().map(|r| r.peak()).fold(0.0, f64::max);
+        let off = peak / p.memory.total() as f64 - 1.0;
+        println!("{layout}: memory in the picture {:+.3} % of the plan's", 100.0 * off);
+        assert!(off.abs() < 1e-3, "{layout}: {peak} of {}", p.memory.total());
+
+        let picture = draw_step(&trace, "a <model> & \"more\"", layout, hw.memory());
+        assert!(picture.len() < 1_000_000, "{layout}: {} bytes", picture.len());
+        assert!(!picture.contains("<script") && !picture.contains("href"));
+        let titles = elements(&picture, "title");
+        assert_eq!(titles[0], "a &lt;model&gt; &amp; &quot;more&quot;");
+        assert!(titles.iter().any(|t| t.starts_with("forward, micro-batch 0, chunk 0: ")));
+        assert!(titles.iter().any(|t| t.starts_with("backward, micro-batch ")));
+        // The optimizer of the slowest rank ends at the right border.
+        let updates = picture.split("<path class=\"op\" d=\"M").skip(2).map(|path| {
+            let number = |from: &str, to: char| from.split(to).next().unwrap().parse::<f64>().unwrap();
+            number(path, ' ') + number(path.split_once('h').unwrap().1, 'v')
+        });
+        let right = updates.fold(0.0, f64::max);
+        assert!((right - 1384.0).abs() < 0.3, "{layout}: {right}");
+        let cut = elements(&picture, "text").iter().any(|t| t.ends_with("are not drawn"));
+        assert!(cut, "{layout}: a long step is cut, and says so");
+    }
 }

@@ -1,12 +1,13 @@
 //! `plan`: what fits on a machine, how fast, and why, before anything runs.
 
-use super::plan_output::{print_plans, print_published, print_varied};
+use super::plan_output::{picture_titles, print_plans, print_published, print_varied};
 use crate::args::Global;
 use crate::output::UsageError;
 use anyhow::Result;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, published, search,
+    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, draw_step, published,
+    search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
 use std::path::PathBuf;
@@ -26,6 +27,7 @@ Examples:
   ferrotron plan llama-8b --gpus 64xB200 --precision mxfp8 --set train.global_batch=512
   ferrotron plan llama-8b --gpus 8xH200 --layout tp=2,pp=1      what is fixed; the rest is chosen
   ferrotron plan llama-8b --gpus 8xH200 --vary tp,pp            the best of every tp and pp
+  ferrotron plan llama-70b --gpus 64xH100 --svg step.svg        a picture of one step
   ferrotron plan llama-8b --gpus 16xmy-gpu.toml                 another GPU, as docs/plan.md says
   ferrotron plan --published rows.csv                           the cost model beside published throughput";
 
@@ -51,11 +53,14 @@ pub struct Args {
     /// Print the best plan for every value of these keys, as in tp,pp
     #[arg(long, value_name = "KEYS", value_delimiter = ',')]
     vary: Vec<String>,
+    /// Draw one step of the best plan: pipeline timeline, exposed communication, memory of each pipeline rank
+    #[arg(long, value_name = "FILE", conflicts_with = "vary")]
+    svg: Option<PathBuf>,
     /// Runner-ups to print
     #[arg(long, value_name = "N", default_value_t = 4)]
     top: usize,
     /// Compare the cost model with published rows (CSV)
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["recipe", "gpus", "vary"])]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["recipe", "gpus", "vary", "svg"])]
     published: Option<PathBuf>,
 }
 
@@ -83,6 +88,14 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let found = search(&workload, &machine, &limits, args.top + 1)?;
     if found.plans.is_empty() {
         return Err(UsageError::new(nothing_fits(&workload, &machine, &limits, &found)).into());
+    }
+    if let Some(path) = &args.svg {
+        let best = &found.plans[0];
+        let trace = workload.trace(&machine.hardware, &best.candidate)?;
+        let (title, subtitle) = picture_titles(best, name, &workload, &machine)?;
+        let picture = draw_step(&trace, &title, &subtitle, machine.hardware.memory());
+        std::fs::write(path, picture)
+            .map_err(|e| UsageError::new(format!("can't write {}: {e}", path.display())))?;
     }
     print_plans(&found, name, &workload, &machine, global)?;
     Ok(ExitCode::SUCCESS)

@@ -61,6 +61,25 @@ pub fn print_plans(
     output::print(&out)
 }
 
+/// The lines above the picture of a step.
+pub fn picture_titles(
+    p: &LayoutPlan,
+    name: &str,
+    workload: &Workload,
+    machine: &Machine,
+) -> Result<(String, String)> {
+    let (r, seconds) = (Rates::of(p, workload, machine)?, p.time.total);
+    let title = format!("{name} on {} x {}: one step of {seconds:.3} s", machine.gpus, machine.hardware.name);
+    let subtitle = format!(
+        "{}; {} micro-batches; {} tokens/s a GPU, MFU {:.1} % of the bf16 peak",
+        layout_text(p, machine.gpus),
+        workload.micro_batches(&p.candidate),
+        format::thousands((r.tokens / machine.gpus as f64).round() as u64),
+        100.0 * r.mfu
+    );
+    Ok((title, subtitle))
+}
+
 /// tp=4 pp=8 vp=5 dp=2, micro-batch 1, ZeRO-1, no recomputation
 fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
     let (c, l) = (&p.candidate, &p.candidate.layout);

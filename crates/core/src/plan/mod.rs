@@ -11,6 +11,8 @@ pub mod published;
 mod quick;
 mod search;
 mod step_time;
+mod step_trace;
+mod svg;
 
 pub use constraints::{Choice, Constraints};
 pub use hardware::{AttentionRates, GemmCurve, GemmDtype, Hardware, Machine};
@@ -20,6 +22,8 @@ pub use network::GroupSpan;
 pub use of_recipe::of_recipe;
 pub use search::{LayoutPlan, SearchResult, search};
 pub use step_time::{Candidate, StepTime, Workload};
+pub use step_trace::{MemoryPoint, RankTrace, StepTrace, TracedOp};
+pub use svg::draw_step;
 
 use ferrotron_engine::Recompute;
 

@@ -113,16 +113,8 @@ impl Workload {
         shape: &StepShape,
         kinds: &LayerKinds,
     ) -> Result<StepTime> {
-        let (pp, vp) = (c.layout.pp, c.layout.vp);
-        let placement = PipelineLayout { vp, layout: None }.place(&self.recipe.model, pp)?;
         let micro_batches = self.micro_batches(c);
-        let chunks: Vec<Vec<LayerKindCost>> = (0..pp)
-            .map(|rank| {
-                let of =
-                    |chunk| placement.at(rank, chunk).map_or_else(LayerKindCost::default, |s| kinds.stage(s));
-                (0..placement.vp()).map(of).collect()
-            })
-            .collect();
+        let chunks = self.chunk_costs(c, kinds)?;
         let busy = |rank: &Vec<LayerKindCost>| {
             rank.iter().fold(Seconds::default(), |sum, k| sum + k.time.total()) * micro_batches as f64
         };
@@ -164,6 +156,16 @@ impl Workload {
         Ok(stall + state / rate)
     }
 
+    /// Costs of the chunks of every pipeline rank.
+    pub(super) fn chunk_costs(&self, c: &Candidate, kinds: &LayerKinds) -> Result<Vec<Vec<LayerKindCost>>> {
+        let (pp, vp) = (c.layout.pp, c.layout.vp);
+        let placement = PipelineLayout { vp, layout: None }.place(&self.recipe.model, pp)?;
+        let of = |rank, chunk| {
+            placement.at(rank, chunk).map_or_else(LayerKindCost::default, |stage| kinds.stage(stage))
+        };
+        Ok((0..pp).map(|rank| (0..placement.vp()).map(|chunk| of(rank, chunk)).collect()).collect())
+    }
+
     /// Seconds until the last pipeline rank has ended its passes.
     fn makespan(
         &self,
@@ -173,11 +175,23 @@ impl Workload {
         chunks: &[Vec<LayerKindCost>],
         micro_batches: usize,
     ) -> Result<f64> {
-        let (pp, vp) = (chunks.len(), chunks.first().map_or(1, Vec::len));
-        if pp == 1 {
+        if chunks.len() == 1 {
             let each: f64 = chunks.iter().flatten().map(|k| k.time.total().total()).sum();
             return Ok(each * micro_batches as f64);
         }
+        Ok(self.timeline(hw, c, shape, chunks)?.makespan())
+    }
+
+    /// The pipeline schedule in time.
+    pub(super) fn timeline(
+        &self,
+        hw: &Hardware,
+        c: &Candidate,
+        shape: &StepShape,
+        chunks: &[Vec<LayerKindCost>],
+    ) -> Result<Timeline> {
+        let (pp, vp) = (chunks.len(), chunks.first().map_or(1, Vec::len));
+        let micro_batches = self.micro_batches(c);
         let schedule =
             PipelinePlan { kind: c.schedule, ..PipelinePlan::new(pp, vp, micro_batches) }.schedule()?;
         let span = GroupSpan::of(Group::Pp, &shape.ranks);
@@ -194,7 +208,7 @@ impl Workload {
             };
             seconds.max(1e-9)
         };
-        Ok(Timeline::with(&schedule, cost, message)?.makespan())
+        Timeline::with(&schedule, cost, message)
     }
 
     /// Seconds after or beside the passes of a stage: exposed data-parallel communication and the optimizer.
@@ -211,7 +225,7 @@ impl Workload {
     }
 
     /// Seconds of the optimizer on a rank: its update of the rank's shard, and quantization of the weights that its GEMMs read.
-    fn update_seconds(
+    pub(super) fn update_seconds(
         &self,
         hw: &Hardware,
         replicas: &Replicas,
@@ -225,7 +239,7 @@ impl Workload {
     }
 
     /// Seconds of data-parallel communication that a stage's passes do not hide.
-    fn exposed_dp(
+    pub(super) fn exposed_dp(
         &self,
         hw: &Hardware,
         replicas: &Replicas,
@@ -275,7 +289,7 @@ pub(super) struct Replicas {
 }
 
 impl Replicas {
-    fn of(shape: &StepShape) -> Replicas {
+    pub(super) fn of(shape: &StepShape) -> Replicas {
         let element = shape.dtype.size() as f64;
         Replicas { ranks: shape.ranks.clone(), zero: shape.zero_stage(), element }
     }
