@@ -207,3 +207,19 @@ fn dry_run_of_a_job_checks_its_ranks() {
     assert_eq!(out.status.code(), Some(1), "{text}");
     assert!(text.contains("problem: memory: 8 ranks do not fit; rank 0"), "{text}");
 }
+
+/// `--plan` replaces the recipe's layout by the fastest, but for what is set.
+#[test]
+fn plans_are_taken_over() {
+    let job =
+        ["train", "llama-8b", "--plan", "--dry-run", "--gpus", "8xH100", "--set", "train.global_batch=64"];
+    let out = ferrotron(&job);
+    let (text, notes) = (String::from_utf8(out.stdout).unwrap(), String::from_utf8(out.stderr).unwrap());
+    assert!(out.status.success() && text.contains("\nok: "), "{text}{notes}");
+    assert!(notes.contains("plan: ") && notes.contains("the fastest of"), "{notes}");
+    let fixed = ok(&[&job[..], &["--set", "parallel.tp=2", "--set", "parallel.pp=2"]].concat());
+    assert!(fixed.contains("tp=2,pp=2"), "{fixed}");
+    // There is no GPU to plan for.
+    let e = fails(&["train", "--plan", "--device", "cpu"], 2);
+    assert!(e.contains("a layout for GPUs") && e.contains("--dry-run --gpus"), "{e}");
+}

@@ -29,7 +29,7 @@ fn llama_405b_on_1024_ranks_is_checked_in_a_minute_of_two_cores() {
     recipe.set("data.path=embedded").unwrap();
     let r = recipe.resolve(None).unwrap();
     let machine = Machine::parse("1024xH100").unwrap();
-    let report = dry_run(&r, machine.hardware.memory()).unwrap();
+    let report = dry_run(&r, &machine.hardware).unwrap();
     println!("{report:?}\n{:.1} CPU seconds, {} MiB", cpu_seconds(), peak_bytes() >> 20);
     assert_eq!(report.problems, Vec::<String>::new());
     assert_eq!((report.ranks, report.micro_batches), (1024, 384));

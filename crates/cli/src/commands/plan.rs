@@ -6,8 +6,8 @@ use crate::output::UsageError;
 use anyhow::Result;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, draw_step, published,
-    search,
+    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, draw_step, gpus_that_fit,
+    published, search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
 use std::path::PathBuf;
@@ -130,7 +130,7 @@ fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, Gem
 }
 
 /// The GPUs of this machine.
-fn this_machine() -> Result<Machine> {
+pub(super) fn this_machine() -> Result<Machine> {
     let all = gpus().unwrap_or_default();
     let Some(first) = all.first() else {
         return Err(UsageError::new("this machine has no GPU; name one, as in --gpus 8xH100").into());
@@ -180,7 +180,7 @@ fn varied(
 }
 
 /// One sentence with the nearest thing that works.
-fn nothing_fits(
+pub(super) fn nothing_fits(
     workload: &Workload,
     machine: &Machine,
     limits: &Constraints,
@@ -194,19 +194,13 @@ fn nothing_fits(
             format_bytes(b as usize)
         )
     });
-    let mut gpus = machine.gpus;
-    while gpus < machine.gpus.saturating_mul(1024) {
-        gpus *= 2;
-        let more = Machine { gpus, hardware: hw.clone() };
-        let workload = Workload { gpus, ..workload.clone() };
-        if search(&workload, &more, limits, 1).is_ok_and(|r| !r.plans.is_empty()) {
-            return format!(
-                "nothing fits in the {} of {} {}{needs}; {gpus} would do",
-                format_bytes(hw.memory()),
-                machine.gpus,
-                hw.name
-            );
-        }
+    if let Some(gpus) = gpus_that_fit(workload, machine, limits) {
+        return format!(
+            "nothing fits in the {} of {} {}{needs}; {gpus} would do",
+            format_bytes(hw.memory()),
+            machine.gpus,
+            hw.name
+        );
     }
     format!(
         "nothing fits in the {} of {} {}{needs}; take a smaller model or a shorter data.seq_len",

@@ -81,7 +81,7 @@ pub fn picture_titles(
 }
 
 /// tp=4 pp=8 vp=5 dp=2, micro-batch 1, ZeRO-1, no recomputation
-fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
+pub fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
     let (c, l) = (&p.candidate, &p.candidate.layout);
     let dp = gpus / (l.tp * l.cp * l.pp).max(1);
     let sizes = [("tp", l.tp), ("cp", l.cp), ("pp", l.pp), ("vp", l.vp), ("ep", l.ep), ("dp", dp)];

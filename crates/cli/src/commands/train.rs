@@ -1,5 +1,7 @@
 //! `train`: train a model from a recipe.
 
+mod planned;
+
 use crate::args::{Device, Global};
 use crate::format;
 use crate::log;
@@ -63,6 +65,7 @@ Examples:
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
   torchrun --no-python --nproc-per-node 8 ferrotron train my.toml
   ferrotron train my.toml --dry-run        print the resolved configuration, derived values, memory and communication
+  torchrun --no-python --nproc-per-node 8 ferrotron train llama-8b --plan --data corpus/text    the fastest layout for 8 GPUs
   ferrotron train llama-405b --dry-run --gpus 1024xH100    build and check every rank of the job, on this machine
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
@@ -110,6 +113,9 @@ pub struct Args {
     /// Print the resolved configuration and its costs, then exit; text is tokenized only where train.epochs needs that
     #[arg(long)]
     pub dry_run: bool,
+    /// Search the fastest layout that fits on the GPUs at hand (or of --gpus), as `plan` does, and use it; --set fixes its parts
+    #[arg(long, conflicts_with = "ranks")]
+    pub plan: bool,
     /// With --dry-run: build and check all ranks of a job on such GPUs (1024xH100), without a GPU and without tensors
     #[arg(long, value_name = "NxGPU", requires = "dry_run", conflicts_with = "ranks")]
     pub gpus: Option<String>,
@@ -133,6 +139,7 @@ impl Args {
             }
         }
         let ranks = match self.machine()? {
+            _ if self.plan => Some(planned::apply(&mut recipe, self, global)?),
             Some(machine) => Some(machine.gpus),
             None => global.world_size(self.ranks)?,
         };

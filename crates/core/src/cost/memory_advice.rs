@@ -5,6 +5,7 @@ use super::offload::USABLE_PERCENT;
 use super::{CostSummary, MemoryEstimate};
 use crate::config::{PipelineSchedule, Resolved, StateDtype};
 use crate::model::description::{ModelDescription, StepShape};
+use crate::plan::{self, Hardware, Machine};
 use crate::{Error, Result};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::data_parallel::HostShards;
@@ -89,24 +90,33 @@ impl MemoryEstimate {
         chunks.map(|s| s.layers.len()).min().unwrap_or(0) / 2
     }
 
-    /// What to change so that a step fits in `capacity` bytes, in one sentence.
-    pub fn advice(&self, capacity: usize) -> Result<String> {
+    /// The cheapest change of batch, recomputation and offloading with which a step fits in `capacity` bytes, as a clause.
+    pub fn cheapest_change(&self, capacity: usize) -> Result<Option<String>> {
         let usable = capacity / 100 * USABLE_PERCENT;
-        let needed = format_bytes(self.largest()?.total());
-        let needs = format!("this recipe needs about {needed} of {}", format_bytes(capacity));
         for (change, estimate) in self.changes() {
             let bytes = estimate.largest()?;
             if bytes.total() <= usable {
                 let set: Vec<String> = change.split(' ').map(|c| format!("--set {c}")).collect();
                 let (set, about) = (set.join(" "), format_bytes(bytes.total()));
                 let moved = estimate.moved_text(&bytes)?;
-                return Ok(format!("{needs}; the cheapest change that fits is {set} (about {about}{moved})"));
+                return Ok(Some(format!("the cheapest change that fits is {set} (about {about}{moved})")));
             }
         }
-        Ok(format!(
-            "{needs}, and no change of batch, recomputation or offloading makes it fit; use more devices (parallel.tp, \
-             parallel.pp) or a smaller model"
-        ))
+        Ok(None)
+    }
+
+    /// What to change so that a step fits in `capacity` bytes, in one sentence, where no plan can be made: on a CPU, or on a GPU
+    /// without a description.
+    pub(super) fn advice(&self, capacity: usize) -> Result<String> {
+        let needed = format_bytes(self.largest()?.total());
+        let needs = format!("this recipe needs about {needed} of {}", format_bytes(capacity));
+        Ok(match self.cheapest_change(capacity)? {
+            Some(change) => format!("{needs}; {change}"),
+            None => format!(
+                "{needs}, and no change of batch, recomputation or offloading makes it fit; use more devices (parallel.tp, \
+                 parallel.pp) or a smaller model"
+            ),
+        })
     }
 
     /// What offloading costs, at most: copies that computation does not hide.
@@ -151,17 +161,35 @@ pub fn check_fits(r: &Resolved, ranks: usize, memory: usize) -> Result<()> {
 }
 
 /// Adds to an out-of-memory error what to change; other errors pass unchanged.
-pub(crate) fn advise<T>(result: Result<T>, rank: &Rank, estimate: &MemoryEstimate) -> Result<T> {
+pub(crate) fn advise<T>(result: Result<T>, rank: &Rank, r: &Resolved) -> Result<T> {
     result.map_err(|error| match error {
         Error::Tensor(table @ TensorError::OutOfMemory { .. }) => {
-            let advice = rank.device().gpu().map(|gpu| estimate.advice(gpu.memory));
-            let advice = advice
-                .and_then(Result::ok)
+            let advice = advice_on(rank, r)
+                .ok()
+                .flatten()
                 .unwrap_or_else(|| "use a smaller train.micro_batch or a smaller model".into());
             Error::OutOfMemory { table, advice }
         }
         other => other,
     })
+}
+
+/// What to change in a recipe that does not fit on the GPUs of a running job: by plan, where the GPU has a description. Ranks
+/// that are threads share one GPU, for which there are no plans.
+fn advice_on(rank: &Rank, r: &Resolved) -> Result<Option<String>> {
+    let Some(gpu) = rank.device().gpu() else { return Ok(None) };
+    let gpus = rank.world.size();
+    let hardware = match gpus == 1 || rank.world.only_enqueues() {
+        true => Hardware::of_gpu(&gpu.name)?,
+        false => None,
+    };
+    Ok(Some(match hardware {
+        Some(hardware) => {
+            let memory_gib = gpu.memory as f64 / f64::from(1 << 30);
+            plan::advice(r, &Machine { gpus, hardware: Hardware { memory_gib, ..hardware } })?
+        }
+        None => MemoryEstimate::of(r)?.advice(gpu.memory)?,
+    }))
 }
 
 #[cfg(test)]

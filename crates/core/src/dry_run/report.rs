@@ -4,8 +4,9 @@ use super::build::{BuiltJob, build, micro_batches};
 use crate::Result;
 use crate::config::Resolved;
 use crate::cost::memory::MemoryBytes;
-use crate::cost::{CostSummary, MemoryEstimate, USABLE_PERCENT, with_state_offload};
+use crate::cost::{CostSummary, USABLE_PERCENT, with_state_offload};
 use crate::grid::Grid;
+use crate::plan::{self, Hardware, Machine};
 use ferrotron_tensor::format_bytes;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -65,9 +66,10 @@ pub struct RankMemory {
     pub allocated: usize,
 }
 
-/// Builds and checks all ranks of a recipe on GPUs of `capacity` bytes each. An error is one of the recipe; what is wrong with
+/// Builds and checks all ranks of a recipe on such GPUs. An error is one of the recipe; what is wrong with
 /// the job is in the report.
-pub fn dry_run(r: &Resolved, capacity: usize) -> Result<DryRunReport> {
+pub fn dry_run(r: &Resolved, gpu: &Hardware) -> Result<DryRunReport> {
+    let capacity = gpu.memory();
     let r = &*with_state_offload(r, Some(capacity))?;
     let grid = Grid::of(r.config.parallel.layout())?;
     let built = build(r)?;
@@ -76,7 +78,7 @@ pub fn dry_run(r: &Resolved, capacity: usize) -> Result<DryRunReport> {
     let usable = capacity / 100 * USABLE_PERCENT;
     let over: Vec<&RankMemory> = stages.iter().filter(|m| m.bytes.total() > usable).collect();
     if !over.is_empty() {
-        problems.push(too_large(r, &grid, &over, capacity)?);
+        problems.push(too_large(r, &grid, &over, gpu)?);
     }
     let largest = stages.into_iter().max_by_key(|m| (m.bytes.total(), std::cmp::Reverse(m.rank)));
     let empty = RankMemory { rank: 0, stage: 0, bytes: MemoryBytes::default(), allocated: 0 };
@@ -126,7 +128,7 @@ fn memory(r: &Resolved, grid: &Grid, built: &BuiltJob) -> Result<Vec<RankMemory>
 }
 
 /// The ranks that need too much, what they need it for, and the way out.
-fn too_large(r: &Resolved, grid: &Grid, over: &[&RankMemory], capacity: usize) -> Result<String> {
+fn too_large(r: &Resolved, grid: &Grid, over: &[&RankMemory], gpu: &Hardware) -> Result<String> {
     let each = grid.world() / r.config.parallel.pp.max(1);
     let Some(most) = over.iter().max_by_key(|m| m.bytes.total()) else { return Ok(String::new()) };
     let b = &most.bytes;
@@ -138,7 +140,7 @@ fn too_large(r: &Resolved, grid: &Grid, over: &[&RankMemory], capacity: usize) -
         ("workspace", b.workspace),
     ];
     let parts: Vec<String> = parts.iter().map(|(name, n)| format!("{name} {}", format_bytes(*n))).collect();
-    let advice = MemoryEstimate::of(r)?.advice(capacity)?;
+    let advice = plan::advice(r, &Machine { gpus: grid.world(), hardware: gpu.clone() })?;
     let ranks = over.len() * each;
     let (rank, stage) = (most.rank, most.stage);
     Ok(format!(

@@ -1,5 +1,6 @@
 //! Planning: what fits on a machine, how fast, and why, before anything runs.
 
+mod choose;
 mod constraints;
 pub mod hardware;
 mod kernel_time;
@@ -14,6 +15,7 @@ mod step_time;
 mod step_trace;
 mod svg;
 
+pub use choose::{advice, gpus_that_fit, workload_of};
 pub use constraints::{Choice, Constraints};
 pub use hardware::{AttentionRates, GemmCurve, GemmDtype, Hardware, Machine};
 pub use kernel_time::GemmShape;

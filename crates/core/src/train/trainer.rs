@@ -38,7 +38,8 @@ pub struct Trainer {
     pub(crate) optimizer: Optimizer,
     pub(super) runner: StepRunner,
     pub(super) hooks: StepHooks,
-    memory_estimate: MemoryEstimate,
+    /// What it was made of, for the advice of out-of-memory errors.
+    recipe: Resolved,
     /// Stream of copies to the host for checkpoints.
     pub(super) staging: Stream,
     /// When the copies of the last checkpoint are done, before which the optimizer must not change its state.
@@ -55,12 +56,10 @@ impl Trainer {
     /// Allocates the model and optimizer of a recipe and draws initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let r = &with_state_offload(r, rank.device().gpu().map(|gpu| gpu.memory))?;
-        let memory_estimate = MemoryEstimate::of(r)?;
-        let trainer = Trainer::allocate(rank.clone(), r, memory_estimate.clone());
-        advise(trainer, &rank, &memory_estimate)
+        advise(Trainer::allocate(rank.clone(), r), &rank, r)
     }
 
-    fn allocate(rank: Rank, r: &Resolved, memory_estimate: MemoryEstimate) -> Result<Trainer> {
+    fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         rank.device().set_host_budget(r.config.offload.host_budget.map(|bytes| bytes.0 as usize));
         let hooks = StepHooks::new(&rank, r)?;
@@ -81,7 +80,7 @@ impl Trainer {
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         initialise_magnitudes(&rank, &model, &optimizer)?;
-        let runner = StepRunner::new(&rank, r, &memory_estimate)?;
+        let runner = StepRunner::new(&rank, r, &MemoryEstimate::of(r)?)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
         Ok(Trainer {
@@ -90,7 +89,7 @@ impl Trainer {
             optimizer,
             runner,
             hooks,
-            memory_estimate,
+            recipe: r.clone(),
             staging,
             staged: None,
             record: None,

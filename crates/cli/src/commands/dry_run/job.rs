@@ -20,7 +20,7 @@ pub fn run(mut recipe: Recipe, machine: &Machine, global: &Global) -> Result<Exi
         recipe.set("data.path=embedded")?;
     }
     let (resolved, _) = resolve_dry(&mut recipe, &|_, _, _| {})?;
-    let report = dry_run(&resolved, machine.hardware.memory())?;
+    let report = dry_run(&resolved, &machine.hardware)?;
     match global.json {
         true => output::print_json(&serde_json::json!({
             "recipe": recipe.name,

@@ -98,7 +98,7 @@ impl Trainer {
     pub(in crate::train) fn begin_step_on(&mut self, batch: HostBatch) -> Result<InFlightStep> {
         self.begin_gemm_choices();
         let step = self.launch_step(batch.0);
-        advise(step, &self.rank, &self.memory_estimate)
+        advise(step, &self.rank, &self.recipe)
     }
 
     fn launch_step(&mut self, mut batch: GlobalBatch) -> Result<InFlightStep> {
