@@ -103,7 +103,7 @@ pub fn measure_gpu(rank: &Rank, progress: &mut dyn FnMut(&str)) -> Result<GpuMea
         let quantized = k.starts_with("fp8.gemm.") || k.starts_with("fp8.experts.");
         gemm || (fp8 && quantized) || MEMORY.contains(&k)
     };
-    // Bytes of memory-bound kernels, and what they would take at the speed of a copy of as many.
+    // Seconds of memory-bound kernels, and of copies of as many bytes.
     let (mut gemms, mut seconds, mut copied) = (Vec::new(), 0.0, 0.0);
     for name in MODELS {
         let r = of_model(name, &[])?;
@@ -116,14 +116,14 @@ pub fn measure_gpu(rank: &Rank, progress: &mut dyn FnMut(&str)) -> Result<GpuMea
                 }
                 (None, KernelWork::Bytes(_)) => {
                     seconds += k.seconds;
-                    copied += k.seconds * k.share();
+                    // Faster than a copy is what finds its data in the L2 cache, as it does in no step.
+                    copied += k.seconds * k.share().min(1.0);
                 }
                 _ => {}
             }
         }
     }
     progress("memory and launches");
-    // A kernel that is repeated finds some of its data in the L2 cache, as the copy beside it does; a step has none of that.
     let memory_gb_s = memory_ceiling(rank, MEMORY_BYTES)? * copied / seconds;
     let kernel_us = launch_us(rank)?;
     progress("the link to the host");

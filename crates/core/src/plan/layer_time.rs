@@ -267,7 +267,7 @@ impl MovedBytes {
             }
             if name == "head" || name == "embed.tokens" {
                 // The loss reads the logits twice and writes their gradient.
-                add(3.0 * g.m as f64 * g.n as f64 * size, 0.0, 3.0, false);
+                add(3.0 * g.m as f64 * g.n as f64 * size, 0.0, 3.0, g.recomputed);
             }
             if g.fp8 {
                 let trained = layer.gemms.iter().any(|w| w.gemm == LinearGemm::Wgrad && w.names == g.names);

@@ -77,7 +77,9 @@ impl Workload {
             PipelineLayout { vp: c.layout.vp, layout: None }.place(&self.recipe.model, c.layout.pp)?;
         let stages: Vec<Stage> =
             (0..placement.vp()).filter_map(|chunk| placement.at(stage, chunk).cloned()).collect();
-        let base = StepShape::of_ranks(&self.recipe, ranks, stages);
+        let mut base = StepShape::of_ranks(&self.recipe, ranks, stages);
+        let tokens = c.micro_batch * self.recipe.plan.seq_len / c.layout.cp.max(1);
+        base.options.loss.chunk = self.recipe.loss_chunk_with(tokens, c.layout.tp);
         Ok(StepShape {
             micro_batch: Layout::Rows { count: c.micro_batch, len: self.recipe.plan.seq_len },
             micro_batches: self.micro_batches(c),

@@ -38,7 +38,7 @@ pub(super) struct LayerBuilder<'a> {
     pub(super) shape: &'a StepShape,
     params: &'a HashMap<&'a str, &'a ParamSpec>,
     pub(super) rows: Rows,
-    layer: LayerDescription,
+    pub(super) layer: LayerDescription,
     /// The part of the layer that is being described, and whether backward recomputes it.
     block: Block,
     pub(super) recomputed: bool,

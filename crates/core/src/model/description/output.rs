@@ -2,9 +2,10 @@
 
 use super::layer::{Input, LayerBuilder};
 use super::shape::Group;
-use super::{Block, LayerDescription};
+use super::{Block, Gemm, LayerDescription};
 use crate::model::config::Positions;
 use ferrotron_comm::OpKind;
+use ferrotron_engine::quant::LinearGemm;
 use ferrotron_tensor::DType;
 
 impl LayerBuilder<'_> {
@@ -66,6 +67,8 @@ impl LayerBuilder<'_> {
                 let trained = self.weight(module).is_none_or(|spec| !spec.group.frozen);
                 if !self.detached && trained {
                     self.backward(Group::Tp, OpKind::AllGather, statistics);
+                    let of_head = |g: &&mut Gemm| g.gemm == LinearGemm::Fprop && g.names[0] == module;
+                    self.layer.gemms.iter_mut().filter(of_head).for_each(|g| g.recomputed = true);
                 }
             }
         }
