@@ -1,13 +1,14 @@
 //! Memory of a training step, on the pipeline stage that needs most.
 //!
 //! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are
-//! the saved tensors of the micro-batches in flight. The workspace is the recomputed tensors of one layer and a few rows
-//! in transit. Muon's updates are computed after the activations are freed.
+//! the saved tensors of the micro-batches in flight. The workspace is what the moment that needs most computes beside
+//! them (`pass_peak.rs`). Muon's updates are computed after the activations are freed.
 
 use super::offload::OffloadSettings;
+use super::pass_peak::{Moment, PassMoments};
 use crate::Result;
 use crate::config::{MasterDtype, OptimizerCompute, PipelineSchedule, Resolved, StateDtype};
-use crate::model::description::{Lifetime, ModelDescription, StepShape};
+use crate::model::description::{ModelDescription, StepShape};
 use crate::optimizer::{UpdateRule, buckets_on_host, muon_workspace_bytes, staged_bytes, streamed_bytes};
 use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement};
 use ferrotron_engine::{GroupRank, ParamId, ParamSpec};
@@ -36,9 +37,10 @@ pub struct MemoryBytes {
     pub gradients: usize,
     /// Master weights and moments.
     pub optimizer: usize,
-    /// Tensors saved for backward, of the micro-batches in flight at the peak: the loss is computed and backward begins.
+    /// Tensors saved for backward, of the micro-batches in flight when the loss is computed.
     pub activations: usize,
-    /// What one layer computes and frees again: recomputed tensors, and inputs, outputs and gradients in transit.
+    /// What the loss or the backward of one layer needs beyond that, whichever is more: recomputed tensors and gradients of
+    /// activations, less what is freed by then; and FP8 copies of weights.
     pub workspace: usize,
     /// What the optimizer's step computes and frees again: updates of Muon and the stacks of its Newton–Schulz iterations.
     /// Activations are freed before.
@@ -184,20 +186,32 @@ impl MemoryEstimate {
             out.host += staged_bytes(longest);
         }
         out.update = muon_update(shape, &description.params, &plan)?;
-        let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
-        let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
-        let ((held, chunks), rows) = (self.in_flight(shape), shape.rows()?);
-        out.activations = stored * held / chunks;
+        self.passes(shape, &description, &mut out)?;
+        Ok(out)
+    }
+
+    /// Activations and workspace at the moment of the passes that needs most.
+    fn passes(&self, shape: &StepShape, model: &ModelDescription, out: &mut MemoryBytes) -> Result<()> {
+        let (moments, (held, chunks)) = (PassMoments::new(shape, model)?, self.in_flight(shape));
+        let [layers, output] = moments.stored();
+        // The backward of a micro-batch follows its loss at once, so that one alone holds logits.
+        let stored = layers * held / chunks + output;
         // Of passes that wait for their backward everything that moves is away; the one that runs holds more.
-        let offloaded = self.offload.activations(shape, &description);
+        let offloaded = self.offload.activations(shape, model);
         let vp = shape.stages.len().max(1);
         let waiting = (offloaded.moved * held / chunks).saturating_sub(offloaded.moved / vp);
-        out.activations -= waiting + offloaded.reduction / vp;
+        let stored = stored.saturating_sub(waiting + offloaded.reduction / vp);
         out.host += offloaded.moved * held / chunks;
-        // The residual stream, its gradient, and input and output of a block.
-        let transit = 4 * rows.local * shape.model.hidden * shape.dtype.size();
-        out.workspace = recomputed.unwrap_or(0) + transit + fp8_logits(shape, &description, rows.all);
-        Ok(out)
+        // What a moment needs beyond everything saved.
+        let beyond = |m: Moment| {
+            // Layers behind the one that runs make room for those that are copied back.
+            let freed = if offloaded.moved > 0 { m.freed.min(output) } else { m.freed };
+            m.workspace.saturating_sub(freed)
+        };
+        let most = moments.loss().into_iter().chain(moments.layers()).map(beyond).max();
+        out.activations = stored;
+        out.workspace = most.unwrap_or(0) + moments.fp8_weights();
+        Ok(())
     }
 
     /// Micro-batches whose activations a rank holds at most, as a fraction: chunk passes over model chunks.
@@ -291,18 +305,6 @@ fn muon_update(shape: &StepShape, params: &[ParamSpec], plan: &BucketPlan) -> Re
         }
     }
     Ok(most)
-}
-
-/// FP8 copies of the logits' gradient, for dgrad and wgrad of an FP8 LM head.
-fn fp8_logits(shape: &StepShape, description: &ModelDescription, rows: usize) -> usize {
-    if !shape.stages.iter().any(|s| s.loss) {
-        return 0;
-    }
-    let name = if shape.model.tied { "embed.tokens" } else { "head.weight" };
-    let head = description.params.iter().find(|p| p.parts.first().is_some_and(|part| part.name == name));
-    let Some((vocab, quant)) = head.and_then(|p| p.quant.map(|q| (p.shape[0], q))) else { return 0 };
-    let size = if quant.recipe.emulated() { shape.dtype.size() } else { 1 };
-    2 * size * rows * vocab
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ pub mod flops;
 pub mod memory;
 mod memory_advice;
 mod offload;
+mod pass_peak;
 pub mod roofline;
 mod step;
 pub mod summary;
