@@ -2,8 +2,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
 use ferrotron_core::config::Recipe;
+use ferrotron_core::grid::{ModelSizes, RankLayout};
+use ferrotron_core::pipeline::ScheduleKind;
 use ferrotron_core::plan::published::{Comparison, compare_all, read_rows};
-use ferrotron_core::plan::{Constraints, GemmDtype, Machine, SearchResult, Workload, draw_step, search};
+use ferrotron_core::plan::{
+    Candidate, Constraints, GemmDtype, Machine, SearchResult, Workload, draw_step, recompute_sets, search,
+};
 
 const ROWS: &str = include_str!("../../../tests/data/published-rows.csv");
 
@@ -61,7 +65,7 @@ fn the_best_plan_is_no_slower_than_any_other() {
 #[test]
 fn the_parts_of_a_step_add_up() {
     let w = workload("llama-70b", &["train.global_batch=256"], 64);
-    let p = &plans(&w, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1", 1).plans[0];
+    let p = &plans(&w, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1,schedule=1f1b", 1).plans[0];
     let t = &p.time;
     let sum = t.passes.total() + t.bubble + t.dp + t.optimizer + t.offload;
     assert!((sum / t.total - 1.0).abs() < 1e-9, "{t:?}");
@@ -128,9 +132,9 @@ fn pictures_show_the_step_of_the_plan() {
     let moe = workload("deepseek-v3", &["train.global_batch=8192", "data.seq_len=4096"], 1024);
     let small = workload("llama-8b", &["train.global_batch=128"], 8);
     for (w, machine, layout) in [
-        (&dense, "64xH100", "tp=4,pp=8,vp=1,micro_batch=1"),
-        (&dense, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1"),
-        (&moe, "1024xH100", "tp=2,pp=16,vp=2,ep=64,micro_batch=1"),
+        (&dense, "64xH100", "tp=4,pp=8,vp=1,micro_batch=1,schedule=1f1b"),
+        (&dense, "64xH100", "tp=4,pp=8,vp=5,micro_batch=1,schedule=1f1b"),
+        (&moe, "1024xH100", "tp=2,pp=16,vp=2,ep=64,micro_batch=1,schedule=1f1b"),
         (&small, "8xH100", "pp=1"),
     ] {
         let hw = Machine::parse(machine).unwrap().hardware;
@@ -170,5 +174,81 @@ fn pictures_show_the_step_of_the_plan() {
         assert!((right - 1384.0).abs() < 0.3, "{layout}: {right}");
         let cut = elements(&picture, "text").iter().any(|t| t.ends_with("are not drawn"));
         assert!(cut, "{layout}: a long step is cut, and says so");
+    }
+}
+
+/// Every candidate with cp = 1 and micro-batches of one sequence, in the order of its exact time.
+fn all_candidates(w: &Workload, machine: &Machine, chunks: &[usize]) -> Vec<(f64, Candidate)> {
+    let (model, batch) = (&w.recipe.model, w.recipe.config.train.global_batch);
+    let experts = model.moe.as_ref().map_or(1, |m| m.experts);
+    let range = |most: usize| 1..=most;
+    let mut out = Vec::new();
+    for (tp, pp) in range(w.gpus).flat_map(|tp| range(w.gpus).map(move |pp| (tp, pp))) {
+        for (ep, etp) in range(experts.min(w.gpus)).flat_map(|ep| [1, tp].map(move |etp| (ep, etp))) {
+            let divides = w.gpus.is_multiple_of(tp * pp) && w.gpus.is_multiple_of(etp * ep * pp);
+            if !divides || !experts.is_multiple_of(ep) || (experts == 1 && etp > 1) {
+                continue;
+            }
+            let dp = w.gpus / (tp * pp);
+            for vp in
+                chunks.iter().copied().filter(|v| if pp == 1 { *v == 1 } else { model.layers >= pp * v })
+            {
+                let layout = RankLayout { tp, pp, vp, ep, etp: Some(etp), ..RankLayout::default() };
+                let micro_batches = batch / dp;
+                let whole = batch.is_multiple_of(dp) && (vp == 1 || micro_batches.is_multiple_of(pp));
+                if !whole || layout.check_model(&ModelSizes::of(model)).is_err() {
+                    continue;
+                }
+                let zeros: &[usize] = if pp == 1 { &[1, 2, 3] } else { &[1, 2] };
+                for (zero, recompute) in zeros.iter().flat_map(|z| recompute_sets().map(|r| (*z, r))) {
+                    for schedule in [ScheduleKind::OneForwardOneBackward, ScheduleKind::ZeroBubble] {
+                        let layout = layout.clone();
+                        let c = Candidate {
+                            layout,
+                            zero,
+                            micro_batch: 1,
+                            recompute,
+                            schedule,
+                            dtype: GemmDtype::Bf16,
+                        };
+                        out.push((w.step_time(&machine.hardware, &c).unwrap().total, c));
+                    }
+                }
+            }
+        }
+    }
+    out.sort_by(|a, b| a.0.total_cmp(&b.0));
+    out
+}
+
+/// The search against all candidates, each timed exactly and held against the memory estimate.
+#[test]
+fn the_search_finds_what_brute_force_finds() {
+    for (preset, set, gpus, fixed, chunks) in [
+        (
+            "llama-8b",
+            &["train.global_batch=16", "data.seq_len=8192"][..],
+            4,
+            "cp=1,micro_batch=1",
+            &[1, 2, 3, 4, 8][..],
+        ),
+        (
+            "qwen3-30b-a3b",
+            &["train.global_batch=32", "data.seq_len=4096"],
+            8,
+            "cp=1,micro_batch=1,vp=1",
+            &[1],
+        ),
+    ] {
+        let w = workload(preset, set, gpus);
+        let machine = Machine::parse(&format!("{gpus}xH100")).unwrap();
+        let usable = machine.hardware.memory() / 100 * 95;
+        let all = all_candidates(&w, &machine, chunks);
+        let fits = |c: &Candidate| w.memory(c).unwrap().total() <= usable;
+        let best = all.iter().find(|(_, c)| fits(c)).unwrap();
+        let found = plans(&w, &format!("{gpus}xH100"), fixed, 3);
+        println!("{preset}: the best of {} takes {:.4} s", all.len(), best.0);
+        let plan = &found.plans[0];
+        assert!((plan.time.total / best.0 - 1.0).abs() < 1e-9, "{preset}: {plan:?}, brute force {best:?}");
     }
 }

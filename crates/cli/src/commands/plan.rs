@@ -17,8 +17,8 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 Search every legal layout of a recipe on a number of GPUs for the fastest that fits.
 
-Tensor, context, pipeline and expert parallelism, chunks per stage, ZeRO stage, micro-batch and recomputation are
-chosen together. Nothing runs: times come from a description of the GPU and its links, memory from the estimate that
+Tensor, context, pipeline and expert parallelism, tensor parallelism inside experts, chunks per stage, schedule, ZeRO stage,
+micro-batch and recomputation are chosen together. Nothing runs: times come from a description of the GPU and its links, memory from the estimate that
 training itself uses. No GPU is needed.";
 
 const AFTER: &str = "\
@@ -44,10 +44,11 @@ pub struct Args {
     /// Override a recipe key; can be repeated
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// Operands of GEMMs [default: as the recipe says]
-    #[arg(long, value_name = "DTYPE", value_parser = ["bf16", "fp8", "mxfp8", "nvfp4"])]
+    /// Operands of GEMMs; `any`: the fastest that the GPU has [default: as the recipe says]
+    #[arg(long, value_name = "DTYPE", value_parser = ["bf16", "fp8", "mxfp8", "nvfp4", "any"])]
     precision: Option<String>,
-    /// Fix parts of the layout, as in tp=4,pp=2,micro_batch=1; keys: tp, cp, pp, vp, ep, zero, micro_batch, recompute
+    /// Fix parts of the layout, as in tp=4,pp=2,micro_batch=1; keys: tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute,
+    /// schedule, precision
     #[arg(long, value_name = "LAYOUT", default_value = "")]
     layout: String,
     /// Print the best plan for every value of these keys, as in tp,pp
@@ -77,47 +78,79 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return Err(UsageError::new("plan takes a recipe and --gpus").into());
     };
     let machine = if gpus == "this" { this_machine()? } else { Machine::parse(gpus)? };
-    let (workload, dtype) = workload(name, &args, &machine)?;
-    let mut limits = Constraints::free(vec![dtype]);
+    let mut limits = Constraints::free(dtypes(name, &args, &machine)?);
     limits.fix(&args.layout)?;
+    let mut of_dtype = Vec::with_capacity(limits.dtypes.len());
+    for dtype in limits.dtypes.iter().copied() {
+        let limits = Constraints { dtypes: vec![dtype], ..limits.clone() };
+        of_dtype.push((workload(name, &args, &machine, dtype)?, limits));
+    }
+    let [(first, first_limits), ..] = &of_dtype[..] else {
+        return Err(UsageError::new("no precision to plan with").into());
+    };
     if !args.vary.is_empty() {
-        let rows = varied(&workload, &machine, &limits, &args.vary)?;
-        print_varied(&rows, &args.vary, &workload, &machine, global)?;
+        if of_dtype.len() > 1 {
+            return Err(UsageError::new("--vary takes one --precision, not any").into());
+        }
+        let rows = varied(first, &machine, first_limits, &args.vary)?;
+        print_varied(&rows, &args.vary, first, &machine, global)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let found = search(&workload, &machine, &limits, args.top + 1)?;
-    if found.plans.is_empty() {
-        return Err(UsageError::new(nothing_fits(&workload, &machine, &limits, &found)).into());
+    let mut found = SearchResult { considered: 0, plans: Vec::new(), least_memory: None };
+    for (workload, limits) in &of_dtype {
+        let one = search(workload, &machine, limits, args.top + 1)?;
+        found.considered += one.considered;
+        found.plans.extend(one.plans);
+        found.least_memory = [found.least_memory, one.least_memory].into_iter().flatten().reduce(f64::min);
     }
+    found.plans.sort_by(|a, b| a.time.total.total_cmp(&b.time.total));
+    found.plans.truncate(args.top + 1);
+    let Some(best) = found.plans.first() else {
+        return Err(UsageError::new(nothing_fits(first, &machine, first_limits, &found)).into());
+    };
+    let at = limits.dtypes.iter().position(|d| *d == best.candidate.dtype).unwrap_or(0);
+    let workload = of_dtype.get(at).map_or(first, |(w, _)| w);
     if let Some(path) = &args.svg {
-        let best = &found.plans[0];
         let trace = workload.trace(&machine.hardware, &best.candidate)?;
-        let (title, subtitle) = picture_titles(best, name, &workload, &machine)?;
+        let (title, subtitle) = picture_titles(best, name, workload, &machine)?;
         let picture = draw_step(&trace, &title, &subtitle, machine.hardware.memory());
         std::fs::write(path, picture)
             .map_err(|e| UsageError::new(format!("can't write {}: {e}", path.display())))?;
     }
-    print_plans(&found, name, &workload, &machine, global)?;
+    print_plans(&found, name, workload, &machine, global)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// The recipe as the planner takes it, and the operands of its GEMMs.
-fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, GemmDtype)> {
+/// Operands of GEMMs to choose from.
+fn dtypes(name: &str, args: &Args, machine: &Machine) -> Result<Vec<GemmDtype>> {
+    let mut recipe = Recipe::open(name)?;
+    recipe.set_all(&args.set)?;
+    let hw = &machine.hardware;
+    let dtype = match args.precision.as_deref() {
+        Some("any") => {
+            // Experts have bf16 and FP8 GEMMs.
+            let moe = workload(name, args, machine, GemmDtype::Bf16)?.recipe.model.moe.is_some();
+            let known = |d: &GemmDtype| hw.curve(*d).is_some() && (!moe || *d <= GemmDtype::Fp8);
+            return Ok(GemmDtype::ALL.into_iter().filter(known).collect());
+        }
+        asked => GemmDtype::ALL
+            .into_iter()
+            .find(|d| Some(d.name()) == asked)
+            .unwrap_or_else(|| GemmDtype::of(recipe.config.precision.recipe)),
+    };
+    Ok(vec![dtype])
+}
+
+/// The recipe as the planner takes it, with GEMMs of `dtype`.
+fn workload(name: &str, args: &Args, machine: &Machine, dtype: GemmDtype) -> Result<Workload> {
     let mut recipe = Recipe::open(name)?;
     recipe.set_all(&args.set)?;
     // A plan needs no data.
     if !recipe.is_set("data.path") {
         recipe.set("data.path=embedded")?;
     }
-    let dtype = match args.precision.as_deref() {
-        Some("bf16") => GemmDtype::Bf16,
-        Some("fp8") => GemmDtype::Fp8,
-        Some("mxfp8") => GemmDtype::Mxfp8,
-        Some("nvfp4") => GemmDtype::Nvfp4,
-        _ => GemmDtype::of(recipe.config.precision.recipe),
-    };
     if machine.hardware.curve(dtype).is_none() {
-        let (name, dtype) = (&machine.hardware.name, format!("{dtype:?}").to_uppercase());
+        let (name, dtype) = (&machine.hardware.name, dtype.name().to_uppercase());
         return Err(
             UsageError::new(format!("{name} has no {dtype} GEMMs; take --precision bf16 or fp8")).into()
         );
@@ -126,7 +159,7 @@ fn workload(name: &str, args: &Args, machine: &Machine) -> Result<(Workload, Gem
     let quantized = if dtype == GemmDtype::Bf16 { "none" } else { "fp8-current" };
     recipe.set(&format!("precision.recipe={quantized}"))?;
     let recipe = recipe.resolve(None)?;
-    Ok((Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0, overlap_param_gather: true }, dtype))
+    Ok(Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0, overlap_param_gather: true })
 }
 
 /// The GPUs of this machine.

@@ -3,6 +3,7 @@
 use crate::args::Global;
 use crate::{format, output};
 use anyhow::Result;
+use ferrotron_core::pipeline::ScheduleKind;
 use ferrotron_core::plan::published::Comparison;
 use ferrotron_core::plan::{
     GemmDtype, LayoutPlan, Machine, SearchResult, StepTime, Workload, recompute_sets,
@@ -84,14 +85,23 @@ pub fn picture_titles(
 pub fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
     let (c, l) = (&p.candidate, &p.candidate.layout);
     let dp = gpus / (l.tp * l.cp * l.pp).max(1);
-    let sizes = [("tp", l.tp), ("cp", l.cp), ("pp", l.pp), ("vp", l.vp), ("ep", l.ep), ("dp", dp)];
+    let sizes =
+        [("tp", l.tp), ("cp", l.cp), ("pp", l.pp), ("vp", l.vp), ("ep", l.ep), ("etp", l.etp()), ("dp", dp)];
     let mut sizes: Vec<String> =
         sizes.iter().filter(|(_, n)| *n > 1).map(|(name, n)| format!("{name}={n}")).collect();
     if sizes.is_empty() {
         sizes.push("one rank".into());
     }
     let zero = if dp * l.cp > 1 { format!(", ZeRO-{}", c.zero) } else { String::new() };
-    format!("{}, micro-batch {}{zero}, {}", sizes.join(" "), c.micro_batch, recomputed(p))
+    let schedule = if c.schedule == ScheduleKind::ZeroBubble { ", zero-bubble" } else { "" };
+    let precision = if c.dtype == GemmDtype::Bf16 { "" } else { c.dtype.name() };
+    let comma = if precision.is_empty() { "" } else { ", " };
+    format!(
+        "{}, micro-batch {}{zero}{schedule}, {}{comma}{precision}",
+        sizes.join(" "),
+        c.micro_batch,
+        recomputed(p)
+    )
 }
 
 fn recomputed(p: &LayoutPlan) -> &'static str {
@@ -127,8 +137,12 @@ fn keys(p: &LayoutPlan, gpus: usize) -> String {
     .filter(|(_, n)| *n > 1)
     .map(|(key, n)| format!("--set {key}={n}"))
     .collect();
-    if l.ep > 1 && l.tp > 1 {
-        out.push("--set parallel.etp=1".into());
+    // By default etp is tp, which matters to MoE models alone.
+    if l.etp() != l.tp && (l.ep > 1 || l.etp() > 1) {
+        out.push(format!("--set parallel.etp={}", l.etp()));
+    }
+    if c.schedule == ScheduleKind::ZeroBubble {
+        out.push("--set parallel.schedule=zero-bubble".into());
     }
     if dp * l.cp > 1 {
         out.push(format!("--set parallel.zero={}", c.zero));
@@ -225,16 +239,24 @@ fn memory(p: &LayoutPlan, machine: &Machine) -> String {
     format!("memory of the rank that needs most\n{}", output::table(&rows))
 }
 
-/// The part in which a plan loses most against the best.
+/// The part in which a plan loses most against the best, and the one in which it gains most, if that makes up for much of it.
 fn why(t: &StepTime, best: &StepTime) -> String {
-    let (mine, theirs) = (parts(t), parts(best));
-    let most = mine.iter().zip(&theirs).max_by(|(a, b), (c, d)| (a.1 - b.1).total_cmp(&(c.1 - d.1)));
-    match most {
-        Some(((name, a), (_, b))) if a > b => {
-            format!("{name}: {:+.1} % of the step", 100.0 * (a - b) / best.total)
-        }
-        _ => "as fast".into(),
+    let mut more: Vec<(&str, f64)> =
+        parts(t).iter().zip(&parts(best)).map(|((name, a), (_, b))| (*name, a - b)).collect();
+    more.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let (Some((lost, most)), Some((won, least))) = (more.first(), more.last()) else { return String::new() };
+    if *most <= 0.0 {
+        return "as fast".into();
     }
+    let gain = match -least > 0.5 * most {
+        true => format!(", {won} {} less", short_seconds(-least)),
+        false => String::new(),
+    };
+    format!("{lost} {} more{gain}", short_seconds(*most))
+}
+
+fn short_seconds(s: f64) -> String {
+    if s < 1.0 { format!("{:.1} ms", s * 1e3) } else { format!("{s:.2} s") }
 }
 
 fn as_json(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Value> {
@@ -247,6 +269,7 @@ fn as_json(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Val
         "micro_batch": c.micro_batch,
         "recompute": recomputed(p),
         "precision": c.dtype,
+        "schedule": if c.schedule == ScheduleKind::ZeroBubble { "zero-bubble" } else { "1f1b" },
         "seconds": p.time,
         "memory": p.memory,
         "memory_total": p.memory.total(),

@@ -217,7 +217,11 @@ impl MemoryEstimate {
     /// Micro-batches whose activations a rank holds at most, as a fraction: chunk passes over model chunks.
     fn in_flight(&self, shape: &StepShape) -> (usize, usize) {
         let (pp, vp) = (shape.ranks.pp, shape.stages.len().max(1));
-        let behind = pp.size - pp.rank;
+        // Deferred weight gradients hold as much on every rank as the first one has in flight.
+        let behind = match self.schedule {
+            PipelineSchedule::ZeroBubble => pp.size,
+            _ => pp.size - pp.rank,
+        };
         let passes = match vp {
             1 => behind.min(shape.micro_batches),
             _ => (2 * (behind - 1) + (vp - 1) * pp.size + 1).min(shape.micro_batches * vp),

@@ -5,9 +5,9 @@ use super::op::ScheduleStep;
 use super::{
     check::check,
     deadlock::Matching,
-    op::{Schedule, ScheduleShape},
+    op::{PipelineOp, Schedule, ScheduleShape},
     p2p,
-    timeline::Costs,
+    timeline::{Costs, Timeline},
     zero_bubble,
 };
 use crate::{Error, Result};
@@ -95,6 +95,20 @@ impl PipelinePlan {
         let schedule = Schedule { shape, ranks };
         check(&schedule, matching)?;
         Ok(schedule)
+    }
+
+    /// The order of computations in time, of which `cost` gives the seconds by rank, with messages of `message` seconds between stages.
+    /// Transfers are neither planned nor checked.
+    pub fn timeline(&self, cost: impl Fn(usize, PipelineOp) -> f64, message: f64) -> Result<Timeline> {
+        self.check_sizes()?;
+        let mut ops = self.orders()?;
+        if self.kind == ScheduleKind::ZeroBubble {
+            ops = zero_bubble::split(self, &ops)?;
+        }
+        let (pp, vp, micro_batches) = (self.pp, self.vp, self.micro_batches);
+        let shape =
+            ScheduleShape { pp, vp, micro_batches, forward_only: self.kind == ScheduleKind::ForwardOnly };
+        Timeline::of_ops(shape, &ops, cost, message)
     }
 
     fn check_sizes(&self) -> Result<()> {

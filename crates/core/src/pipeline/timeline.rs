@@ -130,18 +130,17 @@ impl Timeline {
         Timeline::place(shape, ops, |_, op| costs.of(op.kind), 0.0, unit)
     }
 
-    /// The time of a schedule's operations, of which `cost` gives the seconds by rank, with messages of `message` seconds
-    /// between stages.
-    pub fn with(
-        schedule: &Schedule,
+    /// The time of ordered operations, of which `cost` gives the seconds by rank, with messages of `message` seconds between
+    /// stages.
+    pub(super) fn of_ops(
+        shape: ScheduleShape,
+        ops: &[Vec<PipelineOp>],
         cost: impl Fn(usize, PipelineOp) -> f64,
         message: f64,
     ) -> Result<Timeline> {
-        let ops: Vec<Vec<PipelineOp>> =
-            (0..schedule.ranks.len()).map(|r| schedule.ops(r).collect()).collect();
         let all = ops.iter().enumerate().flat_map(|(rank, ops)| ops.iter().map(move |op| (rank, *op)));
         let unit = all.map(|(rank, op)| cost(rank, op)).fold(f64::INFINITY, f64::min);
-        Timeline::place(schedule.shape, &ops, cost, message, unit)
+        Timeline::place(shape, ops, cost, message, unit)
     }
 
     fn place(

@@ -1,6 +1,7 @@
 //! What a user fixes of a layout: `tp=4,pp=2,micro_batch=1`.
 
 use super::hardware::GemmDtype;
+use crate::pipeline::ScheduleKind;
 use crate::{Error, Result};
 use ferrotron_engine::Recompute;
 
@@ -28,12 +29,16 @@ pub struct Constraints {
     pub vp: Choice,
     /// Expert parallel.
     pub ep: Choice,
+    /// Tensor parallel inside an expert.
+    pub etp: Choice,
     /// ZeRO stage.
     pub zero: Choice,
     /// Sequences of a micro-batch.
     pub micro_batch: Choice,
     /// Recomputation.
     pub recompute: Option<Recompute>,
+    /// The pipeline schedule.
+    pub schedule: Option<ScheduleKind>,
     /// Dtypes of quantized GEMMs to choose from.
     pub dtypes: Vec<GemmDtype>,
 }
@@ -48,9 +53,11 @@ impl Constraints {
             pp: free,
             vp: free,
             ep: free,
+            etp: free,
             zero: free,
             micro_batch: free,
             recompute: None,
+            schedule: None,
             dtypes,
         }
     }
@@ -68,6 +75,19 @@ impl Constraints {
                 self.recompute = Some(super::recompute_sets()[at]);
                 continue;
             }
+            if key == "schedule" {
+                self.schedule = Some(match value {
+                    "1f1b" => ScheduleKind::OneForwardOneBackward,
+                    "zero-bubble" => ScheduleKind::ZeroBubble,
+                    _ => return Err(wrong("schedule is 1f1b or zero-bubble")),
+                });
+                continue;
+            }
+            if key == "precision" {
+                let named = GemmDtype::ALL.into_iter().find(|d| d.name() == value);
+                self.dtypes = vec![named.ok_or_else(|| wrong("precision is bf16, fp8, mxfp8 or nvfp4"))?];
+                continue;
+            }
             let number = value.parse::<usize>().ok().filter(|n| (1..=1 << 20).contains(n));
             let number = match (key, value) {
                 ("zero", "0") => Some(0),
@@ -80,6 +100,7 @@ impl Constraints {
                 "pp" => &mut self.pp,
                 "vp" => &mut self.vp,
                 "ep" => &mut self.ep,
+                "etp" => &mut self.etp,
                 "zero" if number <= 3 => &mut self.zero,
                 "zero" => return Err(wrong("ZeRO stages are 0 to 3")),
                 "micro_batch" | "mbs" => &mut self.micro_batch,
@@ -88,7 +109,11 @@ impl Constraints {
                         "dp follows from the number of GPUs and the other sizes; leave it out",
                     ));
                 }
-                _ => return Err(wrong("the keys are tp, cp, pp, vp, ep, zero, micro_batch and recompute")),
+                _ => {
+                    return Err(wrong(
+                        "the keys are tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute, schedule and precision",
+                    ));
+                }
             };
             *slot = Choice(Some(number));
         }
@@ -109,6 +134,11 @@ mod tests {
             (Some(4), Some(2), Some(1), Some(0), None)
         );
         assert!(c.recompute.is_some_and(|r| r.layer));
+        c.fix("etp=2,schedule=zero-bubble,precision=fp8").unwrap();
+        assert_eq!(
+            (c.etp.0, c.schedule, c.dtypes.clone()),
+            (Some(2), Some(ScheduleKind::ZeroBubble), vec![GemmDtype::Fp8])
+        );
         for (text, part) in [
             ("tp", "key=value"),
             ("tp=0", "at least 1"),
@@ -116,6 +146,8 @@ mod tests {
             ("dp=2", "leave it out"),
             ("ap=2", "the keys are"),
             ("recompute=some", "one of none"),
+            ("schedule=gpipe", "1f1b or zero-bubble"),
+            ("precision=fp7", "bf16, fp8"),
         ] {
             let e = c.fix(text).unwrap_err().to_string();
             assert!(e.contains(part), "{text}: {e}");

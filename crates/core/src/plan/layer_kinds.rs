@@ -40,19 +40,40 @@ pub(super) struct LayerKinds {
 impl LayerKinds {
     /// Costs of the layers of `shape`'s model; its stages do not matter.
     pub(super) fn of(hw: &Hardware, shape: &StepShape, dtype: GemmDtype) -> Result<LayerKinds> {
-        let (model, of_layer) = reduced(&shape.model);
-        let (layers, depth) = (model.layers, model.mtp_depth());
-        let stage = Stage { embedding: true, layers: 0..layers, mtp: 0..depth, loss: true };
-        let shape = StepShape { model, stages: vec![stage], ..shape.clone() };
-        let description = ModelDescription::new(&shape)?;
-        let mut out = LayerKinds {
-            of_layer,
-            kinds: vec![LayerKindCost::default(); layers],
-            embedding: LayerKindCost::default(),
-            output: LayerKindCost::default(),
-            mtp: LayerKindCost::default(),
-        };
-        for layer in &description.layers {
+        LayerKinds::of_params(hw, shape, dtype, &LayerKinds::params(shape)?)
+    }
+
+    /// The parameters of one layer of each kind, which depend on tp, ep and etp alone.
+    pub(super) fn params(shape: &StepShape) -> Result<Vec<ParamSpec>> {
+        ModelDescription::params(&one_of_each_kind(shape).0)
+    }
+
+    /// Parameters of the whole model on one rank of its tp, ep and etp, without times.
+    pub(super) fn parameters(shape: &StepShape) -> Result<LayerKindCost> {
+        let (reduced, of_layer) = one_of_each_kind(shape);
+        let mut out = LayerKinds::empty(reduced.model.layers, of_layer);
+        out.add_params(&ModelDescription::params(&reduced)?);
+        let m = &shape.model;
+        Ok(out.stage(&Stage { embedding: true, layers: 0..m.layers, mtp: 0..m.mtp_depth(), loss: true }))
+    }
+
+    fn empty(layers: usize, of_layer: Vec<usize>) -> LayerKinds {
+        let none = LayerKindCost::default();
+        LayerKinds { of_layer, kinds: vec![none; layers], embedding: none, output: none, mtp: none }
+    }
+
+    /// The same costs, with parameters declared before.
+    pub(super) fn of_params(
+        hw: &Hardware,
+        shape: &StepShape,
+        dtype: GemmDtype,
+        params: &[ParamSpec],
+    ) -> Result<LayerKinds> {
+        let (shape, of_layer) = one_of_each_kind(shape);
+        let layers = shape.model.layers;
+        let (described, _) = ModelDescription::layers_of(&shape, params)?;
+        let mut out = LayerKinds::empty(layers, of_layer);
+        for layer in &described {
             let time = layer_time(hw, &shape, layer, dtype);
             let slot = out.slot(&layer.name);
             slot.time += time;
@@ -61,14 +82,18 @@ impl LayerKinds {
             slot.saved += layer.saved_bytes(Lifetime::Stored) as f64;
             slot.recomputed = slot.recomputed.max(layer.saved_bytes(Lifetime::Recomputed) as f64);
         }
-        for p in &description.params {
+        out.add_params(params);
+        Ok(out)
+    }
+
+    fn add_params(&mut self, params: &[ParamSpec]) {
+        for p in params {
             let Some(part) = p.parts.first() else { continue };
             let (name, n, kind) = (part.name.clone(), p.numel() as f64, usize::from(p.experts));
-            let slot = out.slot(&name);
+            let slot = self.slot(&name);
             slot.params[kind] += n;
             slot.trained[kind] += if is_trained(p) { n } else { 0.0 };
         }
-        Ok(out)
     }
 
     /// Where the costs of something declared or described as `name` go.
@@ -81,6 +106,14 @@ impl LayerKinds {
             _ if name.starts_with("embed") => &mut self.embedding,
             _ => &mut self.output,
         }
+    }
+
+    /// What a stage is made of: how many layers of each kind, and whether it has embedding, output and MTP layers.
+    pub(super) fn parts(&self, stage: &Stage) -> Vec<usize> {
+        let own = self.of_layer.get(stage.layers.clone()).unwrap_or_default();
+        let count = |kind: usize| own.iter().filter(|k| **k == kind).count();
+        let ends = [stage.embedding, stage.loss, !stage.mtp.is_empty()].map(usize::from);
+        (0..self.kinds.len()).map(count).chain(ends).collect()
     }
 
     /// The sum over the layers of a stage.
@@ -116,6 +149,14 @@ impl LayerKinds {
         }
         out
     }
+}
+
+/// The step of a model with one layer of each kind, all on one rank, and the kind of every layer of the whole.
+fn one_of_each_kind(shape: &StepShape) -> (StepShape, Vec<usize>) {
+    let (model, of_layer) = reduced(&shape.model);
+    let (layers, depth) = (model.layers, model.mtp_depth());
+    let stage = Stage { embedding: true, layers: 0..layers, mtp: 0..depth, loss: true };
+    (StepShape { model, stages: vec![stage], ..shape.clone() }, of_layer)
 }
 
 fn is_trained(p: &ParamSpec) -> bool {

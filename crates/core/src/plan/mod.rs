@@ -1,5 +1,6 @@
 //! Planning: what fits on a machine, how fast, and why, before anything runs.
 
+mod candidates;
 mod choose;
 mod constraints;
 pub mod hardware;

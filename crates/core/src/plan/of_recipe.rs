@@ -8,6 +8,19 @@ use crate::cost::MemoryEstimate;
 use crate::cost::memory::MemoryBytes;
 
 impl GemmDtype {
+    /// All of them.
+    pub const ALL: [GemmDtype; 4] = [GemmDtype::Bf16, GemmDtype::Fp8, GemmDtype::Mxfp8, GemmDtype::Nvfp4];
+
+    /// Its name in options.
+    pub fn name(self) -> &'static str {
+        match self {
+            GemmDtype::Bf16 => "bf16",
+            GemmDtype::Fp8 => "fp8",
+            GemmDtype::Mxfp8 => "mxfp8",
+            GemmDtype::Nvfp4 => "nvfp4",
+        }
+    }
+
     /// Operands of the quantized GEMMs of a recipe.
     pub fn of(recipe: QuantRecipe) -> GemmDtype {
         match recipe {

@@ -1,20 +1,23 @@
 //! Search over every legal layout for the fastest that fits.
 //!
-//! Layers are costed once for each (tp, cp, ep, micro-batch, recomputation, dtype); a layout's time is composed of them with a
-//! closed form of the pipeline's bubble, and its memory of their saved bytes. The best by that are computed exactly: the
-//! schedule in time, and the memory estimate that training itself uses.
+//! Layers are costed once for each (tp, cp, ep, etp, micro-batch, recomputation, dtype). A candidate's lower bound of time and closed form
+//! of memory are composed of them ([`super::quick`]). Candidates are taken in the order of their bounds and timed exactly, with the
+//! schedule in time; the fastest by that are held against the memory estimate that training itself uses. The search ends when
+//! enough fit and every bound that is left is slower: no candidate that it did not time can be faster.
 
+use super::candidates::each_candidate;
 use super::constraints::Constraints;
 use super::hardware::{GemmDtype, Machine};
 use super::layer_kinds::LayerKinds;
+use super::quick::StageTypes;
 use super::step_time::{Candidate, StepTime, Workload};
+use crate::Result;
 use crate::cost::USABLE_PERCENT;
 use crate::cost::memory::MemoryBytes;
-use crate::grid::{ModelSizes, RankLayout};
 use crate::model::description::StepShape;
-use crate::pipeline::ScheduleKind;
-use crate::{Error, Result};
+use ferrotron_engine::ParamSpec;
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 /// A candidate with its time and memory.
 #[derive(Clone, Debug)]
@@ -30,18 +33,17 @@ pub struct LayoutPlan {
 /// Candidates that were considered, and the best of them.
 #[derive(Clone, Debug)]
 pub struct SearchResult {
-    /// Legal layouts with a micro-batch.
+    /// Legal layouts with a micro-batch and schedule.
     pub considered: usize,
     /// The fastest that fit, the fastest first.
     pub plans: Vec<LayoutPlan>,
-    /// The least memory that any candidate needs, by estimate.
+    /// The least memory that any candidate needs, by estimate; of static state alone where nothing else was considered.
     pub least_memory: Option<f64>,
 }
 
-/// Memory by the closed form above which a candidate is not computed exactly.
+/// Of the device's memory by the closed form: more does not fit, less does, and between them the exact estimate decides.
 const TOO_LARGE: f64 = 1.1;
-/// Candidates that are computed exactly, at most.
-const EXACT: usize = 40;
+const FITS: f64 = 0.85;
 
 /// What layers' costs depend on.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,15 +51,35 @@ struct KindKey {
     tp: usize,
     cp: usize,
     ep: usize,
+    etp: usize,
     micro_batch: usize,
     recompute: usize,
-    dtype: GemmDtype,
+    /// Weight gradients are added up over micro-batches.
+    accumulates: bool,
+}
+
+/// Costs of layers, with a step they were computed for and the bytes of optimizer state of a parameter.
+struct CostedKinds {
+    shape: StepShape,
+    state: f64,
+    kinds: LayerKinds,
 }
 
 struct Search<'a> {
     workload: &'a Workload,
     machine: &'a Machine,
-    kinds: HashMap<KindKey, (StepShape, f64, LayerKinds)>,
+    dtype: GemmDtype,
+    kinds: HashMap<KindKey, CostedKinds>,
+    /// Parameters of one layer of each kind, by tp, ep and etp.
+    params: HashMap<[usize; 3], Vec<ParamSpec>>,
+    /// By pp and vp.
+    stages: HashMap<[usize; 2], StageTypes>,
+}
+
+/// A candidate with a lower bound of its time.
+struct Bounded {
+    seconds: f64,
+    candidate: Candidate,
 }
 
 /// The `count` fastest plans that fit.
@@ -67,166 +89,144 @@ pub fn search(
     limits: &Constraints,
     count: usize,
 ) -> Result<SearchResult> {
-    let mut search = Search { workload, machine, kinds: HashMap::new() };
-    let mut found: Vec<(f64, Candidate)> = Vec::new();
-    let (mut considered, mut least) = (0, None::<f64>);
-    for (candidate, dtype) in candidates(workload, machine, limits)? {
-        considered += 1;
-        let mut fits = None;
-        for (index, recompute) in super::recompute_sets().into_iter().enumerate() {
-            if limits.recompute.is_some_and(|r| r != recompute) {
-                continue;
-            }
-            let c = Candidate { recompute, dtype, ..candidate.clone() };
-            let (seconds, bytes) = search.quick(&c, index)?;
-            least = Some(least.map_or(bytes, |l| l.min(bytes)));
-            if bytes <= machine.hardware.memory() as f64 * TOO_LARGE {
-                fits = Some((seconds, c));
-                break;
-            }
-        }
-        found.extend(fits);
+    let mut out = SearchResult { considered: 0, plans: Vec::new(), least_memory: None };
+    for dtype in limits.dtypes.iter().copied() {
+        let (kinds, params, stages) = Default::default();
+        let mut search = Search { workload, machine, dtype, kinds, params, stages };
+        let found = search.bounded(limits, &mut out)?;
+        out.plans.extend(search.fastest(found, count)?);
     }
-    found.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let usable = (machine.hardware.memory() / 100 * USABLE_PERCENT) as f64;
-    let mut plans: Vec<LayoutPlan> = Vec::new();
-    for (quick, candidate) in found.into_iter().take(EXACT) {
-        // The closed form is a lower bound but for imbalance: what is far slower is no rival any more.
-        if plans.len() >= count && plans.iter().all(|p| p.time.total < quick) {
-            break;
-        }
-        // Less recomputation than the closed form found room for does not fit.
-        let from = super::recompute_sets().into_iter().skip_while(|r| *r != candidate.recompute);
-        for recompute in from.filter(|r| limits.recompute.is_none_or(|l| l == *r)) {
-            let c = Candidate { recompute, ..candidate.clone() };
-            let memory = workload.memory(&c)?;
-            if memory.total() as f64 <= usable {
-                let time = workload.step_time(&machine.hardware, &c)?;
-                plans.push(LayoutPlan { candidate: c, time, memory });
-                break;
-            }
-        }
-    }
-    plans.sort_by(|a, b| a.time.total.total_cmp(&b.time.total));
-    plans.truncate(count);
-    Ok(SearchResult { considered, plans, least_memory: least })
-}
-
-impl Search<'_> {
-    /// Seconds and bytes by the closed forms.
-    fn quick(&mut self, c: &Candidate, recompute: usize) -> Result<(f64, f64)> {
-        let key = KindKey {
-            tp: c.layout.tp,
-            cp: c.layout.cp,
-            ep: c.layout.ep,
-            micro_batch: c.micro_batch,
-            recompute,
-            dtype: c.dtype,
-        };
-        let hw = &self.machine.hardware;
-        if !self.kinds.contains_key(&key) {
-            let shape = self.workload.shape(c, 0)?;
-            let kinds = LayerKinds::of(hw, &shape, c.dtype)?;
-            let state = self.workload.state_bytes(&shape);
-            self.kinds.insert(key, (shape, state, kinds));
-        }
-        let Some((shape, state, kinds)) = self.kinds.get(&key) else {
-            return Ok((f64::INFINITY, f64::INFINITY));
-        };
-        self.workload.quick(hw, c, (shape, *state), kinds)
-    }
-}
-
-/// Every legal layout with every micro-batch and dtype.
-fn candidates(
-    workload: &Workload,
-    machine: &Machine,
-    limits: &Constraints,
-) -> Result<Vec<(Candidate, GemmDtype)>> {
-    let (m, gpus) = (&workload.recipe.model, machine.gpus);
-    let (sizes, batch) = (ModelSizes::of(m), workload.recipe.config.train.global_batch);
-    let seq = workload.recipe.plan.seq_len;
-    let experts = m.moe.as_ref().map_or(1, |moe| moe.experts);
-    let mut out = Vec::new();
-    let mut refused = None;
-    for tp in limits.tp.values(&divisors(gpus, 64)) {
-        for cp in limits.cp.values(&divisors(gpus / tp.min(gpus), 64)) {
-            if cp > 1 && !seq.is_multiple_of(2 * cp * tp) {
-                continue;
-            }
-            for pp in limits.pp.values(&divisors(gpus / (tp * cp).clamp(1, gpus), m.layers.min(64))) {
-                for ep in limits.ep.values(&divisors(experts, experts)) {
-                    let layout = RankLayout { tp, cp, pp, ep, etp: Some(1), ..RankLayout::default() };
-                    let divides = gpus.is_multiple_of(tp * cp * pp) && gpus.is_multiple_of(ep * pp);
-                    if !divides {
-                        continue;
-                    }
-                    if let Err(e) = layout.check_model(&sizes) {
-                        refused = Some(e);
-                        continue;
-                    }
-                    let dp = gpus / (tp * cp * pp);
-                    for vp in limits.vp.values(&chunks(m.layers, pp)) {
-                        for zero in limits.zero.values(if pp == 1 && dp * cp > 1 { &[1, 3] } else { &[1] }) {
-                            for micro_batch in limits.micro_batch.values(&[1, 2, 4, 8, 16]) {
-                                if !batch.is_multiple_of(micro_batch * dp) {
-                                    continue;
-                                }
-                                // Interleaved schedules take micro-batches in groups of pp.
-                                if vp > 1 && !(batch / (micro_batch * dp)).is_multiple_of(pp) {
-                                    continue;
-                                }
-                                for dtype in limits.dtypes.iter().copied() {
-                                    let layout = RankLayout { vp, ..layout.clone() };
-                                    out.push((Candidate::of(layout, zero, micro_batch), dtype));
-                                }
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-    if out.is_empty() {
-        let fixed = |c: super::Choice| c.0.unwrap_or(1);
-        let ranks = fixed(limits.tp) * fixed(limits.cp) * fixed(limits.pp);
-        if !gpus.is_multiple_of(ranks) {
-            let what =
-                format!("tp·cp·pp = {ranks} does not divide {gpus} GPUs; take sizes whose product does");
-            return Err(Error::Invalid(what));
-        }
-        return Err(refused.unwrap_or_else(|| {
-            Error::Invalid(format!(
-                "no layout of {gpus} GPUs divides a global batch of {batch} sequences; change train.global_batch to a multiple of {gpus}, or take fewer GPUs"
-            ))
-        }));
-    }
+    out.plans.sort_by(|a, b| a.time.total.total_cmp(&b.time.total));
+    out.plans.truncate(count);
     Ok(out)
 }
 
-impl Candidate {
-    fn of(layout: RankLayout, zero: usize, micro_batch: usize) -> Candidate {
-        Candidate {
-            layout,
-            zero,
-            micro_batch,
-            recompute: ferrotron_engine::Recompute::default(),
-            schedule: ScheduleKind::OneForwardOneBackward,
-            dtype: GemmDtype::Bf16,
+impl Search<'_> {
+    /// Candidates that may fit, with their bounds.
+    fn bounded(&mut self, limits: &Constraints, out: &mut SearchResult) -> Result<Vec<Bounded>> {
+        let (workload, machine, dtype) = (self.workload, self.machine, self.dtype);
+        let memory = machine.hardware.memory() as f64;
+        let mut all = Vec::new();
+        let mut least = f64::INFINITY;
+        let mut least_static = f64::INFINITY;
+        let mut statics: HashMap<[usize; 3], [[f64; 2]; 2]> = HashMap::new();
+        let mut pruned = 0;
+        let mut of_weight: Option<(f64, f64)> = None;
+        // The mean over stages bounds the largest from below.
+        let fits = |c: &Candidate| -> Result<bool> {
+            let key = [c.layout.tp, c.layout.ep, c.layout.etp()];
+            let totals = match statics.entry(key) {
+                Entry::Occupied(known) => *known.get(),
+                Entry::Vacant(new) => *new.insert(workload.whole_model_params(c)?),
+            };
+            let weight = match of_weight {
+                Some(known) => known,
+                None => {
+                    let shape = workload.shape(c, 0)?;
+                    *of_weight.insert((shape.dtype.size() as f64, workload.state_bytes(&shape)))
+                }
+            };
+            let bytes = workload.mean_static_bytes(c, totals, weight);
+            let fits = bytes <= memory * TOO_LARGE;
+            least_static = least_static.min(bytes);
+            pruned += usize::from(!fits);
+            Ok(fits)
+        };
+        each_candidate(workload, machine, limits, dtype, fits, |c| {
+            all.push(c);
+            Ok(())
+        })?;
+        out.considered += all.len() + pruned;
+        let mut found = Vec::new();
+        for candidate in all {
+            for (index, recompute) in super::recompute_sets().into_iter().enumerate() {
+                if limits.recompute.is_some_and(|r| r != recompute) {
+                    continue;
+                }
+                let c = Candidate { recompute, ..candidate.clone() };
+                let (seconds, bytes) = self.bounds(&c, index)?;
+                least = least.min(bytes);
+                if bytes <= memory * TOO_LARGE {
+                    found.push(Bounded { seconds, candidate: c });
+                }
+                // More recomputation is slower, and not needed.
+                if bytes <= memory * FITS {
+                    break;
+                }
+            }
+        }
+        let least = if least.is_finite() { least } else { least_static };
+        out.least_memory = Some(out.least_memory.map_or(least, |l| l.min(least)));
+        Ok(found)
+    }
+
+    /// The fastest that fit, in order.
+    fn fastest(&self, mut found: Vec<Bounded>, count: usize) -> Result<Vec<LayoutPlan>> {
+        found.sort_by(|a, b| a.seconds.total_cmp(&b.seconds));
+        let usable = self.machine.hardware.memory() / 100 * USABLE_PERCENT;
+        let mut plans: Vec<LayoutPlan> = Vec::new();
+        // Timed exactly, the fastest last.
+        let mut timed: Vec<(StepTime, Candidate)> = Vec::new();
+        let mut rest = found.into_iter().peekable();
+        while plans.len() < count {
+            let bound = rest.peek().map_or(f64::INFINITY, |b| b.seconds);
+            if timed.last().is_some_and(|(t, _)| t.total <= bound) {
+                let Some((time, candidate)) = timed.pop() else { break };
+                let memory = self.workload.memory(&candidate)?;
+                if memory.total() <= usable {
+                    plans.push(LayoutPlan { candidate, time, memory });
+                }
+            } else if let Some(next) = rest.next() {
+                let time = self.time(&next.candidate)?;
+                let at = timed.partition_point(|(t, _)| t.total > time.total);
+                timed.insert(at, (time, next.candidate));
+            } else {
+                break;
+            }
+        }
+        Ok(plans)
+    }
+
+    fn key(&self, c: &Candidate, recompute: usize) -> KindKey {
+        let l = &c.layout;
+        let (micro_batch, accumulates) = (c.micro_batch, self.workload.micro_batches(c) > 1);
+        KindKey { tp: l.tp, cp: l.cp, ep: l.ep, etp: l.etp(), micro_batch, recompute, accumulates }
+    }
+
+    /// A lower bound of seconds, and bytes by the closed form.
+    fn bounds(&mut self, c: &Candidate, recompute: usize) -> Result<(f64, f64)> {
+        let (key, hw) = (self.key(c, recompute), &self.machine.hardware);
+        let costed = match self.kinds.entry(key) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => {
+                let shape = self.workload.shape(c, 0)?;
+                let params = match self.params.entry([key.tp, key.ep, key.etp]) {
+                    Entry::Occupied(known) => known.into_mut(),
+                    Entry::Vacant(new) => new.insert(LayerKinds::params(&shape)?),
+                };
+                let kinds = LayerKinds::of_params(hw, &shape, self.dtype, params)?;
+                let state = self.workload.state_bytes(&shape);
+                new.insert(CostedKinds { shape, state, kinds })
+            }
+        };
+        let stages = match self.stages.entry([c.layout.pp, c.layout.vp]) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(new) => new.insert(StageTypes::of(
+                &self.workload.recipe.model,
+                &costed.kinds,
+                c.layout.pp,
+                c.layout.vp,
+            )?),
+        };
+        self.workload.quick(hw, c, (&costed.shape, costed.state), &costed.kinds, stages)
+    }
+
+    fn time(&self, c: &Candidate) -> Result<StepTime> {
+        let hw = &self.machine.hardware;
+        let recompute = super::recompute_sets().iter().position(|r| *r == c.recompute).unwrap_or(0);
+        match self.kinds.get(&self.key(c, recompute)) {
+            Some(costed) => self.workload.step_time_of(hw, c, &self.workload.shape(c, 0)?, &costed.kinds),
+            None => self.workload.step_time(hw, c),
         }
     }
-}
-
-/// Divisors of `n` up to `most`.
-fn divisors(n: usize, most: usize) -> Vec<usize> {
-    (1..=n.min(most)).filter(|d| n.is_multiple_of(*d)).collect()
-}
-
-/// Chunks per stage: up to four, and beyond that numbers that divide the layers of a stage.
-fn chunks(layers: usize, pp: usize) -> Vec<usize> {
-    if pp == 1 {
-        return vec![1];
-    }
-    let each = layers.div_ceil(pp);
-    (1..=each.min(12)).filter(|v| layers >= pp * v && (*v <= 4 || each.is_multiple_of(*v))).collect()
 }

@@ -194,12 +194,8 @@ impl Workload {
     ) -> Result<Timeline> {
         let (pp, vp) = (chunks.len(), chunks.first().map_or(1, Vec::len));
         let micro_batches = self.micro_batches(c);
-        let schedule =
-            PipelinePlan { kind: c.schedule, ..PipelinePlan::new(pp, vp, micro_batches) }.schedule()?;
-        let span = GroupSpan::of(Group::Pp, &shape.ranks);
-        let rows = shape.micro_batch.tokens() / (c.layout.tp * c.layout.cp).max(1);
-        let bytes = rows * shape.model.hidden * shape.dtype.size();
-        let message = span.seconds(hw, OpKind::SendRecv, bytes as u64);
+        let plan = PipelinePlan { kind: c.schedule, ..PipelinePlan::new(pp, vp, micro_batches) };
+        let message = self.message_seconds(hw, c, shape, &shape.ranks);
         let cost = |rank: usize, op: crate::pipeline::PipelineOp| {
             let t = &chunks[rank][op.chunk].time;
             let seconds = match op.kind {
@@ -210,20 +206,20 @@ impl Workload {
             };
             seconds.max(1e-9)
         };
-        Timeline::with(&schedule, cost, message)
+        plan.timeline(cost, message)
     }
 
-    /// Seconds after or beside the passes of a stage: exposed data-parallel communication and the optimizer.
-    pub(super) fn after_passes(
+    /// Seconds of a message between two pipeline stages.
+    pub(super) fn message_seconds(
         &self,
         hw: &Hardware,
-        replicas: &Replicas,
-        chunks: &[LayerKindCost],
-        micro_batches: usize,
-        dtype: GemmDtype,
+        c: &Candidate,
+        shape: &StepShape,
+        ranks: &ParallelRanks,
     ) -> f64 {
-        self.exposed_dp(hw, replicas, chunks, micro_batches)
-            + self.update_seconds(hw, replicas, chunks, dtype)
+        let rows = shape.micro_batch.tokens() / (c.layout.tp * c.layout.cp).max(1);
+        let bytes = rows * shape.model.hidden * shape.dtype.size();
+        GroupSpan::of(Group::Pp, ranks).seconds(hw, OpKind::SendRecv, bytes as u64)
     }
 
     /// Seconds of the optimizer on a rank: its update of the rank's shard, and quantization of the weights that its GEMMs read.
@@ -275,7 +271,9 @@ impl Workload {
             exposed += times * (hidden(gather, forward) + hidden(gather + scatter, backward));
         } else {
             let window = if self.overlap_param_gather { forward } else { 0.0 };
-            exposed += hidden(gather, window) + hidden(scatter, backward);
+            // Sharded gradients are reduced after every micro-batch.
+            let reductions = if zero == 2 { micro_batches as f64 } else { 1.0 };
+            exposed += hidden(gather, window) + reductions * hidden(scatter, backward);
         }
         exposed
     }

@@ -5,7 +5,6 @@ use super::layer_kinds::{LayerKindCost, LayerKinds};
 use super::layer_time::Seconds;
 use super::step_time::{Candidate, Replicas, Workload};
 use crate::Result;
-use crate::cost::MemoryEstimate;
 use crate::cost::memory::MemoryBytes;
 use crate::pipeline::{OpKind, PipelineOp, Timeline};
 
@@ -85,7 +84,7 @@ impl Workload {
         let mut ranks = Vec::with_capacity(chunks.len());
         for (rank, costs) in chunks.iter().enumerate() {
             let stage = self.shape(c, rank)?;
-            let memory = MemoryEstimate::of_shapes(&self.recipe, vec![stage.clone()]).stage(&stage)?;
+            let memory = self.memory_estimate(c, vec![stage.clone()]).stage(&stage)?;
             ranks.push(RankTrace {
                 ops: traced(&timeline, rank, costs),
                 dp: self.exposed_dp(hw, &replicas, costs, micro_batches),

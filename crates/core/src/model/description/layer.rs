@@ -9,6 +9,7 @@ use ferrotron_engine::quant::{LinearGemm, LinearQuant, Role};
 use ferrotron_engine::{ParamSpec, Split};
 use ferrotron_kernels::BLOCK;
 use ferrotron_tensor::DType;
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// FP8 rows are padded to so many elements.
@@ -297,10 +298,16 @@ impl<'a> LayerBuilder<'a> {
     }
 
     /// A weight as its GEMMs see it: there is no wgrad of a frozen one, and an adapter reads the input as it is.
-    pub(super) fn without_wgrad(&self, spec: &ParamSpec) -> ParamSpec {
+    pub(super) fn without_wgrad<'s>(&self, spec: &'s ParamSpec) -> Cow<'s, ParamSpec> {
         let wgrad = !spec.group.frozen && self.adapter(spec).is_none();
-        let quant = spec.quant.map(|q| LinearQuant { wgrad: q.wgrad && wgrad, ..q });
-        ParamSpec { quant, ..spec.clone() }
+        match spec.quant {
+            // Names of many experts make a copy slow.
+            Some(q) if q.wgrad && !wgrad => {
+                let quant = Some(LinearQuant { wgrad: false, ..q });
+                Cow::Owned(ParamSpec { quant, ..spec.clone() })
+            }
+            _ => Cow::Borrowed(spec),
+        }
     }
 
     /// A and B of a weight's adapters.
@@ -316,7 +323,10 @@ impl<'a> LayerBuilder<'a> {
     /// Whether the adapters of a weight are DoRA's, which save the output before it is scaled.
     pub(super) fn is_dora(&self, spec: &ParamSpec) -> bool {
         let modules = spec.parts.iter().filter_map(|p| p.name.strip_suffix(".weight"));
-        modules.into_iter().any(|module| self.params.contains_key(format!("{module}{LORA_M}").as_str()))
+        self.params.keys().any(|name| name.ends_with(LORA_M))
+            && modules
+                .into_iter()
+                .any(|module| self.params.contains_key(format!("{module}{LORA_M}").as_str()))
     }
 
     /// GEMMs, saved activations and collectives of adapters on a linear that reads `rows[0]` rows of its input; with DoRA, its

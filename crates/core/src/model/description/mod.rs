@@ -179,6 +179,15 @@ impl ModelDescription {
     /// Describes the rank's share of the model in a step of that shape.
     pub fn new(shape: &StepShape) -> Result<ModelDescription> {
         let params = ModelDescription::params(shape)?;
+        let (layers, stage_sends) = ModelDescription::layers_of(shape, &params)?;
+        Ok(ModelDescription { params, layers, stage_sends })
+    }
+
+    /// Layers and messages between stages of a rank that holds `params`, which neither micro-batch nor recomputation changes.
+    pub(crate) fn layers_of(
+        shape: &StepShape,
+        params: &[ParamSpec],
+    ) -> Result<(Vec<LayerDescription>, Vec<Collective>)> {
         let by_name: HashMap<&str, &ParamSpec> =
             params.iter().flat_map(|s| s.parts.first().map(|p| (p.name.as_str(), s))).collect();
         let (mut layers, mut stage_sends) = (Vec::new(), Vec::new());
@@ -205,8 +214,7 @@ impl ModelDescription {
                 stage_sends.push(send(Group::PpBackward, Pass::Backward));
             }
         }
-        drop(by_name);
-        Ok(ModelDescription { params, layers, stage_sends })
+        Ok((layers, stage_sends))
     }
 
     /// The parameters alone.
