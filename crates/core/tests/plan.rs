@@ -30,6 +30,14 @@ fn published_rows_are_predicted() {
     assert!(at(0.9) <= 0.25, "90th percentile {}", at(0.9));
 }
 
+/// What was published did fit.
+#[test]
+fn no_published_layout_is_called_too_large() {
+    let all = compare_all(&read_rows(ROWS).unwrap()).unwrap();
+    let large: Vec<String> = all.iter().filter(|c| !c.fits).map(|c| c.row.title()).collect();
+    assert!(large.is_empty(), "{large:#?}");
+}
+
 fn workload(preset: &str, set: &[&str], gpus: usize) -> Workload {
     let mut recipe = Recipe::named("llama-8b").unwrap();
     recipe.set(&format!("model.preset={preset}")).unwrap();

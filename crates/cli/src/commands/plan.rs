@@ -17,9 +17,9 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 Search every legal layout of a recipe on a number of GPUs for the fastest that fits.
 
-Tensor, context, pipeline and expert parallelism, tensor parallelism inside experts, chunks per stage, schedule, ZeRO stage,
-micro-batch and recomputation are chosen together. Nothing runs: times come from a description of the GPU and its links, memory from the estimate that
-training itself uses. No GPU is needed.";
+Tensor, context, pipeline and expert parallelism, tensor parallelism inside experts, chunks per stage, schedule, ZeRO
+stage, micro-batch and recomputation are chosen together. Nothing runs: times come from a description of the GPU and its
+links, memory from the estimate that training itself uses. No GPU is needed.";
 
 const AFTER: &str = "\
 Examples:

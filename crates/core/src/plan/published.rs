@@ -31,6 +31,8 @@ pub struct Comparison {
     pub time: StepTime,
     /// What was assumed to be recomputed.
     pub recompute: Recompute,
+    /// Whether the memory estimate allows it.
+    pub fits: bool,
 }
 
 impl PublishedRow {
@@ -253,16 +255,21 @@ pub fn compare(row: &PublishedRow, hardware: &[Hardware], software: &Software) -
         dtype,
     };
     // The rows do not say what was recomputed: the least that fits, with gradients in two bytes.
-    for recompute in super::recompute_sets() {
-        candidate.recompute = recompute;
+    let mut fits = false;
+    // Where a row does not say FSDP, but nothing else would fit, it was.
+    let stages =
+        if candidate.zero == 1 && candidate.layout.pp == 1 { vec![1, 3] } else { vec![candidate.zero] };
+    for (zero, recompute) in stages.iter().flat_map(|z| super::recompute_sets().map(|r| (*z, r))) {
+        (candidate.zero, candidate.recompute) = (zero, recompute);
         let memory = workload.memory(&candidate)?;
-        if memory.total() - memory.gradients / 2 <= hw.memory() {
+        fits = memory.total() - memory.gradients / 2 <= hw.memory();
+        if fits {
             break;
         }
     }
     let time = workload.step_time(hw, &candidate)?;
     let predicted = workload.tokens() / time.total / workload.gpus as f64;
-    Ok(Some(Comparison { row: row.clone(), predicted, time, recompute: candidate.recompute }))
+    Ok(Some(Comparison { row: row.clone(), predicted, time, recompute: candidate.recompute, fits }))
 }
 
 /// All rows of families that Ferrotron trains, under the descriptions inside the program.
