@@ -109,9 +109,20 @@ fn recipes_are_listed_and_printed() {
     for r in list.as_array().unwrap() {
         let name = r["name"].as_str().unwrap();
         assert!(text.contains(name) && text.contains(r["summary"].as_str().unwrap()), "{name}");
-        assert_eq!(ok(&["recipes", name]), r["toml"].as_str().unwrap());
+        // The file itself, and as comments what follows from it: still the same recipe.
+        let (printed, file) = (ok(&["recipes", name]), r["toml"].as_str().unwrap());
+        let rest = printed.strip_prefix(file.trim_end()).unwrap_or_else(|| panic!("{name}: {printed}"));
+        assert!(rest.lines().all(|l| l.is_empty() || l.starts_with('#')), "{name}: {rest}");
+        assert_eq!(rest.contains("# derived:"), r["config"].is_object(), "{name}: {rest}");
     }
     assert!(list.as_array().unwrap().len() >= 5);
+    // What 8 H100s run, by the planner.
+    let machine = json(&["recipes", "--for", "8xH100"]);
+    let names: Vec<&str> =
+        machine["recipes"].as_array().unwrap().iter().map(|r| r["name"].as_str().unwrap()).collect();
+    assert!(names.contains(&"llama-8b") && !names.contains(&"llama-405b"), "{names:?}");
+    assert!(ok(&["recipes", "--for", "8xH100"]).contains("llama-405b"), "is among the others");
+    assert!(fails(&["recipes", "--for", "0xH100"], 2).contains("number of GPUs"));
     let error = fails(&["recipes", "tinny"], 2);
     assert!(error.starts_with("error: ") && error.contains("hint: did you mean tiny?"), "{error}");
 }

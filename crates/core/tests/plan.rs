@@ -6,7 +6,7 @@ use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::pipeline::ScheduleKind;
 use ferrotron_core::plan::published::{Comparison, compare_all, read_rows};
 use ferrotron_core::plan::{
-    Candidate, Constraints, GemmDtype, Machine, SearchResult, Workload, draw_step, recompute_sets, search,
+    Candidate, Constraints, GemmDtype, HostMemory, Machine, SearchResult, Workload, draw_step, recompute_sets, search,
 };
 
 const ROWS: &str = include_str!("../../../tests/data/published-rows.csv");
@@ -259,4 +259,21 @@ fn the_search_finds_what_brute_force_finds() {
         let plan = &found.plans[0];
         assert!((plan.time.total / best.0 - 1.0).abs() < 1e-9, "{preset}: {plan:?}, brute force {best:?}");
     }
+}
+
+/// What does not fit on a GPU fits with optimizer state in host memory, and waits for it.
+#[test]
+fn host_memory_makes_room() {
+    let w = workload("qwen3-14b", &["train.global_batch=32", "data.seq_len=4096"], 1);
+    assert!(plans(&w, "1xH200", "", 1).plans.is_empty());
+    let fitting: Vec<_> = HostMemory::sets(w.recipe.model.layers)
+        .into_iter()
+        .flat_map(|set| plans(&w.with_host_memory(set), "1xH200", "", 1).plans)
+        .collect();
+    let best = fitting.iter().min_by(|a, b| a.time.total.total_cmp(&b.time.total)).unwrap();
+    assert!(best.host.optimizer == 1.0 && best.time.offload > 0.5, "{best:?}");
+    // With activations of a quarter of the layers in host memory a larger micro-batch fits, or less is recomputed.
+    let some = fitting.iter().find(|p| p.host.layers == 10 && p.host.optimizer == 1.0).unwrap();
+    assert!(some.memory.host > best.memory.host, "{some:?}");
+    assert!(some.settings(1).contains(&"offload.optimizer=1".to_string()), "{:?}", some.settings(1));
 }

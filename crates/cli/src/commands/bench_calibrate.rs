@@ -17,7 +17,7 @@ pub struct Args {
     /// File to write; `ferrotron plan RECIPE --gpus 8xgpu.toml` then plans with it
     #[arg(long, value_name = "FILE.toml", default_value = "gpu.toml")]
     out: PathBuf,
-    /// Description whose links between GPUs and overlap are taken over: a known GPU or a .toml file [default: the GPU's own]
+    /// GPU or .toml file whose links between GPUs and overlap are taken over [default: the known GPU of that name]
     #[arg(long, value_name = "GPU")]
     links: Option<String>,
 }

@@ -6,7 +6,7 @@ use crate::output::UsageError;
 use anyhow::Result;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, Hardware, LayoutPlan, Machine, SearchResult, Workload, draw_step, gpus_that_fit,
+    Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, SearchResult, Workload, draw_step, gpus_that_fit,
     published, search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
@@ -47,10 +47,12 @@ pub struct Args {
     /// Operands of GEMMs; `any`: the fastest that the GPU has [default: as the recipe says]
     #[arg(long, value_name = "DTYPE", value_parser = ["bf16", "fp8", "mxfp8", "nvfp4", "any"])]
     precision: Option<String>,
-    /// Fix parts of the layout, as in tp=4,pp=2,micro_batch=1; keys: tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute,
-    /// schedule, precision
+    /// Fix parts of the layout, as in tp=4,pp=2: tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute, schedule, precision
     #[arg(long, value_name = "LAYOUT", default_value = "")]
     layout: String,
+    /// Also search what to keep in host memory: activations of some layers, optimizer state, both
+    #[arg(long, conflicts_with = "vary")]
+    offload: bool,
     /// Print the best plan for every value of these keys, as in tp,pp
     #[arg(long, value_name = "KEYS", value_delimiter = ',')]
     vary: Vec<String>,
@@ -80,16 +82,19 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let machine = if gpus == "this" { this_machine()? } else { Machine::parse(gpus)? };
     let mut limits = Constraints::free(dtypes(name, &args, &machine)?);
     limits.fix(&args.layout)?;
-    let mut of_dtype = Vec::with_capacity(limits.dtypes.len());
+    let mut variants = Vec::new();
     for dtype in limits.dtypes.iter().copied() {
         let limits = Constraints { dtypes: vec![dtype], ..limits.clone() };
-        of_dtype.push((workload(name, &args, &machine, dtype)?, limits));
+        let workload = workload(name, &args, &machine, dtype)?;
+        let sets = if args.offload { HostMemory::sets(workload.recipe.model.layers) } else { Vec::new() };
+        let offloaded: Vec<Workload> = sets.iter().map(|set| workload.with_host_memory(*set)).collect();
+        variants.extend([workload].into_iter().chain(offloaded).map(|w| (w, limits.clone())));
     }
-    let [(first, first_limits), ..] = &of_dtype[..] else {
+    let [(first, first_limits), ..] = &variants[..] else {
         return Err(UsageError::new("no precision to plan with").into());
     };
     if !args.vary.is_empty() {
-        if of_dtype.len() > 1 {
+        if variants.len() > 1 {
             return Err(UsageError::new("--vary takes one --precision, not any").into());
         }
         let rows = varied(first, &machine, first_limits, &args.vary)?;
@@ -97,7 +102,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let mut found = SearchResult { considered: 0, plans: Vec::new(), least_memory: None };
-    for (workload, limits) in &of_dtype {
+    for (workload, limits) in &variants {
         let one = search(workload, &machine, limits, args.top + 1)?;
         found.considered += one.considered;
         found.plans.extend(one.plans);
@@ -108,8 +113,10 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let Some(best) = found.plans.first() else {
         return Err(UsageError::new(nothing_fits(first, &machine, first_limits, &found)).into());
     };
-    let at = limits.dtypes.iter().position(|d| *d == best.candidate.dtype).unwrap_or(0);
-    let workload = of_dtype.get(at).map_or(first, |(w, _)| w);
+    let is_best = |(w, limits): &&(Workload, Constraints)| {
+        limits.dtypes.contains(&best.candidate.dtype) && HostMemory::of(&w.recipe) == best.host
+    };
+    let workload = variants.iter().find(is_best).map_or(first, |(w, _)| w);
     if let Some(path) = &args.svg {
         let trace = workload.trace(&machine.hardware, &best.candidate)?;
         let (title, subtitle) = picture_titles(best, name, workload, &machine)?;

@@ -96,8 +96,14 @@ pub fn layout_text(p: &LayoutPlan, gpus: usize) -> String {
     let schedule = if c.schedule == ScheduleKind::ZeroBubble { ", zero-bubble" } else { "" };
     let precision = if c.dtype == GemmDtype::Bf16 { "" } else { c.dtype.name() };
     let comma = if precision.is_empty() { "" } else { ", " };
+    let host = match (p.host.layers, p.host.optimizer > 0.0) {
+        (0, false) => String::new(),
+        (0, true) => ", optimizer state in host memory".into(),
+        (n, false) => format!(", activations of {n} layers of a chunk in host memory"),
+        (n, true) => format!(", optimizer state and activations of {n} layers of a chunk in host memory"),
+    };
     format!(
-        "{}, micro-batch {}{zero}{schedule}, {}{comma}{precision}",
+        "{}, micro-batch {}{zero}{schedule}, {}{comma}{precision}{host}",
         sizes.join(" "),
         c.micro_batch,
         recomputed(p)
@@ -149,6 +155,7 @@ fn keys(p: &LayoutPlan, gpus: usize) -> String {
     }
     out.push(format!("--set train.micro_batch={}", c.micro_batch));
     out.extend(recompute.map(|r| format!("--set 'train.recompute={r}'")));
+    out.extend(p.host.settings().iter().map(|s| format!("--set {s}")));
     match c.dtype {
         GemmDtype::Fp8 => out.push("--set precision.recipe=fp8-current".into()),
         GemmDtype::Mxfp8 => out.push("--set precision.recipe=mxfp8".into()),

@@ -113,7 +113,7 @@ pub struct Args {
     /// Print the resolved configuration and its costs, then exit; text is tokenized only where train.epochs needs that
     #[arg(long)]
     pub dry_run: bool,
-    /// Search the fastest layout that fits on the GPUs at hand (or of --gpus), as `plan` does, and use it; --set fixes its parts
+    /// Search the fastest layout that fits on the GPUs at hand (or of --gpus), as `plan` does, and use it; --set fixes parts
     #[arg(long, conflicts_with = "ranks")]
     pub plan: bool,
     /// With --dry-run: build and check all ranks of a job on such GPUs (1024xH100), without a GPU and without tensors

@@ -1,6 +1,6 @@
 //! A plan as keys of a recipe, and what to do where a recipe does not fit.
 
-use super::{Constraints, GemmDtype, Hardware, LayoutPlan, Machine, Workload, recompute_sets, search};
+use super::{Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, Workload, recompute_sets, search};
 use crate::Result;
 use crate::config::Resolved;
 use crate::cost::{MemoryEstimate, USABLE_PERCENT};
@@ -42,6 +42,7 @@ impl LayoutPlan {
         let mut out: Vec<String> = sizes.iter().map(|(key, n)| format!("{key}={n}")).collect();
         out.push(format!("parallel.schedule={schedule}"));
         out.push(format!("train.recompute={recompute}"));
+        out.extend(self.host.settings());
         out
     }
 
@@ -60,6 +61,7 @@ impl LayoutPlan {
             "parallel.dp" => value == p.dp.to_string(),
             "parallel.zero" => gpus == 1 || value == p.zero.to_string(),
             "train.micro_batch" => value == r.plan.micro_batch.to_string(),
+            "offload.activations" | "offload.optimizer" => self.host == HostMemory::of(r),
             "parallel.schedule" => p.schedule.schedule_kind() == self.candidate.schedule,
             _ => r.config.train.recompute.modules() == self.candidate.recompute,
         };

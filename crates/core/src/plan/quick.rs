@@ -1,6 +1,7 @@
 //! A lower bound of a candidate's time and a closed form of its memory, for the search.
 
 use super::hardware::Hardware;
+use super::host_memory::HostMemory;
 use super::layer_kinds::{LayerKindCost, LayerKinds};
 use super::step_time::{Candidate, Replicas, Workload};
 use crate::Result;
@@ -74,9 +75,10 @@ impl Workload {
         MemoryEstimate::of_shapes(&recipe, shapes)
     }
 
-    /// Bytes of optimizer state of a parameter, before ZeRO shards it.
+    /// Bytes of optimizer state of a parameter on the device, before ZeRO shards it.
     pub(super) fn state_bytes(&self, shape: &StepShape) -> f64 {
-        MemoryEstimate::of_shapes(&self.recipe, vec![shape.clone()]).optimizer_bytes()
+        let all = MemoryEstimate::of_shapes(&self.recipe, vec![shape.clone()]).optimizer_bytes();
+        all * (1.0 - HostMemory::of(&self.recipe).optimizer)
     }
 
     /// All parameters and trained parameters of the whole model on one rank of its tp, ep and etp: dense, of experts.
@@ -120,7 +122,7 @@ impl Workload {
         let (pp, vp, m) = (c.layout.pp, c.layout.vp, self.micro_batches(c));
         let replicas = self.replicas(c, shape.dtype.size() as f64);
         let message = self.message_seconds(hw, c, shape, &replicas.ranks);
-        let split = c.schedule == ScheduleKind::ZeroBubble;
+        let (split, host) = (c.schedule == ScheduleKind::ZeroBubble, HostMemory::of(&self.recipe));
         let costs: Vec<LayerKindCost> = stages.types.iter().map(|s| kinds.stage(s)).collect();
         let (mut dp, mut optimizer) = (0.0f64, 0.0f64);
         let mut of_type = Vec::with_capacity(stages.rank_types.len());
@@ -129,6 +131,7 @@ impl Workload {
             dp = dp.max(self.exposed_dp(hw, &replicas, &chunks, m));
             optimizer = optimizer.max(self.update_seconds(hw, &replicas, &chunks, c.dtype));
             let saved: f64 = chunks.iter().map(|k| k.saved).sum::<f64>() / chunks.len().max(1) as f64;
+            let saved = saved * host.kept(self.recipe.model.layers as f64 / (pp * vp) as f64);
             let workspace = chunks.iter().map(|k| k.recomputed).fold(0.0, f64::max);
             let all: Vec<&LayerKindCost> = chunks.iter().collect();
             let first = chunks.first().map_or([0.0; 2], |k| {

@@ -9,6 +9,7 @@ use super::candidates::each_candidate;
 use super::constraints::Constraints;
 use super::hardware::{GemmDtype, Machine};
 use super::layer_kinds::LayerKinds;
+use super::host_memory::HostMemory;
 use super::quick::StageTypes;
 use super::step_time::{Candidate, StepTime, Workload};
 use crate::Result;
@@ -28,6 +29,8 @@ pub struct LayoutPlan {
     pub time: StepTime,
     /// Bytes of the pipeline stage that needs most.
     pub memory: MemoryBytes,
+    /// What it keeps in host memory.
+    pub host: HostMemory,
 }
 
 /// Candidates that were considered, and the best of them.
@@ -174,7 +177,8 @@ impl Search<'_> {
                 let Some((time, candidate)) = timed.pop() else { break };
                 let memory = self.workload.memory(&candidate)?;
                 if memory.total() <= usable {
-                    plans.push(LayoutPlan { candidate, time, memory });
+                    let host = HostMemory::of(&self.workload.recipe);
+                    plans.push(LayoutPlan { candidate, time, memory, host });
                 }
             } else if let Some(next) = rest.next() {
                 let time = self.time(&next.candidate)?;
