@@ -6,8 +6,8 @@ use crate::output::UsageError;
 use anyhow::Result;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::plan::{
-    Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, SearchResult, Workload, draw_step, gpus_that_fit,
-    published, search,
+    Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, SearchResult, Workload, draw_step,
+    gpus_that_fit, published, search,
 };
 use ferrotron_tensor::{format_bytes, gpus};
 use std::path::PathBuf;
@@ -79,7 +79,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let (Some(name), Some(gpus)) = (&args.recipe, &args.gpus) else {
         return Err(UsageError::new("plan takes a recipe and --gpus").into());
     };
-    let machine = if gpus == "this" { this_machine()? } else { Machine::parse(gpus)? };
+    let machine = if gpus == "this" { this_machine()? } else { parse_machine(gpus)? };
     let mut limits = Constraints::free(dtypes(name, &args, &machine)?);
     limits.fix(&args.layout)?;
     let mut variants = Vec::new();
@@ -167,6 +167,11 @@ fn workload(name: &str, args: &Args, machine: &Machine, dtype: GemmDtype) -> Res
     recipe.set(&format!("precision.recipe={quantized}"))?;
     let recipe = recipe.resolve(None)?;
     Ok(Workload { recipe, gpus: machine.gpus, gradient_bytes: 4.0, overlap_param_gather: true })
+}
+
+/// GPUs as an option names them.
+pub fn parse_machine(text: &str) -> Result<Machine> {
+    Ok(Machine::parse(text).map_err(|e| UsageError::new(e.to_string()))?)
 }
 
 /// The GPUs of this machine.

@@ -1,5 +1,6 @@
 //! `recipes`: list or print the built-in recipes, and say which of them a machine runs.
 
+use super::plan::parse_machine;
 use super::train::derived;
 use crate::args::Global;
 use crate::{format, output};
@@ -44,7 +45,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
                 }
             }
         }
-        (None, Some(machine)) => for_machine(&Machine::parse(&machine)?, global)?,
+        (None, Some(machine)) => for_machine(&parse_machine(&machine)?, global)?,
         (None, None) if global.json => {
             output::print_json(&RECIPES.iter().map(as_json).collect::<Result<Vec<_>>>()?)?;
         }

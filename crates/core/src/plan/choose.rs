@@ -1,6 +1,8 @@
 //! A plan as keys of a recipe, and what to do where a recipe does not fit.
 
-use super::{Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, Workload, recompute_sets, search};
+use super::{
+    Constraints, GemmDtype, Hardware, HostMemory, LayoutPlan, Machine, Workload, recompute_sets, search,
+};
 use crate::Result;
 use crate::config::Resolved;
 use crate::cost::{MemoryEstimate, USABLE_PERCENT};

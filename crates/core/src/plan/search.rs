@@ -8,8 +8,8 @@
 use super::candidates::each_candidate;
 use super::constraints::Constraints;
 use super::hardware::{GemmDtype, Machine};
-use super::layer_kinds::LayerKinds;
 use super::host_memory::HostMemory;
+use super::layer_kinds::LayerKinds;
 use super::quick::StageTypes;
 use super::step_time::{Candidate, StepTime, Workload};
 use crate::Result;
