@@ -19,7 +19,8 @@ pub struct LogicalValues {
     pub values: Vec<f32>,
 }
 
-/// The f32 values of a logical tensor in row-major order, by its name; called from several threads.
+/// The f32 values of a logical tensor in row-major order, by its name. Several threads call it while weights are set, so it must
+/// not read those of the same trainer.
 pub type Source<'a> = dyn Fn(&str) -> Result<Vec<f32>> + Sync + 'a;
 
 impl Trainer {
