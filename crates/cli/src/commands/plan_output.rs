@@ -58,7 +58,7 @@ pub fn print_plans(
             .collect();
         out += &output::table(&rows);
     }
-    out += &format!("\nrun it\n  ferrotron train {name} {}\n", keys(best, machine.gpus));
+    out += &format!("\nrun it\n  ferrotron train {name} {}\n", keys(best, workload, machine.gpus));
     output::print(&out)
 }
 
@@ -121,46 +121,17 @@ fn recomputed(p: &LayoutPlan) -> &'static str {
     at.and_then(|i| NAMES.get(i)).copied().unwrap_or("recomputation as given")
 }
 
-/// The keys that make a recipe run a plan.
-fn keys(p: &LayoutPlan, gpus: usize) -> String {
-    let (c, l) = (&p.candidate, &p.candidate.layout);
-    let dp = gpus / (l.tp * l.cp * l.pp).max(1);
-    let recompute = match recompute_sets().iter().position(|r| *r == c.recompute) {
-        Some(1) => Some("[\"norm\",\"activation\"]"),
-        Some(2) => Some("[\"norm\",\"activation\",\"mlp\"]"),
-        Some(3) => Some("full"),
-        _ => None,
-    };
-    let mut out: Vec<String> = [
-        ("parallel.tp", l.tp),
-        ("parallel.cp", l.cp),
-        ("parallel.pp", l.pp),
-        ("parallel.vp", l.vp),
-        ("parallel.ep", l.ep),
-        ("parallel.dp", dp),
-    ]
-    .iter()
-    .filter(|(_, n)| *n > 1)
-    .map(|(key, n)| format!("--set {key}={n}"))
-    .collect();
-    // By default etp is tp, which matters to MoE models alone.
-    if l.etp() != l.tp && (l.ep > 1 || l.etp() > 1) {
-        out.push(format!("--set parallel.etp={}", l.etp()));
-    }
-    if c.schedule == ScheduleKind::ZeroBubble {
-        out.push("--set parallel.schedule=zero-bubble".into());
-    }
-    if dp * l.cp > 1 {
-        out.push(format!("--set parallel.zero={}", c.zero));
-    }
-    out.push(format!("--set train.micro_batch={}", c.micro_batch));
-    out.extend(recompute.map(|r| format!("--set 'train.recompute={r}'")));
+/// What the recipe must change to run a plan, as options of the command line.
+fn keys(p: &LayoutPlan, workload: &Workload, gpus: usize) -> String {
+    let mut out = p.changes(&workload.recipe, gpus);
+    // The recipe of the workload has the plan's own offloading, and stands for all of FP8 and FP4.
+    out.retain(|s| !s.starts_with("--set offload."));
     out.extend(p.host.settings().iter().map(|s| format!("--set {s}")));
-    match c.dtype {
+    match p.candidate.dtype {
         GemmDtype::Fp8 => out.push("--set precision.recipe=fp8-current".into()),
         GemmDtype::Mxfp8 => out.push("--set precision.recipe=mxfp8".into()),
         GemmDtype::Nvfp4 => out.push("--set precision.recipe=nvfp4".into()),
-        GemmDtype::Bf16 => {}
+        GemmDtype::Bf16 => out.push("--set precision.recipe=none".into()),
     }
     out.join(" ")
 }
@@ -284,7 +255,8 @@ fn as_json(p: &LayoutPlan, workload: &Workload, machine: &Machine) -> Result<Val
         "tflops_per_gpu": r.tflops,
         "mfu": r.mfu,
         "gpu_hours": r.hours,
-        "set": keys(p, machine.gpus),
+        "host_memory": p.host,
+        "set": keys(p, workload, machine.gpus),
     }))
 }
 

@@ -149,7 +149,7 @@ impl Args {
 
     /// The machine of `--gpus`.
     pub fn machine(&self) -> Result<Option<Machine>> {
-        Ok(self.gpus.as_deref().map(Machine::parse).transpose()?)
+        self.gpus.as_deref().map(super::plan::parse_machine).transpose()
     }
 
     /// The run folder.

@@ -74,14 +74,8 @@ impl PipelinePlan {
 
     /// Makes the schedule and checks it under what its transport promises.
     pub fn schedule(&self) -> Result<Schedule> {
-        self.check_sizes()?;
-        let mut ops = self.orders()?;
-        if self.kind == ScheduleKind::ZeroBubble {
-            ops = zero_bubble::split(self, &ops)?;
-        }
-        let (pp, vp, micro_batches) = (self.pp, self.vp, self.micro_batches);
-        let shape =
-            ScheduleShape { pp, vp, micro_batches, forward_only: self.kind == ScheduleKind::ForwardOnly };
+        let (shape, ops) = self.computations()?;
+        let ScheduleShape { pp, vp, micro_batches, .. } = shape;
         // The rules that Megatron Core follows need the group size that it demands.
         let as_peer = self.kind != ScheduleKind::ZeroBubble && (vp == 1 || (pp > 1 && micro_batches >= pp));
         let (ranks, matching) = match self.transport {
@@ -100,15 +94,20 @@ impl PipelinePlan {
     /// The order of computations in time, of which `cost` gives the seconds by rank, with messages of `message` seconds between stages.
     /// Transfers are neither planned nor checked.
     pub fn timeline(&self, cost: impl Fn(usize, PipelineOp) -> f64, message: f64) -> Result<Timeline> {
+        let (shape, ops) = self.computations()?;
+        Timeline::of_ops(shape, &ops, cost, message)
+    }
+
+    /// The computations of every rank in their order, without transfers.
+    fn computations(&self) -> Result<(ScheduleShape, Vec<Vec<PipelineOp>>)> {
         self.check_sizes()?;
         let mut ops = self.orders()?;
         if self.kind == ScheduleKind::ZeroBubble {
             ops = zero_bubble::split(self, &ops)?;
         }
         let (pp, vp, micro_batches) = (self.pp, self.vp, self.micro_batches);
-        let shape =
-            ScheduleShape { pp, vp, micro_batches, forward_only: self.kind == ScheduleKind::ForwardOnly };
-        Timeline::of_ops(shape, &ops, cost, message)
+        let forward_only = self.kind == ScheduleKind::ForwardOnly;
+        Ok((ScheduleShape { pp, vp, micro_batches, forward_only }, ops))
     }
 
     fn check_sizes(&self) -> Result<()> {

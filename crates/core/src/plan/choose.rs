@@ -49,7 +49,7 @@ impl LayoutPlan {
     }
 
     /// Those of [`LayoutPlan::settings`] that the recipe does not have, as options of the command line.
-    fn changes(&self, r: &Resolved, gpus: usize) -> Vec<String> {
+    pub fn changes(&self, r: &Resolved, gpus: usize) -> Vec<String> {
         let p = &r.config.parallel;
         let same = |key: &str, value: &str| match key {
             "parallel.tp" => value == p.tp.to_string(),

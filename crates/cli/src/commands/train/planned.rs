@@ -12,12 +12,14 @@ use ferrotron_core::plan::{Constraints, Machine, search, workload_of};
 use ferrotron_tensor::{format_bytes, gpus};
 
 /// Keys of a recipe that fix a part of the layout, by the names of `plan --layout`.
-const FIXED: [(&str, &str); 8] = [
+const FIXED: [(&str, &str); 10] = [
     ("parallel.tp", "tp"),
     ("parallel.cp", "cp"),
     ("parallel.pp", "pp"),
     ("parallel.vp", "vp"),
     ("parallel.ep", "ep"),
+    ("parallel.etp", "etp"),
+    ("parallel.schedule", "schedule"),
     ("parallel.dp", "dp"),
     ("parallel.zero", "zero"),
     ("train.micro_batch", "micro_batch"),
