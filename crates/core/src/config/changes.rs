@@ -55,6 +55,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("parallel.", ChangeEffect::None),
     ("generate.", ChangeEffect::None),
     ("offload.", ChangeEffect::None),
+    ("fault.", ChangeEffect::None),
 ];
 
 /// The name under which a change of the contents of `data.path` is reported and allowed.

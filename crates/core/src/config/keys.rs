@@ -2,10 +2,11 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    ByteCount, Count, CudaGraphMode, DataFormat, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format,
-    FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OffloadedState, OneOrMany, OptimizerCompute,
-    OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision, QuantRecipe,
-    Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle, WsdStyle,
+    BadStepPolicy, ByteCount, Count, CudaGraphMode, DataFormat, DataSplit, Decay, DispatcherType, DropPolicy,
+    Fp8Format, FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OffloadedState, OneOrMany,
+    OptimizerCompute, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision,
+    QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle,
+    WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -430,6 +431,48 @@ keys! {
         min_bytes: ByteCount = ByteCount(1 << 20), "min_offloaded_tensor_size";
         /// Most host memory to use on each rank; unset means as much as the system gives.
         host_budget: Option<ByteCount> = None, "cpu_offloading_budget", "pinned_memory_limit";
+    }
+
+    /// Faults: in-job restart, snapshots in memory, silent data corruption, stragglers, fault injection.
+    fault: FaultSection {
+        /// In-job restarts: how often a job of processes forms its groups anew after a rank has died, stalled or failed, and goes
+        /// on from the newest state that all ranks have; 0 ends the job at the first failure.
+        restarts: u64 = 0, "max_restarts", "inprocess_max_iterations", "in_job_restarts", "max_rank_faults";
+        /// Failures after which the process of a rank is excluded by name: it is not replaced by itself any more.
+        rank_failures: u64 = 3, "max_rank_failures";
+        /// Soft time limit in seconds: a rank that has not joined the restart by then is replaced.
+        soft_timeout: f64 = 60.0, "inprocess_soft_timeout", "soft_timeout_seconds";
+        /// Hard time limit in seconds: a process that has not left its failed communication by then is ended by force.
+        hard_timeout: f64 = 90.0, "inprocess_hard_timeout", "hard_timeout_seconds";
+        /// Seconds before the second restart without a step between; doubled for each further one, up to 60.
+        backoff: f64 = 1.0, "restart_delay", "monitor_interval";
+        /// Without a spare and a restarted process: go on with fewer data-parallel replicas and the same global batch. Sums are
+        /// then taken in another order, so that the last bits differ.
+        shrink: bool = false, "shrink_on_failure", "elastic", "min_nodes";
+        /// Steps between snapshots of the training state in host memory, each mirrored on another rank; 0 means none, and a
+        /// restart reads the newest checkpoint.
+        snapshot_every: u64 = 0, "local_checkpoint_interval", "non_persistent_save_interval", "non_persistent_local_ckpt_dir", "in_memory_checkpoint";
+        /// What to do with a step whose loss or gradient is not finite or spikes, and is the same when it is run again: stop,
+        /// skip (its update is not applied), or rollback (the window since the snapshot is skipped).
+        on_bad_step: BadStepPolicy = BadStepPolicy::Stop, "rerun_mode", "check_for_nan_in_loss_and_grad", "nan_policy";
+        /// Run a step again, from the last snapshot, when its loss or gradient norm is not finite or spikes: other bits the second
+        /// time are a hardware fault.
+        rerun: bool = false, "rerun_state_machine", "validate_results", "error_injection_rate";
+        /// A loss this many times above its running maximum is a spike; 0 means no bound.
+        spike: f64 = 0.0, "check_for_spiky_loss", "spiky_loss_factor", "spike_threshold";
+        /// Steps between comparisons of the hashes of parameters over data-parallel replicas; 0 means never.
+        hash_every: u64 = 0, "check_weight_hash_across_dp_replicas_interval", "param_hash_interval";
+        /// Steps between verifications, each of which runs the steps since the last snapshot again and compares the hashes of
+        /// parameters and of everything that was sent; 0 means never.
+        verify_every: u64 = 0, "sdc_check_interval", "report_determinism_stats";
+        /// Steps over which section times of ranks are compared, and reported; 0 means never.
+        straggler_every: u64 = 0, "log_straggler", "straggler_report_time_interval", "straggler_minmax_count";
+        /// A rank whose speed, relative to the median of ranks or to its own history, is below this is a straggler.
+        straggler_threshold: f64 = 0.87, "gpu_relative_perf_threshold", "gpu_individual_perf_threshold";
+        /// Seconds before the end of the job's time, as Slurm tells it, at which the run saves and exits.
+        exit_margin: f64 = 120.0, "preemption_margin", "exit_signal_handler", "preempt_time";
+        /// Faults to inject, for tests and drills: "kill:rank=2,step=30"; see docs/faults.md.
+        inject: OneOrMany = OneOrMany::default(), "fault_injector", "ft_simulated_fault", "simulated_fault";
     }
 
     /// Dropout.

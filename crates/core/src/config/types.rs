@@ -18,8 +18,8 @@ pub use muon::{
 pub use offload::{OffloadModule, OffloadedActivations, OffloadedState, OptimizerCompute};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
-    SaveFailurePolicy, WeightDecayStyle, WsdStyle,
+    BadStepPolicy, CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute,
+    RecomputeModule, SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
 pub use written::{ByteCount, Count, DataSplit, OneOrMany};
 

@@ -68,6 +68,7 @@ impl Recipe {
         let c = &self.config;
         self.check_parallel()?;
         self.check_offload()?;
+        self.check_fault()?;
         for (key, value) in [
             ("data.seq_len", c.data.seq_len),
             ("train.global_batch", Some(c.train.global_batch)),
@@ -121,6 +122,28 @@ impl Recipe {
             }
         }
         self.within("offload.optimizer", offload.optimizer.fraction(), 0.0, 1.0)
+    }
+
+    fn check_fault(&self) -> Result<()> {
+        let f = &self.config.fault;
+        for (key, value, least, most) in [
+            ("fault.soft_timeout", f.soft_timeout, 0.1, 1e6),
+            ("fault.hard_timeout", f.hard_timeout, 0.1, 1e6),
+            ("fault.backoff", f.backoff, 0.0, 3600.0),
+            ("fault.spike", f.spike, 0.0, 1e12),
+            ("fault.straggler_threshold", f.straggler_threshold, 0.0, 1.0),
+            ("fault.exit_margin", f.exit_margin, 0.0, 1e7),
+            ("fault.rank_failures", f.rank_failures as f64, 1.0, 1e9),
+        ] {
+            self.within(key, value, least, most)?;
+        }
+        let rerun = [("fault.rerun", f.rerun), ("fault.verify_every", f.verify_every > 0)];
+        match rerun.iter().find(|(_, on)| *on && f.snapshot_every == 0) {
+            Some((key, _)) => {
+                self.refuse(key, "runs steps again from a snapshot in memory; set fault.snapshot_every too")
+            }
+            None => Ok(()),
+        }
     }
 
     fn check_parallel(&self) -> Result<()> {

@@ -207,3 +207,15 @@ impl KeyType for Recompute {
         )
     }
 }
+
+choice! {
+    /// What to do with a step whose result is rejected twice with the same bits.
+    BadStepPolicy {
+        /// Save the batch and end the run.
+        Stop = "stop",
+        /// Go on without its update.
+        Skip = "skip",
+        /// Go back to the last snapshot and skip the data since.
+        Rollback = "rollback",
+    }
+}
