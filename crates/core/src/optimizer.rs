@@ -7,6 +7,7 @@ mod host_update;
 mod loss_scale;
 mod muon;
 mod offload;
+mod persistent;
 mod saved;
 mod state;
 mod streamed;

@@ -40,6 +40,11 @@ impl LossScale {
         self.config
     }
 
+    /// f64 `[scaler::COUNT]`
+    pub(super) fn state(&self) -> &Tensor {
+        &self.state
+    }
+
     /// Multiplies f32 loss weights of tokens by the scale.
     pub(crate) fn weights(&self, rank: &Rank, weights: &Tensor) -> Result<Tensor> {
         let scaled = rank.activation(weights.shape(), DType::F32)?;

@@ -159,6 +159,17 @@ impl Trainer {
         Ok(notes)
     }
 
+    /// Adds the choices of a snapshot of this run, and uses those of the next step.
+    pub(super) fn merge_gemm_choices(&mut self, of_snapshot: Option<GemmTable>) {
+        let next = self.step() + 1;
+        if let Some(table) = &mut self.gemms {
+            for (gemm, choice) in of_snapshot.into_iter().flat_map(|t| t.choices) {
+                table.choices.entry(gemm).or_insert(choice);
+            }
+            table.apply(&self.rank, next);
+        }
+    }
+
     /// Whether this rank's kernels have chosen algorithms that are not in the table.
     pub(super) fn has_new_gemm_choices(&self) -> bool {
         self.gemms.is_some() && self.rank.kernels.has_new_gemm_choices()

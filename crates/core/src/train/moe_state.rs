@@ -23,6 +23,13 @@ fn tables(moe: &MoeState) -> Result<Vec<(String, Tensor)>> {
     Ok(out)
 }
 
+/// All tables of this rank, as they are stored.
+pub(super) fn persistent(moe: &MoeState) -> Vec<(String, Tensor)> {
+    [(BIAS, &moe.expert_bias), (QUANTILES, &moe.quantiles)]
+        .map(|(name, t)| (name.to_string(), t.clone()))
+        .into()
+}
+
 /// The tables of this rank's stage for a checkpoint; all ranks of the stage have the same.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
     let Some(moe) = t.model.step_state.moe() else { return Ok(Vec::new()) };

@@ -249,6 +249,16 @@ impl StepRunner {
         self.delayed_scaling.steps += u64::from(self.delayed_scaling.enabled);
     }
 
+    /// Non-finite steps in a row so far.
+    pub(super) fn nonfinite_steps(&self) -> u64 {
+        self.nonfinite.consecutive
+    }
+
+    /// Continues after so many non-finite steps in a row.
+    pub(super) fn set_nonfinite_steps(&mut self, steps: u64) {
+        self.nonfinite.consecutive = steps;
+    }
+
     /// True if the run continues after a step with this loss and gradient norm; see [`NonfinitePolicy::continues`].
     pub(super) fn continues(&mut self, loss: f64, grad_norm: f64, scale: Option<(f64, f64)>) -> bool {
         let skipped = !grad_norm.is_finite();
