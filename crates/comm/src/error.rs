@@ -89,6 +89,9 @@ pub enum Error {
     /// The processes of the job cannot connect.
     #[error("cannot join the job: {0}")]
     Launch(String),
+    /// This process must not take part in the job any more.
+    #[error("{0}")]
+    Excluded(String),
     /// From a tensor operation.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),

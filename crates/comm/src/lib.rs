@@ -28,6 +28,7 @@ mod host_cost;
 mod host_group;
 mod in_flight;
 mod launch_env;
+mod membership;
 mod monitor;
 mod mpi;
 mod nccl;
@@ -57,6 +58,7 @@ pub use flight_recorder::{OpRecord, OpStatus};
 pub use host_cost::HostCost;
 pub use in_flight::InFlight;
 pub use launch_env::{LaunchEnv, Launcher};
+pub use membership::{Ended, Generation, Membership, RestartPolicy, Seat, TEMPORARY_FAILURE};
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
 #[doc(hidden)]

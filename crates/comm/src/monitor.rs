@@ -16,7 +16,8 @@ use crate::call_digest::{Difference, Mark, MarkComparer};
 use crate::control::Topic;
 use crate::diagnosis::{self, Diagnosis, RankState, diagnose};
 use crate::flight_recorder::{OpRecord, OpStatus};
-use crate::process::{ProcessState, decode_failure};
+use crate::membership::TEMPORARY_FAILURE;
+use crate::process::{AfterFailure, ProcessState, decode_failure};
 use crate::{Error, Result, snapshot, watchdog};
 use std::sync::Arc;
 use std::sync::PoisonError;
@@ -225,20 +226,24 @@ impl Monitor {
     }
 
     fn end_by_force(&self) {
-        if self.state.failed().is_some_and(|(_, at)| at.elapsed() > FORCE_EXIT) {
+        let (patience, code) = match self.state.after_failure {
+            AfterFailure::Exit => (FORCE_EXIT, 1),
+            AfterFailure::Restart(hard) => (hard, TEMPORARY_FAILURE),
+        };
+        if self.state.failed().is_some_and(|(_, at)| at.elapsed() > patience) {
             let here = self.state.control.rank();
             watchdog::say(format_args!(
                 "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
             ));
             self.state.control.abort();
-            exit_now();
+            exit_now(code);
         }
     }
 }
 
 /// Ends the process without its exit handlers: the GPU driver's would wait for a kernel that never ends.
-fn exit_now() -> ! {
-    signal_hook::low_level::exit(1)
+fn exit_now(code: i32) -> ! {
+    signal_hook::low_level::exit(code)
 }
 
 /// Encodes the current operation (length, status, age, text), then marks.

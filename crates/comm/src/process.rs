@@ -20,6 +20,18 @@ const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 /// After a failure, time for every rank to report before the first process exits.
 const REPORT_TIME: Duration = Duration::from_millis(1500);
 
+/// What a process does after a rank has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AfterFailure {
+    /// It ends, soon.
+    Exit,
+    /// It leaves its communication and joins the next generation; if it has not after this time, it ends.
+    Restart(Duration),
+}
+
+/// Before a failed generation is left, time for reports to be written.
+const LAST_REPORT: Duration = Duration::from_millis(50);
+
 /// One rank that is a process.
 pub(crate) struct Process {
     pub(crate) shared: Arc<ProcessState>,
@@ -32,6 +44,7 @@ pub(crate) struct ProcessState {
     pub(crate) recorder: Arc<FlightRecorder>,
     pub(crate) digest: CallDigest,
     pub(crate) timeout: Duration,
+    pub(crate) after_failure: AfterFailure,
     /// True if operations are enqueued on a GPU without waiting for other ranks, so that the monitor must watch them.
     pub(crate) watches_device: AtomicBool,
     /// Members of every group of the job.
@@ -47,13 +60,18 @@ pub(crate) struct ProcessState {
 }
 
 impl Process {
-    pub(crate) fn new(control: Arc<dyn ControlTransport>, timeout: Duration) -> Result<Process> {
+    pub(crate) fn new(
+        control: Arc<dyn ControlTransport>,
+        timeout: Duration,
+        after_failure: AfterFailure,
+    ) -> Result<Process> {
         let last_seen = Mutex::new(vec![None; control.size()]);
         let shared = Arc::new(ProcessState {
             control,
             recorder: Arc::default(),
             digest: CallDigest::default(),
             timeout,
+            after_failure,
             watches_device: AtomicBool::new(false),
             groups: Mutex::default(),
             failure: Mutex::default(),
@@ -72,6 +90,11 @@ impl Process {
 
     pub(crate) fn flight_recorder(&self) -> &Arc<FlightRecorder> {
         &self.shared.recorder
+    }
+
+    /// Whether this process goes on after a failure, so that nothing may be left behind.
+    pub(crate) fn restarts(&self) -> bool {
+        self.shared.after_failure != AfterFailure::Exit
     }
 
     /// The first failure known to this rank.
@@ -176,6 +199,13 @@ impl Drop for Process {
             }
             let reason = "the other ranks did not finish in time".to_string();
             self.fail(FailureReport { rank: control.rank(), stall: true, diagnosis: false, reason });
+        }
+        if let AfterFailure::Restart(_) = self.shared.after_failure {
+            // The process goes on; a moment for what it has to say.
+            self.shared.finished.store(true, Ordering::Release);
+            std::thread::sleep(LAST_REPORT);
+            control.abort();
+            return self.monitor.take().into_iter().for_each(|monitor| drop(monitor.join()));
         }
         // A launcher kills the job when the first process exits; give the others time to report first.
         if let Some((_, at)) = self.shared.failed() {

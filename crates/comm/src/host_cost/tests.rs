@@ -8,7 +8,7 @@ use crate::backend::{
 use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::launch_env::LaunchEnv;
 use crate::op_descriptor::OpDescriptor;
-use crate::process::Process;
+use crate::process::{AfterFailure, Process};
 use crate::tcp_control::TcpControl;
 use crate::{Communicator, ReduceOp, Result, World};
 use ferrotron_tensor::{Category, DType, Device, Stream, Threads};
@@ -103,7 +103,7 @@ fn on_ranks<T: Send>(n: usize, work: impl Fn(&World) -> T + Sync) -> Vec<T> {
     let timeout = Duration::from_secs(20);
     let rank = |rank: usize| {
         let control = TcpControl::connect(&LaunchEnv::for_test(rank, n, &at), timeout).unwrap();
-        let process = Arc::new(Process::new(Arc::new(control), timeout).unwrap());
+        let process = Arc::new(Process::new(Arc::new(control), timeout, AfterFailure::Exit).unwrap());
         process.shared.watches_device.store(true, Ordering::Release);
         work(&World::start(Arc::new(Job(process)), timeout).unwrap())
     };

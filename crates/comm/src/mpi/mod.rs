@@ -11,7 +11,7 @@ use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
 use crate::control::ControlTransport;
 use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::host_group::HostGroupBackend;
-use crate::process::Process;
+use crate::process::{AfterFailure, Process};
 use crate::process_group::ProcessGroup;
 use crate::{HostCost, Result, World};
 use control::{Comm, MpiControl};
@@ -35,7 +35,7 @@ impl World {
     pub fn mpi(timeout: Duration) -> Result<World> {
         let (mpi, control) = connect()?;
         let data = Comm(mpi.dup_world()?);
-        let process = Arc::new(Process::new(control.clone(), timeout)?);
+        let process = Arc::new(Process::new(control.clone(), timeout, AfterFailure::Exit)?);
         World::start(Arc::new(MpiJobBackend { mpi, control, process, data }), timeout)
     }
 }

@@ -126,6 +126,11 @@ impl ParentComm {
 impl Drop for ParentComm {
     fn drop(&mut self) {
         let raw = self.lock().0;
+        if !raw.is_null() && self.process.failure().is_some() && self.process.restarts() {
+            // SAFETY: live, with no other user left; the groups split off from it have been aborted or are left alone.
+            unsafe { (self.nccl.abort)(raw) };
+            return;
+        }
         // After a failure the process ends anyway, and NCCL may wait for ranks that are gone.
         if raw.is_null() || self.process.failure().is_some() || std::thread::panicking() {
             return;
@@ -209,6 +214,11 @@ impl NcclComm {
 impl Drop for NcclComm {
     fn drop(&mut self) {
         let raw = self.raw.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(raw) = raw.filter(|_| self.process.failure().is_some() && self.process.restarts()) {
+            // SAFETY: live, with no other user left.
+            unsafe { (self.nccl.abort)(raw.0) };
+            return;
+        }
         if let Some(raw) = raw.filter(|_| self.process.failure().is_none() && !std::thread::panicking()) {
             // SAFETY: live, with no other user left; destroyed once.
             unsafe {

@@ -23,7 +23,8 @@ use crate::control::{ControlTransport, Topic};
 use crate::flight_recorder::{FlightRecorder, GRAPHS, OpRecord};
 use crate::host_cost::LibraryClock;
 use crate::launch_env::{LaunchEnv, Launcher};
-use crate::process::Process;
+use crate::membership::Generation;
+use crate::process::{AfterFailure, Process};
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
 use crate::{Error, HostCost, ReduceKernels, Result, World};
@@ -59,7 +60,20 @@ impl World {
     /// fails with an error that names it, and the whole job ends. `kernels` compute what NCCL cannot: maxima that keep
     /// NaN.
     pub fn nccl(device: &Device, timeout: Duration, kernels: ReduceKernels) -> Result<World> {
-        let job_backend = NcclJobBackend::join(device, LaunchEnv::detect()?, timeout, kernels)?;
+        let control = open_control(LaunchEnv::detect()?, timeout)?;
+        let process = Arc::new(Process::new(control, timeout, AfterFailure::Exit)?);
+        let job_backend = NcclJobBackend::join(device, process, timeout, kernels)?;
+        World::start(Arc::new(job_backend), timeout)
+    }
+
+    /// [`World::nccl`] for one generation of a job that restarts.
+    pub fn nccl_generation(
+        device: &Device,
+        generation: &Generation,
+        timeout: Duration,
+        kernels: ReduceKernels,
+    ) -> Result<World> {
+        let job_backend = NcclJobBackend::join(device, generation.process(timeout)?, timeout, kernels)?;
         World::start(Arc::new(job_backend), timeout)
     }
 }
@@ -81,13 +95,12 @@ fn open_control(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn Con
 impl NcclJobBackend {
     fn join(
         device: &Device,
-        job: Option<LaunchEnv>,
+        process: Arc<Process>,
         timeout: Duration,
         kernels: ReduceKernels,
     ) -> Result<NcclJobBackend> {
         let nccl = Nccl::open()?;
         let stream = device.stream("nccl")?;
-        let process = Arc::new(Process::new(open_control(job, timeout)?, timeout)?);
         let deadline = Instant::now() + timeout;
         let parent = create_parent(nccl, &process, &stream, deadline).map_err(|error| {
             let what = match error {

@@ -23,12 +23,18 @@ fn gpu() -> Option<Device> {
     }
 }
 
+/// A job of one rank.
+fn join_alone(device: &Device) -> Result<NcclJobBackend> {
+    let timeout = Duration::from_secs(60);
+    let process = Arc::new(Process::new(open_control(None, timeout)?, timeout, AfterFailure::Exit)?);
+    NcclJobBackend::join(device, process, timeout, ReduceKernels::default())
+}
+
 #[test]
 fn one_rank_alone() {
     let Some(device) = gpu() else { return };
     eprintln!("NCCL {}", nccl_version().unwrap());
-    let job_backend =
-        NcclJobBackend::join(&device, None, Duration::from_secs(60), ReduceKernels::default()).unwrap();
+    let job_backend = join_alone(&device).unwrap();
     assert_eq!((job_backend.rank(), job_backend.size()), (0, 1));
     let deadline = || Instant::now() + Duration::from_secs(60);
     let world = job_backend.group(0, "world", &[0], deadline()).unwrap().unwrap();
@@ -83,13 +89,7 @@ fn one_rank_alone() {
 #[test]
 fn a_world_of_one_card() {
     let Some(device) = gpu() else { return };
-    let world = World::start(
-        Arc::new(
-            NcclJobBackend::join(&device, None, Duration::from_secs(60), ReduceKernels::default()).unwrap(),
-        ),
-        Duration::from_secs(60),
-    )
-    .unwrap();
+    let world = World::start(Arc::new(join_alone(&device).unwrap()), Duration::from_secs(60)).unwrap();
     let s = device.stream("compute").unwrap();
     let x = s.upload(&[1f32, 2.0], &[2], Category::Communication).unwrap();
     world.all().all_reduce(&s, &x, ReduceOp::Sum, "alone").unwrap();

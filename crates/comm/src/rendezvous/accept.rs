@@ -10,7 +10,7 @@ use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 /// Time for one handshake.
-pub(super) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
+pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Handshakes at once. If more come, the oldest is dropped: a true rank needs milliseconds, and tries again.
 const MAX_PENDING: usize = 256;
 /// Pause when nothing happens.

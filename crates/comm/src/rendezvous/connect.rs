@@ -23,7 +23,8 @@ pub(crate) struct Place {
 }
 
 /// How an attempt ended without a connection.
-enum Failure {
+#[derive(Debug)]
+pub(crate) enum Failure {
     /// Try again: perhaps rank 0 has not started yet.
     Again(String),
     /// Rank 0 has refused the job.
@@ -31,7 +32,7 @@ enum Failure {
 }
 
 /// Connects to rank 0 at `place`, which is looked up anew for every attempt.
-pub(super) fn to_rank0(
+pub(crate) fn to_rank0(
     job: &LaunchEnv,
     mut place: impl FnMut() -> Result<Place>,
     deadline: Instant,
@@ -57,7 +58,16 @@ pub(super) fn to_rank0(
     }
 }
 
-fn attempt(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStream, Failure> {
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Failure::Again(what) | Failure::Refused(what) => f.write_str(what),
+        }
+    }
+}
+
+/// Connects to `place`; both sides prove that they know its secret.
+pub(crate) fn prove(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStream, Failure> {
     let soon = deadline.min(Instant::now() + HANDSHAKE_TIMEOUT);
     let again = |e: std::io::Error| Failure::Again(format!("{}: {e}", place.address));
     let left = soon.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -78,6 +88,14 @@ fn attempt(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStrea
         ))
     })?;
     stream.write_all(&proof).map_err(again)?;
+    Ok(stream)
+}
+
+fn attempt(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStream, Failure> {
+    let stream = prove(job, place, deadline)?;
+    let silent = |e: std::io::Error| {
+        Failure::Again(format!("{} answers, but not as rank 0 of this job ({e})", place.address))
+    };
     let mut rest = Limited { stream: &stream, deadline: deadline + ANSWER_GRACE };
     let mut len = [0; 4];
     rest.read_exact(&mut len).map_err(silent)?;

@@ -7,7 +7,7 @@ use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 
 /// Listens at `rendezvous` (`host:port`).
-pub(super) fn at(job: &LaunchEnv, rendezvous: &str) -> Result<TcpListener> {
+pub(crate) fn at(job: &LaunchEnv, rendezvous: &str) -> Result<TcpListener> {
     let address = resolve(rendezvous)?;
     let bound = TcpListener::bind((host(job, address.ip()), address.port())).or_else(|e| match e.kind() {
         // The others reach this host by an address that it does not have itself: that of a service, or behind NAT.

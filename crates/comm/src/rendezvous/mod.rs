@@ -2,10 +2,10 @@
 //! connection from every other rank to rank 0, each proven by the [`handshake`].
 
 pub(crate) mod accept;
-mod connect;
+pub(crate) mod connect;
 pub(crate) mod handshake;
 mod job_secret;
-mod listen;
+pub(crate) mod listen;
 pub(crate) mod torch_store;
 
 #[cfg(test)]
@@ -19,7 +19,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 use torch_store::TorchStore;
 
-use job_secret::SecretSource;
+pub(crate) use job_secret::{SecretFile, SecretSource};
 
 /// What only the processes of a job know.
 #[derive(Clone, PartialEq, Eq)]
@@ -42,7 +42,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-fn random() -> Result<[u8; 32]> {
+pub(crate) fn random() -> Result<[u8; 32]> {
     let mut bytes = [0u8; 32];
     let got = rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty());
     match got {
@@ -136,13 +136,13 @@ fn no_store(at: &str, error: &std::io::Error) -> Error {
 }
 
 /// Pause between attempts to reach rank 0 or the store.
-const RETRY: Duration = Duration::from_millis(100);
+pub(crate) const RETRY: Duration = Duration::from_millis(100);
 
 fn failed(rendezvous: &str, error: std::io::Error) -> Error {
     Error::Launch(format!("TCP at {rendezvous}: {error}"))
 }
 
-fn resolve(rendezvous: &str) -> Result<SocketAddr> {
+pub(crate) fn resolve(rendezvous: &str) -> Result<SocketAddr> {
     // IPv4 first: `localhost` may name both, and servers often listen at that one alone.
     let mut found: Vec<SocketAddr> =
         rendezvous.to_socket_addrs().map_err(|e| failed(rendezvous, e))?.collect();

@@ -13,7 +13,8 @@ use crate::control::{ControlTransport, Topic};
 use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::host_group::HostGroupBackend;
 use crate::launch_env::LaunchEnv;
-use crate::process::Process;
+use crate::membership::{Generation, host_name};
+use crate::process::{AfterFailure, Process};
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
 use crate::{HostCost, Result, World};
@@ -40,16 +41,15 @@ impl World {
     /// for the other ranks to finish, too.
     pub fn one_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
         let control: Arc<dyn ControlTransport> = Arc::new(TcpControl::connect(job, timeout)?);
-        let process = Arc::new(Process::new(control, timeout)?);
+        let process = Arc::new(Process::new(control, timeout, AfterFailure::Exit)?);
         World::start(Arc::new(ShmJobBackend { process, outbox: Arc::default() }), timeout)
     }
-}
 
-/// What tells this host from others: the kernel that was started, and the namespace in which process ids count.
-fn host_name() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    format!("{} {}", boot.trim(), space.display())
+    /// [`World::one_host`] for one generation of a job that restarts.
+    pub fn one_host_generation(generation: &Generation, timeout: Duration) -> Result<World> {
+        let process = generation.process(timeout)?;
+        World::start(Arc::new(ShmJobBackend { process, outbox: Arc::default() }), timeout)
+    }
 }
 
 impl ShmJobBackend {

@@ -62,7 +62,8 @@ impl TcpControl {
         TcpControl::over(0, 1, HashMap::new())
     }
 
-    fn over(rank: usize, size: usize, connected: HashMap<usize, TcpStream>) -> Result<TcpControl> {
+    /// The transport of a rank over the connections it has.
+    pub(crate) fn over(rank: usize, size: usize, connected: HashMap<usize, TcpStream>) -> Result<TcpControl> {
         let failed = |e: std::io::Error| Error::Launch(format!("a connection between ranks: {e}"));
         let (mut out, mut readers) = (HashMap::new(), Vec::new());
         for (peer, stream) in connected {

@@ -5,7 +5,7 @@ use super::*;
 use crate::backend::{Descriptors, FailureReport, OpError};
 use crate::control::MAX_WAITING;
 use crate::op_descriptor::{OpDescriptor, OpKind};
-use crate::process::Process;
+use crate::process::{AfterFailure, Process};
 use crate::process_group::ProcessGroup;
 use std::io::Write;
 use std::net::TcpListener;
@@ -19,7 +19,7 @@ fn rendezvous() -> String {
 fn join(rank: usize, size: usize, at: &str, timeout: Duration) -> Arc<Process> {
     let job = LaunchEnv::for_test(rank, size, at);
     let control = TcpControl::connect(&job, Duration::from_secs(20)).unwrap();
-    Arc::new(Process::new(Arc::new(control), timeout).unwrap())
+    Arc::new(Process::new(Arc::new(control), timeout, AfterFailure::Exit).unwrap())
 }
 
 fn on_ranks<T: Send>(n: usize, timeout: Duration, f: impl Fn(&Arc<Process>) -> T + Sync) -> Vec<T> {
