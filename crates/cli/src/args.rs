@@ -1,8 +1,8 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, parity, plan, recipes,
-    train,
+    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, launch, parity, plan,
+    recipes, train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -121,6 +121,9 @@ pub enum Command {
     /// Train a model from a recipe, or resume an interrupted run
     #[command(long_about = train::LONG)]
     Train(train::Args),
+    /// Start the processes of a job on this machine, and start those again that die
+    #[command(long_about = launch::LONG)]
+    Launch(launch::Args),
     /// Run a model over token ids and write logits, loss and gradients
     #[command(long_about = forward::LONG)]
     Forward(forward::Args),

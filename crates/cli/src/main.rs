@@ -20,6 +20,7 @@ use std::time::Instant;
 
 fn main() -> ExitCode {
     let started = Instant::now();
+    commands::launch::end_with_launcher();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),
@@ -34,6 +35,7 @@ fn main() -> ExitCode {
     log::init(log_level, log::LogRank { rank: of_process.0, size: of_process.1 });
     let result = match cli.command {
         Command::Train(args) => commands::train::run(args, &global),
+        Command::Launch(args) => commands::launch::run(args, &global),
         Command::Forward(args) => commands::forward::run(args, &global),
         Command::Parity(args) => commands::parity::run(args, &global),
         Command::Convert(args) => commands::convert::run(args, &global),

@@ -10,6 +10,10 @@ use std::process::ExitCode;
 pub const FAILED: u8 = 1;
 /// Exit code of wrong usage or configuration.
 pub const USAGE: u8 = 2;
+/// Exit code of a process that its launcher should start again (`EX_TEMPFAIL`).
+pub const RESTART: u8 = 75;
+/// Exit code of a process that must not be started again: its job has excluded it.
+pub const EXCLUDED: u8 = 76;
 
 /// An error in the command line that the argument parser does not see.
 #[derive(Debug)]
@@ -97,6 +101,8 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
     });
     let (hint, code) = match core {
         Some(e @ ferrotron_core::Error::Config { .. }) => (e.hint(), USAGE),
+        Some(e @ ferrotron_core::Error::Restart(_)) => (e.hint(), RESTART),
+        Some(e @ ferrotron_core::Error::Excluded(_)) => (e.hint(), EXCLUDED),
         Some(e) => (e.hint(), FAILED),
         None => match error.downcast_ref::<UsageError>() {
             Some(usage) => (usage.hint.as_deref(), USAGE),

@@ -4,7 +4,7 @@ use crate::args::Global;
 use crate::format;
 use crate::output;
 use crate::signal::Say;
-use ferrotron_core::events::{Ending, Event, Operand, Precision, Step};
+use ferrotron_core::events::{Ending, Event, Operand, Precision, Restart, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::cell::Cell;
 use std::io::{IsTerminal, Write};
@@ -218,11 +218,30 @@ fn note(event: &Event) -> Option<String> {
             let lines: Vec<String> = changes.chain(r.notes.iter().cloned()).collect();
             (!lines.is_empty()).then(|| lines.join("\n"))
         }
+        Event::Restart(r) => Some(restart_line(r)),
         Event::RunEnd(e) if e.ending == Ending::Interrupted => {
             Some(format!("interrupted after step {}; the same command resumes", e.step))
         }
         Event::RunStart(_) | Event::Step(_) | Event::Sample(_) | Event::RunEnd(_) => None,
     }
+}
+
+/// A restart in one line.
+fn restart_line(r: &Restart) -> String {
+    let ranks: Vec<String> = r.replaced.iter().map(usize::to_string).collect();
+    let replaced = match ranks.len() {
+        0 => String::new(),
+        1 => format!("; another process is rank {}", ranks[0]),
+        _ => format!("; other processes are ranks {}", ranks.join(", ")),
+    };
+    let again = if r.steps_lost > 0 { format!(", {} steps again", r.steps_lost) } else { String::new() };
+    format!(
+        "restart {}: {}{replaced}; from {} after step {}{again}",
+        r.generation - 1,
+        r.reason,
+        r.from,
+        r.step
+    )
 }
 
 /// The worst saturation, underflow and error among the FP8 operands.

@@ -5,7 +5,10 @@ use crate::log::{self, LogRank};
 use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_core::grid::RankLayout;
-use ferrotron_core::ranks::{LaunchEnv, ReduceKernels, on_one_device, on_threads_with};
+use ferrotron_core::ranks::{
+    Faults, GenerationStart, LaunchEnv, ReduceKernels, StepCount, on_one_device, on_threads_with,
+};
+use ferrotron_core::train::Snapshots;
 use ferrotron_engine::Rank;
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cuda::{KernelCacheStats, cache_folder};
@@ -141,6 +144,30 @@ pub fn run<T: Send>(
         Instrumentation { race_check: global.check, trace: global.trace, ..Instrumentation::default() };
     let make = || Ok(Rank::cpu_instrumented((all / ranks).max(1), seed, watch)?);
     Ok(on_threads_with(layout, timeout, ReduceKernels::default(), make, as_thread)?)
+}
+
+/// [`run`] for work that survives faults: as a process of a launched job it goes on after them as `faults` say.
+pub fn run_generations<T: Send>(
+    global: &Global,
+    layout: &RankLayout,
+    seed: u64,
+    faults: Option<&Faults>,
+    work: impl Fn(Rank, GenerationStart) -> ferrotron_core::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let (Some(faults), Some(job)) = (faults, global.launch.job()?) else {
+        let alone = |rank| {
+            let steps = StepCount::default();
+            work(rank, GenerationStart { restarted: None, snapshots: Snapshots::default(), steps: &steps })
+        };
+        return run(global, layout, seed, alone);
+    };
+    let timeout = Duration::from_secs(global.timeout);
+    let make = || global.job_rank(&job, seed).map_err(to_core_error);
+    let work = |rank, start: GenerationStart| {
+        work(rank, start).inspect_err(|e| tracing::error!(shown = true, "{e}"))
+    };
+    let done = global.launch.run_generations(&job, layout, timeout, faults, make, work)?;
+    Ok(done.into_iter().collect())
 }
 
 /// Runs `work` on a single rank without communication, even in a launched job.

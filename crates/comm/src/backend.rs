@@ -203,6 +203,8 @@ pub(crate) struct FailureReport {
     pub(crate) stall: bool,
     /// True if a monitor found the failure from outside, see [`crate::monitor`]: `rank` itself may not know of it.
     pub(crate) diagnosis: bool,
+    /// True if the job cannot go on, whoever replaces the rank: its error is that of the work, not of the machine.
+    pub(crate) is_final: bool,
     /// Its error message.
     pub(crate) reason: String,
 }

@@ -214,7 +214,7 @@ impl Monitor {
 
     /// Tells all ranks why the job ends.
     fn report(&self, Diagnosis { rank, text: reason }: Diagnosis) {
-        let failure = FailureReport { rank, stall: false, diagnosis: true, reason };
+        let failure = FailureReport { rank, stall: false, diagnosis: true, is_final: false, reason };
         if self.state.fail(failure.clone()) {
             self.print(&failure);
         }

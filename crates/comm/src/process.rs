@@ -176,7 +176,13 @@ impl Drop for Process {
         let control = &*self.shared.control;
         if std::thread::panicking() {
             let reason = "it panicked".to_string();
-            self.fail(FailureReport { rank: control.rank(), stall: false, diagnosis: false, reason });
+            self.fail(FailureReport {
+                rank: control.rank(),
+                stall: false,
+                diagnosis: false,
+                is_final: false,
+                reason,
+            });
         }
         if self.failure().is_none() {
             self.shared.leaving.store(true, Ordering::Release);
@@ -198,7 +204,13 @@ impl Drop for Process {
                 return control.close();
             }
             let reason = "the other ranks did not finish in time".to_string();
-            self.fail(FailureReport { rank: control.rank(), stall: true, diagnosis: false, reason });
+            self.fail(FailureReport {
+                rank: control.rank(),
+                stall: true,
+                diagnosis: false,
+                is_final: false,
+                reason,
+            });
         }
         if let AfterFailure::Restart(_) = self.shared.after_failure {
             // The process goes on; a moment for what it has to say.
@@ -295,7 +307,8 @@ impl ProcessState {
 
 /// Encodes a failure: flags, the rank that failed, and the reason.
 fn encode_failure(failure: &FailureReport) -> Vec<u8> {
-    let mut text = vec![u8::from(failure.stall) | u8::from(failure.diagnosis) << 1];
+    let flags = [failure.stall, failure.diagnosis, failure.is_final];
+    let mut text = vec![flags.iter().rev().fold(0, |bits, flag| bits << 1 | u8::from(*flag))];
     text.extend((failure.rank as u32).to_le_bytes());
     text.extend(failure.reason.as_bytes());
     text
@@ -311,6 +324,7 @@ pub(crate) fn decode_failure(from: usize, text: &[u8]) -> FailureReport {
         rank: if diagnosis { named } else { from },
         stall: flags & 1 != 0,
         diagnosis,
+        is_final: flags & 4 != 0,
         reason: String::from_utf8_lossy(text.get(5..).unwrap_or_default()).into_owned(),
     }
 }
@@ -321,7 +335,13 @@ mod tests {
 
     #[test]
     fn failures_travel_and_speak_for_their_sender() {
-        let failure = |rank, diagnosis| FailureReport { rank, stall: true, diagnosis, reason: "ü".into() };
+        let failure = |rank, diagnosis| FailureReport {
+            rank,
+            stall: true,
+            diagnosis,
+            is_final: false,
+            reason: "ü".into(),
+        };
         let back = decode_failure(3, &encode_failure(&failure(7, true)));
         assert_eq!((back.rank, back.stall, back.diagnosis, back.reason.as_str()), (7, true, true, "ü"));
         assert_eq!(decode_failure(3, &encode_failure(&failure(7, false))).rank, 3);

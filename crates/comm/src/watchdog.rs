@@ -43,6 +43,7 @@ pub(crate) fn report(job_backend: &dyn JobBackend, error: &Error) {
         rank: job_backend.rank(),
         stall,
         diagnosis: false,
+        is_final: matches!(error, Error::Mismatch { .. } | Error::Argument { .. } | Error::Group { .. }),
         reason: error.to_string(),
     });
 }

@@ -121,13 +121,15 @@ impl World {
         Ok(Some(self.job.member((index, name), ranks.to_vec(), rank, backend)))
     }
 
-    /// Reports that this rank has failed for a reason of its own: calls of the other ranks fail with that reason.
-    pub fn abort(&self, reason: &str) {
+    /// Reports that this rank has failed for a reason of its own: calls of the other ranks fail with that reason. `is_final`:
+    /// the job cannot go on with another process in its place either.
+    pub fn abort(&self, reason: &str, is_final: bool) {
         if self.size() > 1 {
             self.job.backend.fail(FailureReport {
                 rank: self.rank(),
                 stall: false,
                 diagnosis: false,
+                is_final,
                 reason: reason.to_string(),
             });
         }
@@ -142,6 +144,11 @@ impl World {
                 Err(Error::Abandoned { rank: self.rank(), call: "the step".into(), by, reason })
             }
         }
+    }
+
+    /// Whether a rank has failed in a way that no other process in its place would survive.
+    pub fn is_over(&self) -> bool {
+        self.job.backend.failure().is_some_and(|f| f.is_final)
     }
 
     /// True if collectives are enqueued on a stream without waiting for other hosts, so that a CUDA graph can hold them.

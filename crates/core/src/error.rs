@@ -96,6 +96,12 @@ pub enum Error {
         /// Both in words, and what to change.
         advice: String,
     },
+    /// The job ends here, and may go on if it, or this process, is started again.
+    #[error("{0}; start it again to go on from the newest checkpoint")]
+    Restart(String),
+    /// This process must not take part in its job any more.
+    #[error("{0}")]
+    Excluded(String),
     /// An error of tensors, kernels or communication.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),

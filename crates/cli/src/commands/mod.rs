@@ -16,6 +16,7 @@ pub mod explain;
 pub mod forward;
 pub mod generate;
 pub mod kernels;
+pub mod launch;
 mod next_commands;
 pub mod parity;
 pub mod plan;

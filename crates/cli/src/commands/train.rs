@@ -1,6 +1,7 @@
 //! `train`: train a model from a recipe.
 
 mod planned;
+mod restart;
 
 use crate::args::{Device, Global};
 use crate::format;
@@ -21,6 +22,7 @@ use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::generate::{Prompt, Sampling, generate};
 use ferrotron_core::plan::Machine;
+use ferrotron_core::ranks::StepCount;
 use ferrotron_core::train::{Observer, OpenOptions, Outcome, Run, Trainer};
 use ferrotron_engine::{Rank, StepContext};
 use ferrotron_tensor::gpus;
@@ -95,6 +97,9 @@ pub struct Args {
     /// Number of ranks, as threads of this process; sets parallel.dp to N / (tp x cp x pp) [default: tp x cp x pp x dp]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
+    /// So many of the launched processes are spares, which take over the ranks of processes that fail (fault.restarts)
+    #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "ranks")]
+    pub spares: usize,
     /// Text or .jsonl files, folder, glob, prefix of a .bin/.idx pair, "embedded" (data.path); repeat it to blend
     #[arg(long, value_name = "[WEIGHT:]PATH")]
     pub data: Vec<String>,
@@ -211,6 +216,7 @@ pub fn device_memory(global: &Global) -> Option<usize> {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    global.launch.set_spares(args.spares);
     let mut recipe = args.load(global)?;
     if let Some(machine) = args.machine()? {
         return super::dry_run::run_job(recipe, &machine, global);
@@ -234,26 +240,38 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let layout = resolved.config.parallel.layout();
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
-    ranks::run(&args.trace.with_tracing(global)?, &layout, seed, |rank| {
-        signals.set_joining(false);
-        let lead = rank.world.rank() == 0;
-        // Before the run folder is touched: a typo in a path must not cost anything.
-        let sources = source::open(&resolved)?;
-        let options = OpenOptions {
-            initial_weights: Some(&fill),
-            data: Some(&*sources.train),
-            from_best: args.resume == ResumeFrom::Best,
-            fresh: args.fresh,
-            allow_changes: &args.allow_changes,
-        };
-        let run = Run::open_with(rank, resolved.clone(), &out, options)?;
-        log::open_file(run.dir());
-        let training = Training { args: &args, recipe: &recipe, global, sources, signals: signals.clone() };
-        match lead {
-            true => training.on_lead_rank(run).map_err(ranks::to_core_error),
-            false => training.on_other_rank(run),
-        }
-    })?;
+    let faults = restart::faults(&args, &recipe, &resolved, global)?;
+    ranks::run_generations(
+        &args.trace.with_tracing(global)?,
+        &layout,
+        seed,
+        faults.as_ref(),
+        |rank, start| {
+            signals.set_joining(false);
+            let lead = rank.world.rank() == 0;
+            let resolved = restart::resolved(&recipe, &resolved, rank.world.size())?;
+            // Before the run folder is touched: a typo in a path must not cost anything.
+            let sources = source::open(&resolved)?;
+            let options = OpenOptions {
+                initial_weights: Some(&fill),
+                data: Some(&*sources.train),
+                from_best: args.resume == ResumeFrom::Best && start.restarted.is_none(),
+                fresh: restart::is_fresh(&args, &out, start.restarted.is_some()),
+                allow_changes: &args.allow_changes,
+                snapshots: start.snapshots,
+                restarted: start.restarted,
+            };
+            let run = Run::open_with(rank, resolved, &out, options)?;
+            log::open_file(run.dir());
+            let signals = signals.clone();
+            let training =
+                Training { args: &args, recipe: &recipe, global, sources, signals, steps: start.steps };
+            match lead {
+                true => training.on_lead_rank(run).map_err(ranks::to_core_error),
+                false => training.on_other_rank(run),
+            }
+        },
+    )?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -285,13 +303,14 @@ struct Training<'a> {
     global: &'a Global,
     sources: Sources,
     signals: Signals,
+    steps: &'a StepCount,
 }
 
 impl Training<'_> {
     /// Trains on a rank other than 0, which prints nothing.
     fn on_other_rank(self, mut run: Run) -> ferrotron_core::Result<()> {
-        struct SilentObserver(Signals);
-        impl Observer for SilentObserver {
+        struct SilentObserver<'a>(Signals, &'a StepCount, u64);
+        impl Observer for SilentObserver<'_> {
             fn event(&mut self, _: &Event) {}
             fn stop(&self) -> bool {
                 self.0.stop_requested()
@@ -299,9 +318,13 @@ impl Training<'_> {
             fn save(&self) -> bool {
                 self.0.take_save_request()
             }
+            fn before_step(&mut self, _: &Rank, left: u64) -> ferrotron_core::Result<()> {
+                self.1.begin(self.2 + 1 - left.min(self.2));
+                Ok(())
+            }
         }
         let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
-        let mut observer = SilentObserver(self.signals);
+        let mut observer = SilentObserver(self.signals, self.steps, run.resolved.plan.steps);
         let (outcome, _) = self.args.trace.train(&mut run, train, eval, &mut observer)?;
         if outcome.finished {
             sample(&run)?;
@@ -314,7 +337,7 @@ impl Training<'_> {
         let begin = Instant::now();
         let (total, done) = (run.resolved.plan.steps, run.trainer.step());
         let progress = Progress::new(self.global, total, done, self.recipe.is_set("train.log_every"));
-        let mut view = View { progress, signals: self.signals.clone(), total };
+        let mut view = View { progress, signals: self.signals.clone(), total, steps: self.steps };
         let ended = self.train(&mut run, &mut view, begin);
         if let Err(e) = &ended {
             let seconds = begin.elapsed().as_secs_f64();
@@ -348,8 +371,11 @@ impl Training<'_> {
         }
         view.progress.start();
         self.signals.set_say(view.progress.say());
-        if let Some(resume) = &run.resumed {
-            view.event(&Event::Resume(resume.clone())); // the log has it already
+        // The log has it already.
+        match (&run.restarted, &run.resumed) {
+            (Some(restart), _) => view.event(&Event::Restart(restart.clone())),
+            (None, Some(resume)) => view.event(&Event::Resume(resume.clone())),
+            (None, None) => {}
         }
         let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
         let (outcome, traced) = self.args.trace.train(run, train, eval, view)?;
@@ -383,14 +409,15 @@ fn early_stop(run: &Run) -> Option<String> {
 type Ended = (Outcome, Option<String>, Option<trace::Summary>);
 
 /// Shows events as progress, and brings requests of signals to the run.
-struct View {
+struct View<'a> {
     progress: Progress,
     signals: Signals,
+    steps: &'a StepCount,
     /// Steps of the run.
     total: u64,
 }
 
-impl Observer for View {
+impl Observer for View<'_> {
     fn event(&mut self, event: &Event) {
         self.progress.event(event);
     }
@@ -404,7 +431,9 @@ impl Observer for View {
         self.progress.warning(what);
     }
     fn before_step(&mut self, _: &Rank, left: u64) -> ferrotron_core::Result<()> {
-        self.signals.set_step(self.total + 1 - left.min(self.total));
+        let step = self.total + 1 - left.min(self.total);
+        self.signals.set_step(step);
+        self.steps.begin(step);
         Ok(())
     }
 }

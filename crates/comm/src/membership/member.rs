@@ -146,6 +146,15 @@ impl Membership {
         self.shared.state().world = Some((seat, Arc::downgrade(world)));
     }
 
+    /// The address by which other processes of the job reach this one, once it is known.
+    pub fn address(&self) -> IpAddr {
+        let state = self.shared.state();
+        match self.shared.own_address(&state) {
+            ip if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
+            ip => ip,
+        }
+    }
+
     /// Leaves as a process does that is killed, except that a coordinator in it goes on.
     #[cfg(test)]
     pub(super) fn vanish(self) {
@@ -343,7 +352,8 @@ impl Shared {
                 let world = world.and_then(|(_, w)| w.upgrade());
                 drop(state);
                 if let Some(world) = world {
-                    let failure = FailureReport { rank, stall: false, diagnosis: true, reason };
+                    let failure =
+                        FailureReport { rank, stall: false, diagnosis: true, is_final: false, reason };
                     let own = world.control.rank();
                     if world.set_failure(failure.clone()) {
                         watchdog::say(format_args!("rank {own}: {}", failure.reason));

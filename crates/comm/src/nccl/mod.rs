@@ -115,6 +115,7 @@ impl NcclJobBackend {
                 rank: process.control().rank(),
                 stall: false,
                 diagnosis: false,
+                is_final: false,
                 reason: what.clone(),
             });
             Error::Backend { call: "setting up NCCL".into(), what }
@@ -163,6 +164,7 @@ fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
                     rank: process.control().rank(),
                     stall: false,
                     diagnosis: false,
+                    is_final: false,
                     reason,
                 });
             }

@@ -100,7 +100,13 @@ fn who_does_not_come_is_named_and_failures_are_heard() {
         assert_eq!(missing, [1]);
         assert_eq!(failure.map(|f| f.rank), (me == 2).then_some(0), "reported by rank 0");
         if me == 0 {
-            p.fail(FailureReport { rank: 0, stall: true, diagnosis: false, reason: "tired".into() });
+            p.fail(FailureReport {
+                rank: 0,
+                stall: true,
+                diagnosis: false,
+                is_final: false,
+                reason: "tired".into(),
+            });
         }
         assert!(all.exchange_descriptors(&descriptor, soon()).is_err(), "fails at once after a failure");
     });

@@ -17,7 +17,7 @@ pub fn name(step: u64) -> String {
 }
 
 /// The step of a folder name.
-pub(super) fn step_of(name: &OsStr) -> Option<u64> {
+pub(crate) fn step_of(name: &OsStr) -> Option<u64> {
     let name = name.to_str()?;
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (self::name(step) == name).then_some(step)

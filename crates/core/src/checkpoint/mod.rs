@@ -38,6 +38,7 @@ mod tests;
 mod write;
 
 pub use compare::{Comparison, Difference, DifferenceKind, compare};
+pub(crate) use folder::step_of;
 pub use folder::{BEST, best, latest, list, mark_best, name as folder_name, remove_after};
 pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
 pub use saver::{PartReader, Saver, Staged};

@@ -444,6 +444,8 @@ keys! {
         soft_timeout: f64 = 60.0, "inprocess_soft_timeout", "soft_timeout_seconds";
         /// Hard time limit in seconds: a process that has not left its failed communication by then is ended by force.
         hard_timeout: f64 = 90.0, "inprocess_hard_timeout", "hard_timeout_seconds";
+        /// Seconds of silence after which a process is taken for stopped, and replaced.
+        heartbeat_timeout: f64 = 15.0, "heartbeat_timeout", "rank_heartbeat_timeout", "initial_rank_heartbeat_timeout";
         /// Seconds before the second restart without a step between; doubled for each further one, up to 60.
         backoff: f64 = 1.0, "restart_delay", "monitor_interval";
         /// Without a spare and a restarted process: go on with fewer data-parallel replicas and the same global batch. Sums are

@@ -129,6 +129,7 @@ impl Recipe {
         for (key, value, least, most) in [
             ("fault.soft_timeout", f.soft_timeout, 0.1, 1e6),
             ("fault.hard_timeout", f.hard_timeout, 0.1, 1e6),
+            ("fault.heartbeat_timeout", f.heartbeat_timeout, 2.0, 1e6),
             ("fault.backoff", f.backoff, 0.0, 3600.0),
             ("fault.spike", f.spike, 0.0, 1e12),
             ("fault.straggler_threshold", f.straggler_threshold, 0.0, 1.0),

@@ -6,6 +6,7 @@ use crate::{Error, Result};
 use ferrotron_comm::{LaunchEnv, Launcher, World};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DeviceKind;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -14,6 +15,10 @@ use std::time::Duration;
 #[derive(Debug, Default)]
 pub struct Launch {
     joined: Mutex<Option<Joined>>,
+    /// Processes beyond the ranks of the job, which replace ranks that fail.
+    spares: AtomicUsize,
+    /// The rank of this process in a job that restarts, plus 1; 0 until it has one.
+    seat: AtomicUsize,
 }
 
 #[derive(Debug)]
@@ -23,14 +28,38 @@ struct Joined {
 }
 
 impl Launch {
-    /// This process's rank in a job; `None` if it was started alone or the job has one process.
+    /// This process's rank in a job; `None` if it was started alone or the job has one process. Spares are not counted; the
+    /// rank of one is not below the size.
     pub fn job(&self) -> Result<Option<LaunchEnv>> {
-        Ok(LaunchEnv::detect()?.filter(|job| job.size > 1))
+        let Some(mut job) = LaunchEnv::detect()?.filter(|job| job.size > 1) else { return Ok(None) };
+        let spares = self.spares.load(Ordering::Relaxed);
+        if spares >= job.size {
+            let what = format!(
+                "--spares {spares}: only {} processes were started; start one for each rank too",
+                job.size
+            );
+            return Err(Error::Invalid(what));
+        }
+        job.size -= spares;
+        Ok(Some(job))
     }
 
     /// True for the process that prints results and writes files: rank 0.
     pub fn leads(&self) -> bool {
-        LaunchEnv::detect().ok().flatten().is_none_or(|job| job.rank == 0)
+        match self.seat.load(Ordering::Relaxed) {
+            0 => LaunchEnv::detect().ok().flatten().is_none_or(|job| job.rank == 0),
+            seat => seat == 1,
+        }
+    }
+
+    /// So many of the processes that were started are spares.
+    pub fn set_spares(&self, spares: usize) {
+        self.spares.store(spares, Ordering::Relaxed);
+    }
+
+    /// This process has a rank in a generation of its job.
+    pub(super) fn set_rank(&self, rank: usize) {
+        self.seat.store(rank + 1, Ordering::Relaxed);
     }
 
     /// Runs `work` as this process's rank of `job`, on the device of the rank created by `make`. Fails, naming the

@@ -1,8 +1,10 @@
 //! Running the ranks of a layout: as threads of this process, or as one process of a launched job.
 
+mod generations;
 mod launch;
 
 pub use ferrotron_comm::{LaunchEnv, Launcher, ReduceKernels};
+pub use generations::{Faults, GenerationStart, StepCount};
 pub use launch::Launch;
 
 use crate::grid::{Grid, RankLayout};
@@ -166,6 +168,11 @@ fn is_remote(e: &Error) -> bool {
     matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)))
 }
 
+/// True for an error of the GPU or its driver, which another process on another GPU may not have.
+fn is_of_device(e: &Error) -> bool {
+    matches!(e, Error::Tensor(ferrotron_tensor::Error::Cuda { .. }))
+}
+
 /// Runs one rank's work in its world. If it fails for a reason of its own, it aborts the other ranks at once.
 fn as_member<T>(
     world: &World,
@@ -176,7 +183,7 @@ fn as_member<T>(
     let done = make().and_then(|rank| join(rank, world, grid)).and_then(work);
     done.inspect_err(|e| {
         if !is_remote(e) {
-            world.abort(&e.to_string());
+            world.abort(&e.to_string(), !is_of_device(e));
         }
     })
 }

@@ -28,6 +28,7 @@ mod run;
 mod run_folder;
 mod run_loop;
 mod run_save;
+mod snapshots;
 mod state;
 mod step_runner;
 mod trainer;
@@ -44,8 +45,9 @@ pub use micro_batch::{read_scalar, sequence_layout, upload_targets, weighted_los
 pub use model_state::ModelState;
 pub use moe_metrics::StepMetrics;
 pub use mtp::upload as upload_mtp_inputs;
-pub use run::{InitialWeights, Observer, OpenOptions, Outcome, Run};
+pub use run::{InitialWeights, Observer, OpenOptions, Outcome, Restarted, Run};
 pub use run_folder::{CHECKPOINTS, CONFIG, LOGS};
+pub use snapshots::Snapshots;
 pub use state::{model_of, weights_only};
 pub use step_runner::Progress;
 pub use trainer::{InFlightStep, StepReport, Trainer};

@@ -3,6 +3,7 @@
 use super::energy::Energy;
 use super::record::{self, RunRecord, ScheduleSpan};
 use super::run_folder::{CHECKPOINTS, RunFolder};
+use super::snapshots::Snapshots;
 use super::state::{self, Origin};
 use super::{StepMetrics, StepReport, Trainer};
 use crate::checkpoint::{self, Loaded, Saver};
@@ -60,6 +61,25 @@ pub struct OpenOptions<'a> {
     pub fresh: bool,
     /// Keys that may change although the data position is lost, see [`crate::config::refused_changes`].
     pub allow_changes: &'a [String],
+    /// Snapshots that this process keeps over restarts of its job.
+    pub snapshots: Snapshots,
+    /// The restart of the job that opens the run again.
+    pub restarted: Option<Restarted>,
+}
+
+/// An in-job restart.
+#[derive(Clone, Debug)]
+pub struct Restarted {
+    /// How often the job's groups were formed, from 1.
+    pub generation: u64,
+    /// Why the last generation ended.
+    pub reason: String,
+    /// Ranks whose process is another than before.
+    pub replaced: Vec<usize>,
+    /// When this process noticed it.
+    pub since: Instant,
+    /// Steps done before, as far as this process knows.
+    pub steps: u64,
 }
 
 /// How a run ended.
@@ -115,6 +135,14 @@ pub struct Run {
     pub(super) saved: Option<u64>,
     /// Why the last save failed, if it did.
     pub(super) failed: Option<Error>,
+    /// Snapshots in host memory.
+    pub(crate) snapshots: Snapshots,
+    /// A snapshot was due while one was being mirrored.
+    pub(super) snapshot_overdue: bool,
+    /// No rank is mirroring a snapshot.
+    pub(super) mirrors_idle: bool,
+    /// The restart that opened the run again.
+    pub restarted: Option<events::Restart>,
 }
 
 /// Log writer of a run folder.
@@ -123,6 +151,20 @@ pub(super) struct RunFolderWriter {
     pub(super) folder: RunFolder,
     /// A failed write of the log has been reported.
     pub(super) log_failed: bool,
+}
+
+impl Restarted {
+    fn event(&self, step: u64, from: &str) -> events::Restart {
+        events::Restart {
+            step,
+            generation: self.generation,
+            reason: self.reason.clone(),
+            replaced: self.replaced.clone(),
+            from: from.into(),
+            seconds: self.since.elapsed().as_secs_f64(),
+            steps_lost: self.steps.saturating_sub(step),
+        }
+    }
 }
 
 impl Run {
@@ -158,19 +200,34 @@ impl Run {
             (false, true) => Some(best_checkpoint(dir)?),
             (false, false) => checkpoint::latest(&dir.join(CHECKPOINTS))?,
         };
+        let recovery = match resolved.config.fault.snapshot_every {
+            0 => None,
+            _ => options.snapshots.recovery(&together)?,
+        };
+        let on_disk = latest.as_ref().and_then(|path| checkpoint::step_of(path.file_name()?));
+        let recovery = recovery.filter(|r| on_disk.is_none_or(|step| step <= r.step));
+        let latest = latest.filter(|_| recovery.is_none());
         let mut gemms = None;
-        // Checkpoints of adapters do not hold the base model.
-        if latest.is_none() || resolved.config.has_lora() {
+        // Checkpoints and snapshots of adapters do not hold the base model.
+        if (latest.is_none() && recovery.is_none()) || resolved.config.has_lora() {
             options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
         }
-        let resumed = match &latest {
-            Some(path) => {
+        let resumed = match (&recovery, &latest) {
+            (Some(recovery), _) => {
+                options.snapshots.recover(&mut trainer, recovery)?;
+                Some(Resume { step: recovery.step, ..Resume::default() })
+            }
+            (None, Some(path)) => {
                 let (resume, origin) = Run::resume(&mut trainer, &resolved, path, &together, &options)?;
                 gemms = origin.and_then(|o| o.gemms);
                 Some(resume)
             }
-            None => None,
+            (None, None) => None,
         };
+        let restarted = options.restarted.as_ref().map(|r| {
+            let (step, from) = (trainer.step(), if recovery.is_some() { "memory" } else { "checkpoint" });
+            r.event(step, if step == 0 { "the beginning" } else { from })
+        });
         let in_folder = folder.as_mut().filter(|_| !options.fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
         wait("the checkpoint is read")?;
@@ -209,6 +266,10 @@ impl Run {
             pending: None,
             saved,
             failed: None,
+            snapshots: options.snapshots.clone(),
+            snapshot_overdue: false,
+            mirrors_idle: true,
+            restarted,
         };
         if let Some(folder) = folder {
             // Before surplus checkpoints are deleted.
@@ -311,8 +372,13 @@ impl Run {
         if let Some(resume) = &mut self.resumed {
             resume.notes.append(&mut self.notes);
         }
-        if let Some(resume) = self.resumed.as_ref().filter(|_| step < self.resolved.plan.steps) {
-            log.write(&Event::Resume(resume.clone()))?;
+        let event = match (&self.restarted, &self.resumed) {
+            (Some(restart), _) => Some(Event::Restart(restart.clone())),
+            (None, Some(resume)) => Some(Event::Resume(resume.clone())),
+            (None, None) => None,
+        };
+        if let Some(event) = event.filter(|_| step < self.resolved.plan.steps) {
+            log.write(&event)?;
         }
         self.writer = Some(RunFolderWriter { log, folder, log_failed: false });
         Ok(())

@@ -91,6 +91,7 @@ impl Run {
                 asked = self.agree(request(&batch, may_ask, observer), observer)?;
                 match batch {
                     Ok(batch) if asked == Request::GoOn => {
+                        self.take_snapshot(launched, out.steps == 0 && in_flight.is_none())?;
                         observer.before_step(&self.trainer.rank, total - launched)?;
                         next = Some(self.trainer.begin_step_on(batch)?);
                     }
@@ -228,6 +229,20 @@ impl Run {
         Ok(())
     }
 
+    /// Takes the snapshot of `fault.snapshot_every` before the next step is launched, if it is due or `first`, and no rank is
+    /// mirroring the last one.
+    fn take_snapshot(&mut self, launched: u64, first: bool) -> Result<()> {
+        let every = self.resolved.config.fault.snapshot_every;
+        let due = every > 0 && (first || self.snapshot_overdue || launched.is_multiple_of(every));
+        if due && self.snapshots.newest() != Some(launched) {
+            self.snapshot_overdue = !self.mirrors_idle;
+            if self.mirrors_idle {
+                self.snapshots.take(&mut self.trainer)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The most urgent request of any rank before a step is launched, on which all then act. At the same time ranks learn
     /// whether none of them is writing a checkpoint any more, and share the GEMM algorithms that any of them has chosen.
     ///
@@ -237,12 +252,14 @@ impl Run {
         let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
         let busy = self.saver.is_busy();
         let mut mine: Vec<f64> = REQUESTS.iter().map(|r| f64::from(*r == mine)).collect();
-        mine.extend([f64::from(self.trainer.has_new_gemm_choices()), f64::from(busy)]);
+        let mirroring = self.snapshots.is_mirroring();
+        mine.extend([self.trainer.has_new_gemm_choices(), busy, mirroring].map(f64::from));
         // Numbers of ranks.
         let all = runner.all_reduce(&rank.control, mine, "requests")?;
         let (asking, others) = all.split_at(REQUESTS.len());
         let most = REQUESTS.into_iter().zip(asking).find(|(_, ranks)| **ranks > 0.0);
         self.share_gemms(others[0] > 0.0, observer)?;
+        self.mirrors_idle = others[2] == 0.0;
         self.poll_save(others[1] == 0.0, observer)?;
         Ok(most.map_or(Request::GoOn, |(request, _)| request))
     }
