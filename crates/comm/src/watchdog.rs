@@ -4,6 +4,7 @@ use crate::Error;
 use crate::backend::{FailureReport, JobBackend, OpError};
 use crate::flight_recorder::{OpRecord, OpStatus};
 use crate::op_descriptor::OpDescriptor;
+use std::io::Write;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,8 @@ pub(crate) fn deadline(timeout: Duration) -> Instant {
 /// no subscriber. Nothing else is printed by this crate.
 pub(crate) fn say(what: std::fmt::Arguments) {
     tracing::error!(shown = true, "{what}");
-    eprintln!("ferrotron: {what}");
+    // In one piece: several processes may share the terminal.
+    let _ = std::io::stderr().write_all(format!("ferrotron: {what}\n").as_bytes());
 }
 
 /// Turns an [`OpError`] into this rank's error, prints it if ranks are missing, and reports it to the other ranks.

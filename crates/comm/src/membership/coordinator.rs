@@ -61,7 +61,8 @@ pub(crate) struct Coordinator {
     forming: Option<(Instant, String)>,
     /// Restarts in a row without a step.
     fruitless: u32,
-    started: Instant,
+    /// A rank has finished its work and left.
+    left: bool,
 }
 
 impl Coordinator {
@@ -75,7 +76,7 @@ impl Coordinator {
             failures: BTreeMap::new(),
             forming: Some((now, String::new())),
             fruitless: 0,
-            started: now,
+            left: false,
         }
     }
 
@@ -105,9 +106,12 @@ impl Coordinator {
             return vec![Action::Send(id, ToMember::Refuse { reason, ended: Ended::Excluded })];
         }
         let survivor_waits = join.waiting.is_some() && join.seat.is_some();
+        let why = join.reason.clone();
         self.members.insert(id, Member { join, heard: now, finished: false });
-        if survivor_waits && self.forming.is_none() {
-            self.forming = Some((now, String::new()));
+        match &mut self.forming {
+            None if survivor_waits => self.forming = Some((now, why)),
+            Some((_, known)) if survivor_waits && known.is_empty() => *known = why,
+            _ => {}
         }
         Vec::new()
     }
@@ -130,7 +134,11 @@ impl Coordinator {
     pub(crate) fn closed(&mut self, id: Id, now: Instant) -> Vec<Action> {
         match self.members.remove(&id) {
             Some(m) if !m.finished => self.lost(&m.join, "its process has ended", now),
-            _ => Vec::new(),
+            Some(m) => {
+                self.left |= m.join.seat.is_some_and(|(g, _)| g == self.generation);
+                Vec::new()
+            }
+            None => Vec::new(),
         }
     }
 
@@ -237,14 +245,11 @@ impl Coordinator {
             return Vec::new();
         }
         let Some(seats) = self.seats(waited > self.policy.soft) else {
-            if waited <= self.policy.soft || (!restart && self.started.elapsed() <= waited) {
-                return Vec::new();
-            }
-            if !restart {
-                // Processes may start late; each has its own time limit.
-                return Vec::new();
-            }
-            return self.shrink_or_give_up(&reason);
+            // Processes of a job that begins may start late; each has its own time limit.
+            return match restart && waited > self.policy.soft {
+                true => self.shrink_or_give_up(&reason),
+                false => Vec::new(),
+            };
         };
         self.seat(seats, reason, nonce)
     }

@@ -10,7 +10,7 @@ use crate::process::ProcessState;
 use crate::rendezvous::accept::{HANDSHAKE_TIMEOUT, all_ranks};
 use crate::rendezvous::connect::{Place, prove, to_rank0};
 use crate::rendezvous::{RETRY, SecretSource, listen, random, resolve};
-use crate::{Error, Result, watchdog};
+use crate::{Error, Result};
 use std::collections::HashMap;
 use std::io::{ErrorKind, Read};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -78,6 +78,7 @@ impl Membership {
             seat: None,
             waiting: None,
             steps: 0,
+            reason: String::new(),
             failures: Vec::new(),
         };
         let state = State {
@@ -99,10 +100,10 @@ impl Membership {
         Ok(Membership { shared })
     }
 
-    /// Waits for a seat in the next generation; `steps` were done in the last one. `None` if this process is not needed any
+    /// Waits for a seat in the next generation; `steps` were done in the last one, which ended for `reason`. `None` if this process is not needed any
     /// more: the job has finished. Waits as long as the coordinator does, a spare forever; without a coordinator at most
     /// `timeout`.
-    pub fn take_seat(&self, steps: u64, timeout: Duration) -> Result<Option<Seat>> {
+    pub fn take_seat(&self, steps: u64, reason: &str, timeout: Duration) -> Result<Option<Seat>> {
         let shared = &*self.shared;
         let mut deadline = Instant::now() + timeout;
         let mut state = shared.state();
@@ -116,6 +117,7 @@ impl Membership {
         state.assigned = None;
         state.join.waiting = Some(at);
         state.join.steps = steps;
+        state.join.reason = reason.to_string();
         shared.say(&mut state);
         loop {
             if let Some((reason, ended)) = state.refused.take() {
@@ -354,10 +356,8 @@ impl Shared {
                 if let Some(world) = world {
                     let failure =
                         FailureReport { rank, stall: false, diagnosis: true, is_final: false, reason };
-                    let own = world.control.rank();
-                    if world.set_failure(failure.clone()) {
-                        watchdog::say(format_args!("rank {own}: {}", failure.reason));
-                    }
+                    tracing::warn!("{}", failure.reason);
+                    world.set_failure(failure);
                 }
                 return self.changed.notify_all();
             }

@@ -36,6 +36,8 @@ pub(crate) struct Join {
     pub(crate) waiting: Option<SocketAddr>,
     /// Steps done in its generation.
     pub(crate) steps: u64,
+    /// Why its generation ended, as far as it knows.
+    pub(crate) reason: String,
     /// Failures by slot, as it heard of them last: what a new coordinator begins with.
     pub(crate) failures: Vec<(usize, u64)>,
 }

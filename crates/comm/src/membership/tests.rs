@@ -32,6 +32,7 @@ fn join(slot: usize, seat: Option<(u64, usize)>, waiting: bool) -> Join {
         seat,
         waiting: waiting.then(|| address(slot)),
         steps: 5,
+        reason: String::new(),
         failures: Vec::new(),
     }
 }
@@ -192,6 +193,7 @@ fn a_new_coordinator_learns_from_the_members() {
     c.c.joined(3, join(2, None, true), now);
     assert!(c.tick(1.0).is_empty());
     c.c.finished(1);
+    c.c.closed(1, now);
     assert!(!c.c.is_over());
     c.c.finished(2);
     let actions = c.tick(0.1);
@@ -215,23 +217,23 @@ fn generations_of_real_members() {
     std::thread::scope(|scope| {
         let spare = scope.spawn(|| {
             let (membership, job) = new(2);
-            let seat = membership.take_seat(0, timeout).unwrap().unwrap();
+            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank, seat.size), (2, 0, 2));
             assert_eq!(seat.meet(&job, timeout).unwrap().len(), 1);
         });
         let survivor = scope.spawn(|| {
             let (membership, job) = new(1);
-            let seat = membership.take_seat(0, timeout).unwrap().unwrap();
+            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank), (1, 1));
             seat.meet(&job, timeout).unwrap();
             std::thread::sleep(Duration::from_millis(300));
-            let seat = membership.take_seat(7, timeout).unwrap().unwrap();
+            let seat = membership.take_seat(7, "rank 0 vanished", timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank, &seat.replaced[..]), (2, 1, &[0][..]));
             assert_eq!(seat.meet(&job, timeout).unwrap().len(), 1);
         });
         scope.spawn(|| {
             let (membership, job) = new(0);
-            let seat = membership.take_seat(0, timeout).unwrap().unwrap();
+            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank), (1, 0));
             seat.meet(&job, timeout).unwrap();
             membership.vanish();

@@ -82,7 +82,10 @@ impl Launch {
             // The last one that was begun was not finished.
             let here = steps.here.swap(0, Ordering::Relaxed).saturating_sub(1);
             let begun = steps.begun.swap(0, Ordering::Relaxed).saturating_sub(1);
-            let Some(seat) = membership.take_seat(here, timeout).map_err(ended)? else { return Ok(None) };
+            let why = failed.as_ref().map_or("", |(_, why)| why.as_str());
+            let Some(seat) = membership.take_seat(here, why, timeout).map_err(ended)? else {
+                return Ok(None);
+            };
             self.set_rank(seat.rank);
             let snapshots = match &mut snapshots {
                 Some(kept) => kept,
