@@ -1,8 +1,8 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, chat, convert, data, doctor, eval, explain, forward, generate, kernels, launch, parity, plan,
-    recipes, train,
+    bench, chat, convert, data, doctor, drill, eval, explain, forward, generate, kernels, launch, parity,
+    plan, recipes, train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -124,6 +124,9 @@ pub enum Command {
     /// Start the processes of a job on this machine, and start those again that die
     #[command(long_about = launch::LONG)]
     Launch(launch::Args),
+    /// Train a recipe with injected faults on this machine, and check that the result is the same
+    #[command(long_about = drill::LONG)]
+    Drill(drill::Args),
     /// Run a model over token ids and write logits, loss and gradients
     #[command(long_about = forward::LONG)]
     Forward(forward::Args),

@@ -6,9 +6,10 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use std::fs::File;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ExitCode, ExitStatus};
+use std::process::{Child, ExitCode, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 /// Text of `--help`.
@@ -53,12 +54,12 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return Err(UsageError::new(what).into());
     }
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1])?;
-    let mut job = Job::start(&args)?;
+    let mut job = Job::start(&args, None)?;
     let code = loop {
         for signal in signals.pending() {
             job.signal(signal);
         }
-        match job.poll(global)? {
+        match job.poll(global.json)? {
             Some(code) => break code,
             None => std::thread::sleep(POLL_INTERVAL),
         }
@@ -92,11 +93,13 @@ pub struct Job {
     failed: Option<(Instant, u8)>,
     /// A signal has asked the job to end.
     ending: bool,
+    /// Where the output of the processes goes; none is this process's own.
+    log: Option<File>,
 }
 
 impl Job {
     /// Starts all processes.
-    pub fn start(args: &Args) -> Result<Job> {
+    pub fn start(args: &Args, log: Option<File>) -> Result<Job> {
         // Free now; the coordinator of the job binds it a moment later.
         let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
         let secret: [u64; 4] = std::array::from_fn(|_| random());
@@ -118,6 +121,7 @@ impl Job {
             restarts: 0,
             failed: None,
             ending: false,
+            log,
         };
         for rank in 0..size {
             job.children[rank] = Some(job.spawn(rank)?);
@@ -130,6 +134,9 @@ impl Job {
         let mut command = std::process::Command::new(&program);
         command.args(&self.command).envs(self.environment.iter().map(|(k, v)| (k, v)));
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        if let Some(log) = &self.log {
+            command.stdout(log.try_clone()?).stderr(log.try_clone()?).stdin(Stdio::null());
+        }
         command.spawn().with_context(|| format!("cannot start {}", program.display()))
     }
 
@@ -145,13 +152,19 @@ impl Job {
         }
     }
 
+    /// Ends every process at once.
+    pub fn kill(&mut self) {
+        self.failed.get_or_insert((Instant::now(), 1));
+        self.children.iter_mut().flatten().for_each(|child| drop(child.kill()));
+    }
+
     /// Looks after the processes. The exit code of the job once all have ended.
-    pub fn poll(&mut self, global: &Global) -> Result<Option<u8>> {
+    pub fn poll(&mut self, quiet: bool) -> Result<Option<u8>> {
         for rank in 0..self.size {
             let Some(child) = &mut self.children[rank] else { continue };
             let Some(status) = child.try_wait()? else { continue };
             self.children[rank] = None;
-            self.ended(rank, status, global)?;
+            self.ended(rank, status, quiet)?;
         }
         if self.failed.is_some_and(|(at, _)| at.elapsed() > END_TIMEOUT) {
             self.children.iter_mut().flatten().for_each(|child| drop(child.kill()));
@@ -160,36 +173,34 @@ impl Job {
         Ok(over.then(|| self.failed.map_or(0, |(_, code)| code)))
     }
 
-    fn ended(&mut self, rank: usize, status: ExitStatus, global: &Global) -> Result<()> {
+    fn ended(&mut self, rank: usize, status: ExitStatus, quiet: bool) -> Result<()> {
         let code = status.code().and_then(|c| u8::try_from(c).ok());
         let again = status.signal().is_some() || code == Some(RESTART);
         let how = match status.signal() {
             Some(signal) => format!("was ended by signal {signal}"),
             None => format!("exited with code {}", code.unwrap_or(1)),
         };
+        // A process that waited for the others has nothing to save, and says which signal ended it.
+        let by_request = self.ending && (status.signal().is_some() || code.is_some_and(|c| c > 128));
         match code {
             Some(0 | EXCLUDED) => {}
+            _ if by_request => {}
             _ if again && !self.ending && self.failed.is_none() && self.restarts_left > 0 => {
                 self.restarts_left -= 1;
                 self.restarts += 1;
-                if !global.json {
+                if !quiet {
                     output::note(format_args!("process {rank} {how}; starting it again"));
                 }
                 self.children[rank] = Some(self.spawn(rank)?);
             }
             _ => {
-                if self.failed.is_none() && !global.json && !self.ending {
+                if self.failed.is_none() && !quiet && !self.ending {
                     output::note(format_args!("process {rank} {how}; the job ends"));
                 }
                 self.failed.get_or_insert((Instant::now(), code.unwrap_or(1)));
             }
         }
         Ok(())
-    }
-
-    /// Process ids by rank.
-    pub fn pids(&self) -> Vec<Option<u32>> {
-        self.children.iter().map(|c| c.as_ref().map(Child::id)).collect()
     }
 }
 

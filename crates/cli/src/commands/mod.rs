@@ -10,6 +10,7 @@ pub mod convert;
 pub mod data;
 mod data_args;
 pub mod doctor;
+pub mod drill;
 mod dry_run;
 pub mod eval;
 pub mod explain;
