@@ -89,6 +89,8 @@ pub struct Job {
     restarts_left: u64,
     /// Processes started again.
     pub restarts: u64,
+    /// Processes that died and were not started again.
+    abandoned: usize,
     /// When and with which code a process failed for good.
     failed: Option<(Instant, u8)>,
     /// A signal has asked the job to end.
@@ -119,6 +121,7 @@ impl Job {
             children: (0..size).map(|_| None).collect(),
             restarts_left: args.max_restarts,
             restarts: 0,
+            abandoned: 0,
             failed: None,
             ending: false,
             log,
@@ -170,7 +173,8 @@ impl Job {
             self.children.iter_mut().flatten().for_each(|child| drop(child.kill()));
         }
         let over = self.children.iter().all(Option::is_none);
-        Ok(over.then(|| self.failed.map_or(0, |(_, code)| code)))
+        let nobody = u8::from(self.abandoned == self.size) * RESTART;
+        Ok(over.then(|| self.failed.map_or(nobody, |(_, code)| code)))
     }
 
     fn ended(&mut self, rank: usize, status: ExitStatus, quiet: bool) -> Result<()> {
@@ -192,6 +196,13 @@ impl Job {
                     output::note(format_args!("process {rank} {how}; starting it again"));
                 }
                 self.children[rank] = Some(self.spawn(rank)?);
+            }
+            // The others may go on without it (fault.shrink), or end.
+            _ if again && !self.ending && self.failed.is_none() => {
+                if !quiet {
+                    output::note(format_args!("process {rank} {how}; it is not started again"));
+                }
+                self.abandoned += 1;
             }
             _ => {
                 if self.failed.is_none() && !quiet && !self.ending {

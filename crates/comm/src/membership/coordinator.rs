@@ -9,6 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
+/// How long a coordinator that took over waits for the members of the last generation to find it.
+const TAKE_OVER: Duration = Duration::from_secs(2);
 /// Longest wait before a restart.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -63,6 +65,8 @@ pub(crate) struct Coordinator {
     fruitless: u32,
     /// A rank has finished its work and left.
     left: bool,
+    /// When it learned from a member of a generation that another coordinator had formed.
+    took_over: Option<Instant>,
 }
 
 impl Coordinator {
@@ -77,6 +81,7 @@ impl Coordinator {
             forming: Some((now, String::new())),
             fruitless: 0,
             left: false,
+            took_over: None,
         }
     }
 
@@ -88,7 +93,10 @@ impl Coordinator {
         }
         if let Some((generation, _)) = join.seat {
             // A coordinator that took over learns where the job is.
-            self.generation = self.generation.max(generation);
+            if generation > self.generation {
+                self.generation = generation;
+                self.took_over = Some(now);
+            }
             if self.members.values().all(|m| m.join.waiting.is_some() || m.join.seat.is_none())
                 && join.waiting.is_none()
                 && self.generation == generation
@@ -105,7 +113,7 @@ impl Coordinator {
             );
             return vec![Action::Send(id, ToMember::Refuse { reason, ended: Ended::Excluded })];
         }
-        let survivor_waits = join.waiting.is_some() && join.seat.is_some();
+        let survivor_waits = join.waiting.is_some() && join.seat.is_some_and(|(g, _)| g == self.generation);
         let why = join.reason.clone();
         self.members.insert(id, Member { join, heard: now, finished: false });
         match &mut self.forming {
@@ -242,6 +250,10 @@ impl Coordinator {
             ));
         }
         if restart && waited < self.backoff() {
+            return Vec::new();
+        }
+        let found_by_all = self.seated().count() >= self.size;
+        if !found_by_all && self.took_over.is_some_and(|at| now.saturating_duration_since(at) < TAKE_OVER) {
             return Vec::new();
         }
         let Some(seats) = self.seats(waited > self.policy.soft) else {

@@ -180,12 +180,22 @@ fn a_new_coordinator_learns_from_the_members() {
     c.joined(1, join(1, Some((5, 1)), true), now);
     c.joined(2, join(2, None, true), now);
     let mut c = Job { c, now };
-    let actions = c.tick(0.1);
+    let actions = c.tick(2.1);
     assert!(format!("{actions:?}").contains("fault.restarts"), "generation 5 of 3 restarts: {actions:?}");
     let mut c = Job { c: Coordinator::new(RestartPolicy { restarts: 9, ..policy(2) }, now), now };
     c.c.joined(1, join(1, Some((5, 1)), true), now);
     c.c.joined(2, join(2, None, true), now);
-    assert_eq!(seats(&c.tick(0.1)), [(2, 0), (1, 1)].into());
+    assert!(seats(&c.tick(1.0)).is_empty(), "rank 0 may be about to find it");
+    c.c.joined(3, join(0, None, true), now);
+    assert_eq!(seats(&c.tick(1.1)), [(3, 0), (1, 1)].into());
+    // A member of an earlier generation, which was taken for dead, is a spare now.
+    c.c.joined(4, join(0, Some((5, 0)), true), c.now);
+    c.beat([1, 2, 3, 4]);
+    assert!(c.tick(1.0).is_empty());
+    c.c.closed(3, c.now);
+    c.c.closed(2, c.now);
+    c.c.joined(1, join(1, Some((6, 1)), true), c.now);
+    assert_eq!(seats(&c.tick(0.1)), [(4, 0), (1, 1)].into());
     // Members that still run are left alone, and a spare is told when they finish.
     let mut c = Job { c: Coordinator::new(policy(2), now), now };
     c.c.joined(1, join(0, Some((2, 0)), false), now);
