@@ -14,7 +14,7 @@ use support::{ferrotron, files};
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn recipe(dir: &Path) -> PathBuf {
-    let text = "[model]\nlayers = 2\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 48\nvocab = 256\n\
+    let text = "[model]\nlayers = 2\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 64\nvocab = 256\n\
          [data]\npath = \"embedded\"\nseq_len = 32\n\
          [train]\nsteps = 120\nglobal_batch = 8\nmicro_batch = 1\nlog_every = 1\n\
          [checkpoint]\nevery = 50\nkeep = 0\n[fault]\nsnapshot_every = 10\nrestarts = 20\nheartbeat_timeout = 3\n";
@@ -87,7 +87,8 @@ fn survives(spares: usize, train: &[&str], (index, signal, step): (usize, &str, 
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let log = dir.join("b.log");
-    assert_eq!(Job::start(dir, "a", 4, &[], train).wait(&dir.join("a.log")), 0);
+    let code = Job::start(dir, "a", 4, &[], train).wait(&dir.join("a.log"));
+    assert_eq!(code, 0, "{train:?}: {}", std::fs::read_to_string(dir.join("a.log")).unwrap());
     let number = spares.to_string();
     let with_spares = [train, &["--spares", &number]].concat();
     let mut job = Job::start(dir, "b", 4 + spares, &[], &with_spares);
