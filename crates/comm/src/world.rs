@@ -146,9 +146,11 @@ impl World {
         }
     }
 
-    /// Whether a rank has failed in a way that no other process in its place would survive.
-    pub fn is_over(&self) -> bool {
-        self.job.backend.failure().is_some_and(|f| f.is_final)
+    /// Whether ranks have lost each other, and a process in place of the one that failed may do better. Not if this rank has
+    /// failed for a reason of its own.
+    pub fn may_restart(&self) -> bool {
+        let between_ranks = |f: &FailureReport| f.rank != self.rank() || f.stall || f.diagnosis;
+        self.job.backend.failure().is_some_and(|f| !f.is_final && between_ranks(&f))
     }
 
     /// True if collectives are enqueued on a stream without waiting for other hosts, so that a CUDA graph can hold them.

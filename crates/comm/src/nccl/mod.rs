@@ -169,7 +169,8 @@ fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
                 });
             }
             if process.failure().is_some() {
-                return live.iter().for_each(|c| c.abort());
+                // All at once: an abort waits for the GPU, where another communicator's kernel may still wait for its peers.
+                return std::thread::scope(|scope| live.iter().for_each(|c| drop(scope.spawn(|| c.abort()))));
             }
             drop((live, comms, process));
             std::thread::sleep(POLL_INTERVAL);

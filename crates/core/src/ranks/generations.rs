@@ -1,6 +1,6 @@
 //! A job whose processes may be replaced: its groups are formed anew after a failure, and the work goes on.
 
-use super::{Launch, as_member, is_of_device, is_remote, reduce_kernels};
+use super::{Launch, as_member, is_of_device, reduce_kernels};
 use crate::config::FaultSection;
 use crate::grid::{Grid, RankLayout};
 use crate::train::{Restarted, Snapshots};
@@ -143,8 +143,10 @@ impl Launch {
         let world = world.map_err(|e| Left { error: e.into(), restarts: true })?;
         let done = as_member(&world, &grid, || Ok(rank.clone()), |rank| work(rank, start));
         done.map_err(|error| {
-            let restarts = is_remote(&error) && !world.is_over();
-            let error = match is_of_device(&error) {
+            let is_of_device = is_of_device(&error);
+            // After the failure of another rank whatever fails here is its consequence.
+            let restarts = world.may_restart() && !is_of_device;
+            let error = match is_of_device {
                 true => Error::Restart(format!("{error}; another process may go on in place of this one")),
                 false => error,
             };
