@@ -41,8 +41,12 @@ const FORCE_EXIT: Duration = Duration::from_secs(2);
 pub(crate) fn start(state: Arc<ProcessState>) -> Result<std::thread::JoinHandle<()>> {
     let mut monitor =
         Monitor { state, comparer: MarkComparer::default(), beat: Instant::now(), stalled: None };
-    let spawned = std::thread::Builder::new().name("comm monitor".into()).spawn(move || monitor.run());
-    spawned.map_err(|e| Error::Launch(format!("cannot start the monitor thread: {e}")))
+    let failed = |e: std::io::Error| Error::Launch(format!("cannot start the monitor thread: {e}"));
+    let state = monitor.state.clone();
+    // Of its own: the monitor asks the GPU's driver, which may not answer after a failure.
+    let end = move || end_by_force(&state);
+    std::thread::Builder::new().name("comm time limit".into()).spawn(end).map_err(failed)?;
+    std::thread::Builder::new().name("comm monitor".into()).spawn(move || monitor.run()).map_err(failed)
 }
 
 struct Monitor {
@@ -62,7 +66,6 @@ impl Monitor {
             if self.state.failed().is_none() && self.state.watches_device.load(Ordering::Acquire) {
                 self.watch();
             }
-            self.end_by_force();
             std::thread::sleep(POLL_INTERVAL);
         }
     }
@@ -224,20 +227,24 @@ impl Monitor {
     fn print(&self, failure: &FailureReport) {
         watchdog::say(format_args!("rank {}: {}", self.state.control.rank(), failure.reason));
     }
+}
 
-    fn end_by_force(&self) {
-        let (patience, code) = match self.state.after_failure {
-            AfterFailure::Exit => (FORCE_EXIT, 1),
-            AfterFailure::Restart(hard) => (hard, TEMPORARY_FAILURE),
-        };
-        if self.state.failed().is_some_and(|(_, at)| at.elapsed() > patience) {
-            let here = self.state.control.rank();
+/// Makes sure that a process ends, or leaves its failed communication, within a time limit.
+fn end_by_force(state: &ProcessState) {
+    let (limit, code) = match state.after_failure {
+        AfterFailure::Exit => (FORCE_EXIT, 1),
+        AfterFailure::Restart(hard) => (hard, TEMPORARY_FAILURE),
+    };
+    while !state.finished.load(Ordering::Acquire) {
+        if state.failed().is_some_and(|(_, at)| at.elapsed() > limit) {
+            let here = state.control.rank();
             watchdog::say(format_args!(
                 "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
             ));
-            self.state.control.abort();
+            state.control.abort();
             exit_now(code);
         }
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

@@ -3,7 +3,7 @@
 use super::coordinator::RestartPolicy;
 use super::host_name;
 use super::messages::{Assign, Ended, Frames, FromMember, Join, ToMember, write};
-use super::server::Server;
+use super::server::{Server, end_process};
 use crate::backend::FailureReport;
 use crate::launch_env::LaunchEnv;
 use crate::process::ProcessState;
@@ -42,6 +42,8 @@ struct State {
     place: Option<Place>,
     assigned: Option<Assign>,
     refused: Option<(String, Ended)>,
+    /// Process id and host of the coordinator, and when it was heard last.
+    coordinator: Option<(u32, String, Instant)>,
     /// Why there is no connection.
     trouble: String,
     server: Option<Server>,
@@ -87,6 +89,7 @@ impl Membership {
             place: None,
             assigned: None,
             refused: None,
+            coordinator: None,
             trouble: String::new(),
             server: None,
             world: None,
@@ -259,7 +262,9 @@ impl Shared {
                 Ok(stream) => self.follow(stream),
                 Err(e) => self.state().trouble = e.to_string(),
             }
-            self.state().out = None;
+            let mut state = self.state();
+            (state.out, state.coordinator) = (None, None);
+            drop(state);
             self.changed.notify_all();
             std::thread::sleep(RETRY);
         }
@@ -330,6 +335,12 @@ impl Shared {
             if state.leaving {
                 return;
             }
+            if state.coordinator.as_ref().is_some_and(|c| c.2.elapsed() > self.policy.heartbeat) {
+                // Stopped, and in the way of another one.
+                let silent = state.coordinator.take();
+                drop(state);
+                return silent.into_iter().for_each(|(pid, host, _)| end_process(pid, &host));
+            }
             if beat.elapsed() >= BEAT {
                 beat = Instant::now();
                 let sent = state.out.as_mut().map(|out| write(out, &FromMember::Beat));
@@ -343,6 +354,7 @@ impl Shared {
     fn hear(&self, message: ToMember) {
         let mut state = self.state();
         match message {
+            ToMember::Beat { pid, host } => state.coordinator = Some((pid, host, Instant::now())),
             ToMember::Assign(assign) => {
                 state.join.seat = Some((assign.generation, assign.rank));
                 state.join.waiting = None;

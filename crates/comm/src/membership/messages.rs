@@ -45,6 +45,8 @@ pub(crate) struct Join {
 /// To a member.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum ToMember {
+    /// The coordinator is alive, as this process.
+    Beat { pid: u32, host: String },
     /// Its seat in a generation.
     Assign(Assign),
     /// A rank of the running generation is lost.

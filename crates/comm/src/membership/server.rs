@@ -1,7 +1,7 @@
 //! The sockets of the coordinator: a thread that accepts members, one for each of them, and one that decides.
 
 use super::coordinator::{Action, Coordinator, Id, RestartPolicy};
-use super::messages::{Frames, FromMember, Join, ToMember, write};
+use super::messages::{Frames, FromMember, ToMember, write};
 use super::{TEMPORARY_FAILURE, host_name};
 use crate::rendezvous::accept::HANDSHAKE_TIMEOUT;
 use crate::rendezvous::handshake::{Answering, HELLO, Hello, Next, VERSION};
@@ -141,6 +141,7 @@ fn read(id: Id, mut stream: TcpStream, news: &Sender<News>) {
 fn decide(heard: &Receiver<News>, policy: RestartPolicy, over: &AtomicBool) {
     let mut coordinator = Coordinator::new(policy, Instant::now());
     let mut streams: HashMap<Id, TcpStream> = HashMap::new();
+    let host = host_name();
     loop {
         let news = heard.recv_timeout(TICK);
         let now = Instant::now();
@@ -152,7 +153,7 @@ fn decide(heard: &Receiver<News>, policy: RestartPolicy, over: &AtomicBool) {
             Ok(News::Said(id, FromMember::Join(join))) => coordinator.joined(id, join, now),
             Ok(News::Said(id, FromMember::Beat)) => {
                 coordinator.heard(id, now);
-                Vec::new()
+                vec![Action::Send(id, ToMember::Beat { pid: std::process::id(), host: host.clone() })]
             }
             Ok(News::Said(id, FromMember::Bye)) => {
                 coordinator.finished(id);
@@ -171,7 +172,7 @@ fn decide(heard: &Receiver<News>, policy: RestartPolicy, over: &AtomicBool) {
                 Action::Send(id, message) => send(&mut streams, id, &message),
                 Action::Evict(id, join) => {
                     streams.remove(&id).into_iter().for_each(|s| drop(s.shutdown(Shutdown::Both)));
-                    end_process(&join);
+                    end_process(join.pid, &join.host);
                 }
             }
         }
@@ -187,16 +188,15 @@ fn send(streams: &mut HashMap<Id, TcpStream>, id: Id, message: &ToMember) {
 }
 
 /// Ends a process of this host that does not answer. Its connection was open, so the process id is still its own.
-fn end_process(join: &Join) {
-    if join.host != host_name() {
+pub(super) fn end_process(pid: u32, host: &str) {
+    if host != host_name() {
         return;
     }
-    tracing::warn!(shown = true, pid = join.pid, "ending a process that does not answer");
-    if join.pid == std::process::id() {
+    tracing::warn!(shown = true, pid, "ending a process that does not answer");
+    if pid == std::process::id() {
         signal_hook::low_level::exit(TEMPORARY_FAILURE);
     }
-    let pid = i32::try_from(join.pid).ok().and_then(rustix::process::Pid::from_raw);
-    if let Some(pid) = pid {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
     }
 }
