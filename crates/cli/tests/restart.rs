@@ -139,7 +139,11 @@ fn a_stopped_process_is_noticed_ended_and_replaced() {
     // Any of them may be the coordinator, which the others must notice themselves.
     for process in 0..4 {
         let restart = survives(1, &[], (process, "STOP", 30));
-        assert_eq!((&restart["from"], &restart["replaced"][0]), (&"memory".into(), &process.into()), "{restart}");
+        assert_eq!(
+            (&restart["from"], &restart["replaced"][0]),
+            (&"memory".into(), &process.into()),
+            "{restart}"
+        );
     }
 }
 

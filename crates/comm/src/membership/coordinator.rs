@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 
 /// How long a coordinator that took over waits for the members of the last generation to find it.
 const TAKE_OVER: Duration = Duration::from_secs(2);
+/// How long a spare may take to leave when the job is over.
+const LEAVE: Duration = Duration::from_secs(2);
 /// Longest wait before a restart.
 const MAX_BACKOFF: Duration = Duration::from_secs(60);
 
@@ -41,6 +43,8 @@ struct Member {
     heard: Instant,
     /// It has finished its work.
     finished: bool,
+    /// When it was told that the job is over.
+    dismissed: Option<Instant>,
 }
 
 /// What to do.
@@ -115,7 +119,7 @@ impl Coordinator {
         }
         let survivor_waits = join.waiting.is_some() && join.seat.is_some_and(|(g, _)| g == self.generation);
         let why = join.reason.clone();
-        self.members.insert(id, Member { join, heard: now, finished: false });
+        self.members.insert(id, Member { join, heard: now, finished: false, dismissed: None });
         match &mut self.forming {
             None if survivor_waits => self.forming = Some((now, why)),
             Some((_, known)) if survivor_waits && known.is_empty() => *known = why,
@@ -202,16 +206,38 @@ impl Coordinator {
             actions.extend(self.evict(id, "it does not answer", now));
         }
         if self.is_over() {
-            let refuse = ToMember::Refuse { reason: "the job has finished".into(), ended: Ended::Finished };
-            actions.extend(self.seatless().map(|id| Action::Send(id, refuse.clone())));
-            let gone: Vec<Id> = self.seatless().collect();
-            gone.iter().for_each(|id| drop(self.members.remove(id)));
+            actions.extend(self.dismiss(now));
             return actions;
         }
         if let Some((since, reason)) = self.forming.clone() {
             actions.extend(self.form(since, reason, now, nonce));
         }
         actions
+    }
+
+    /// Tells spares that the job is over, and gives up those that do not leave.
+    fn dismiss(&mut self, now: Instant) -> Vec<Action> {
+        let reason = "the job has finished".to_string();
+        let refuse = ToMember::Refuse { reason, ended: Ended::Finished };
+        let mut actions = Vec::new();
+        for id in self.seatless().collect::<Vec<_>>() {
+            match self.members.get_mut(&id).map(|m| (m.dismissed, m)) {
+                Some((None, member)) => {
+                    member.dismissed = Some(now);
+                    actions.push(Action::Send(id, refuse.clone()));
+                }
+                Some((Some(at), _)) if now.saturating_duration_since(at) > LEAVE => {
+                    actions.extend(self.evict(id, "it does not leave", now));
+                }
+                _ => {}
+            }
+        }
+        actions
+    }
+
+    /// True once every rank has finished and every spare has left.
+    pub(crate) fn is_deserted(&self) -> bool {
+        self.is_over() && self.seatless().next().is_none()
     }
 
     fn evict(&mut self, id: Id, how: &str, now: Instant) -> Vec<Action> {

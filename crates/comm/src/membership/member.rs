@@ -205,11 +205,6 @@ impl Drop for Membership {
                 std::thread::sleep(Duration::from_millis(20));
                 state = shared.state();
             }
-            if state.server.is_some() {
-                drop(state);
-                std::thread::sleep(Duration::from_millis(100));
-                state = shared.state();
-            }
         }
         state.leaving = true;
         state.out = None;

@@ -29,7 +29,7 @@ enum News {
 
 /// The coordinator in this process.
 pub(super) struct Server {
-    /// All ranks have finished, and spares know it.
+    /// All ranks have finished, and all spares have left.
     over: Arc<AtomicBool>,
 }
 
@@ -176,7 +176,7 @@ fn decide(heard: &Receiver<News>, policy: RestartPolicy, over: &AtomicBool) {
                 }
             }
         }
-        over.store(coordinator.is_over(), Ordering::Release);
+        over.store(coordinator.is_deserted(), Ordering::Release);
     }
 }
 

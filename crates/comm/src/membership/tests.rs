@@ -208,6 +208,10 @@ fn a_new_coordinator_learns_from_the_members() {
     c.c.finished(2);
     let actions = c.tick(0.1);
     assert!(matches!(&actions[..], [Action::Send(3, ToMember::Refuse { ended: Ended::Finished, .. })]));
+    assert!(c.c.is_over() && !c.c.is_deserted());
+    assert!(c.tick(1.0).is_empty());
+    let actions = c.tick(1.1);
+    assert!(matches!(&actions[..], [Action::Evict(3, _)]) && c.c.is_deserted(), "{actions:?}");
 }
 
 /// A free port of this host.
