@@ -9,6 +9,7 @@ mod checks;
 pub mod cpu;
 mod cross_entropy;
 pub mod cuda;
+mod digest;
 mod dora;
 mod elementwise;
 mod embedding;
@@ -36,6 +37,7 @@ pub use attention::{
 pub use cross_entropy::{
     CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits,
 };
+pub use digest::{DigestKernels, digest_of_bytes};
 pub use dora::{DoraFactor, DoraKernels, DoraUpdate, ScaleColumns, ScaleColumnsBackward};
 pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
 pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
@@ -91,6 +93,7 @@ pub trait Kernels:
     + LoadBalancingKernels
     + PermutationKernels
     + DoraKernels
+    + DigestKernels
     + Send
     + Sync
 {

@@ -10,6 +10,7 @@ mod cache;
 mod compile;
 mod copy;
 mod cublaslt;
+mod digest;
 mod dora;
 mod elementwise;
 mod embedding;

@@ -2,8 +2,8 @@
 
 use super::args::ArgsHeader;
 use super::{
-    activation, attention, attention_merge, copy, dora, elementwise, embedding, generic_gemm, grad_norm,
-    grouped,
+    activation, attention, attention_merge, copy, digest, dora, elementwise, embedding, generic_gemm,
+    grad_norm, grouped,
 };
 use super::{
     loss, mla_keys, moe_elementwise, moments, multi_tensor, muon, norm, optim, permute, permute_maps, philox,
@@ -107,6 +107,7 @@ pub const SOURCES: &[Source] = sources! {
     "attention/hopper_fp8" HOPPER BASE;
     "attention_merge" ANY F16;
     "copy" ANY BASE;
+    "digest" ANY BASE;
     "dora" ANY F16;
     "elementwise" ANY F16;
     "embedding" ANY F16;
@@ -203,6 +204,7 @@ pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
     &attention::tile_table::ARGS,
     &attention_merge::ARGS,
     &copy::ARGS,
+    &digest::ARGS,
     &dora::ARGS,
     &elementwise::ARGS,
     &embedding::ARGS,

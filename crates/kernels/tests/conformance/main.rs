@@ -8,6 +8,7 @@ mod attention_fp8;
 mod attention_fp8_probs;
 mod attention_merge;
 mod devices;
+mod digest;
 mod dora;
 mod elementwise;
 mod embedding_loss;

@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod cross_entropy;
+mod digest;
 mod dora;
 mod elementwise;
 mod embedding;
