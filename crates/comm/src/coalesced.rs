@@ -69,7 +69,10 @@ impl Communicator {
         let mut counters = self.counters();
         let (mut descriptors, mut collectives, mut sent) = (Vec::new(), Vec::new(), Vec::new());
         for call in calls {
-            descriptors.push(Arc::new(counters.numbered(call.descriptor)));
+            let descriptor = Arc::new(counters.numbered(call.descriptor));
+            let of = (&*descriptor, &call.collective);
+            core.hooks.collective(Some(s), (core.index, core.rank), of, core.name)?;
+            descriptors.push(descriptor);
             collectives.push(call.collective);
             sent.push(call.sent);
         }

@@ -3,6 +3,7 @@
 use crate::backend::{Collective, Completion, Descriptors, GroupBackend, JobBackend, OpError, SplitSizes};
 use crate::flight_recorder::OpStatus;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
+use crate::payloads::CallHooks;
 use crate::volume::{self, VolumeMeter};
 use crate::{Error, ReduceOp, Result, Volume, World, watchdog};
 use ferrotron_tensor::trace::{self, Span};
@@ -37,6 +38,8 @@ pub(crate) struct CommunicatorInner {
     pub(crate) meter: VolumeMeter,
     /// Volume over all groups of this rank.
     pub(crate) world_meter: Arc<VolumeMeter>,
+    /// What watches the calls of this rank.
+    pub(crate) hooks: Arc<CallHooks>,
 }
 
 /// Sequence numbers.
@@ -300,9 +303,13 @@ impl Communicator {
         let kind = descriptor.kind;
         let mut out = T::default();
         if let Some(backend) = &core.backend {
+            if core.hooks.loses_call() {
+                return Ok(out);
+            }
             let _span = s.map(|s| self.span(s, &descriptor)).transpose()?;
             let mut counters = self.counters();
             let descriptor = Arc::new(counters.numbered(descriptor));
+            core.hooks.collective(s, (core.index, core.rank), (&descriptor, collective), core.name)?;
             let recorder = core.job_backend.flight_recorder();
             let number = recorder.begin(core.index, descriptor.clone());
             let start = Instant::now();

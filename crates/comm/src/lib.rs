@@ -35,6 +35,7 @@ mod nccl;
 mod network_input;
 mod op_descriptor;
 mod op_encoding;
+mod payloads;
 mod peer_memory;
 mod process;
 mod process_group;
@@ -65,6 +66,7 @@ pub use nccl::nccl_version;
 #[doc(hidden)]
 pub use network_input::read_network_input;
 pub use op_descriptor::{Detail, OpDescriptor, OpKind};
+pub use payloads::{DigestKernel, PayloadCall, Payloads};
 pub use peer_memory::{PeerAddress, PeerKey, PeerMemory};
 pub use recording::{CallLog, RecordedCall, RecordedGroup};
 pub use send_recv::SendRecv;

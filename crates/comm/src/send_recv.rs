@@ -195,6 +195,7 @@ impl Communicator {
             if let Some((_, counters)) = held.last_mut() {
                 b.assign_sequence_numbers(counters);
             }
+            core.hooks.messages(b.stream, (core.index, core.name), &b.sends, &b.receives)?;
         }
         let mut open = batches.iter().map(ActiveBatch::begin).collect::<Result<Vec<_>>>()?;
         for o in &mut open {

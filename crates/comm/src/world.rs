@@ -4,6 +4,7 @@ use crate::backend::{Completion, FailureReport, GroupBackend, JobBackend};
 use crate::communicator::{Communicator, CommunicatorInner};
 use crate::flight_recorder::GRAPHS;
 use crate::op_descriptor::{OpDescriptor, OpKind};
+use crate::payloads::CallHooks;
 use crate::threads::{self, ReduceKernels};
 use crate::volume::VolumeMeter;
 use crate::{Error, HostCost, OpRecord, Result, Volume, watchdog};
@@ -30,6 +31,7 @@ struct Job {
     meter: Arc<VolumeMeter>,
     /// Number of CUDA graphs launched.
     replays: Arc<AtomicU64>,
+    hooks: Arc<CallHooks>,
 }
 
 impl World {
@@ -70,9 +72,19 @@ impl World {
         timeout: Duration,
     ) -> World {
         let (rank, size) = (job_backend.rank(), job_backend.size());
-        let job = Job { backend: job_backend, timeout, meter: Arc::default(), replays: Arc::default() };
+        let job = Job {
+            backend: job_backend,
+            timeout,
+            meter: Arc::default(),
+            replays: Arc::default(),
+            hooks: Arc::default(),
+        };
         let all = job.member((0, "world"), (0..size).collect(), rank, backend);
         World { job, all, groups: Arc::new(Mutex::new(1)) }
+    }
+
+    pub(crate) fn hooks(&self) -> &CallHooks {
+        &self.job.hooks
     }
 
     /// This rank.
@@ -227,6 +239,7 @@ impl Job {
             counters: Mutex::default(),
             meter: VolumeMeter::default(),
             world_meter: self.meter.clone(),
+            hooks: self.hooks.clone(),
         };
         Communicator { core: Arc::new(core) }
     }

@@ -4,6 +4,7 @@
 mod failures;
 mod in_flight;
 mod operations;
+mod payloads;
 mod race_checker;
 mod send_recv;
 mod support;
