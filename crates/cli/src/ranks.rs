@@ -166,7 +166,7 @@ pub fn run_generations<T: Send>(
     let work = |rank, start: GenerationStart| {
         work(rank, start).inspect_err(|e| tracing::error!(shown = true, "{e}"))
     };
-    let done = global.launch.run_generations(&job, layout, timeout, faults, make, work)?;
+    let done = global.launch.run_generations(&job, (layout, timeout), faults, make, work)?;
     Ok(done.into_iter().collect())
 }
 

@@ -68,8 +68,7 @@ impl Launch {
     pub fn run_generations<T>(
         &self,
         job: &LaunchEnv,
-        layout: &RankLayout,
-        timeout: Duration,
+        (layout, timeout): (&RankLayout, Duration),
         faults: &Faults,
         make: impl FnOnce() -> Result<Rank>,
         work: impl Fn(Rank, GenerationStart) -> Result<T>,

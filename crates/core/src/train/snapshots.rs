@@ -19,10 +19,10 @@ const KEPT: usize = 2;
 
 /// The snapshots of a process. Clones share them; they outlive the trainer and its communication.
 #[derive(Clone, Default)]
-pub struct Snapshots(Arc<Mutex<Kept>>);
+pub struct Snapshots(Arc<Mutex<KeptSnapshots>>);
 
 #[derive(Default)]
-struct Kept {
+struct KeptSnapshots {
     /// Oldest first, with their steps.
     own: VecDeque<(u64, Arc<Mutex<MemorySnapshot>>)>,
     peers: Option<PeerMemory>,
@@ -58,7 +58,7 @@ impl Snapshots {
         snapshots
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn kept(&self) -> MutexGuard<'_, KeptSnapshots> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -138,6 +138,11 @@ impl Snapshots {
         drop(kept);
         let snapshot = found.ok_or_else(|| Error::Invalid(format!("there is no snapshot of step {step}")))?;
         trainer.restore_memory_snapshot(&mut lock(&snapshot))
+    }
+
+    /// Drops the snapshots after `step`, whose state was found to be wrong.
+    pub(super) fn drop_after(&self, step: u64) {
+        self.kept().own.retain(|(of, _)| *of <= step);
     }
 
     /// Takes a snapshot of the state after the last launched step, and begins to mirror it. No rank may be mirroring.
