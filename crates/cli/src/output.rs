@@ -103,7 +103,7 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
         Some(e @ ferrotron_core::Error::Config { .. }) => (e.hint(), USAGE),
         Some(e @ ferrotron_core::Error::Restart(_)) => (e.hint(), RESTART),
         Some(e @ ferrotron_core::Error::Excluded(_)) => (e.hint(), EXCLUDED),
-        Some(e) => (e.hint(), FAILED),
+        Some(e) => (e.hint(), e.exit_code().unwrap_or(FAILED)),
         None => match error.downcast_ref::<UsageError>() {
             Some(usage) => (usage.hint.as_deref(), USAGE),
             None => (None, FAILED),

@@ -209,6 +209,8 @@ fn note(event: &Event) -> Option<String> {
             let best = if c.best { ", the best so far" } else { "" };
             Some(format!("step {}  saved {} ({size}, {time}{best})", c.step, c.path))
         }
+        Event::Rerun(e) => Some(format!("step {}  {e}", e.step)),
+        Event::Fault(e) => Some(format!("step {}  {e}", e.step)),
         Event::Offload(o) => Some(format!("step {}  {o}", o.step)),
         Event::SaveFailed(e) => {
             Some(format!("step {}  the checkpoint could not be saved: {}", e.step, e.reason))

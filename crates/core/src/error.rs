@@ -66,6 +66,32 @@ pub enum Error {
         /// Its gradient norm.
         grad_norm: f64,
     },
+    /// The same result again when the step was run again: data or software, and `fault.on_bad_step` is to stop.
+    #[error(
+        "step {step} is rejected: {why}; run again it gave the same bits, so the data or the program is the cause, not the hardware; \
+         {}",
+        saved_as(replay)
+    )]
+    InvalidResult {
+        /// The step.
+        step: u64,
+        /// What is wrong with it.
+        why: String,
+        /// Where its batch and the state before it were saved.
+        replay: Option<PathBuf>,
+    },
+    /// Runs of the same steps gave other bits again and again.
+    #[error(
+        "rank {rank} ({place}) is suspected of a persistent hardware fault: {why}; start the job again without that machine"
+    )]
+    FaultyHardware {
+        /// The rank.
+        rank: usize,
+        /// Its host and device.
+        place: String,
+        /// What was found.
+        why: String,
+    },
     /// An invalid pipeline schedule, found before it runs.
     #[error("pipeline rank {rank}, step {step} ({operation}): {what}")]
     Schedule {
@@ -152,12 +178,28 @@ impl Error {
         }
     }
 
+    /// The exit code by which a launcher knows what to do: 16 to start again on other hardware, 17 not to start again.
+    pub fn exit_code(&self) -> Option<u8> {
+        match self {
+            Error::FaultyHardware { .. } => Some(16),
+            Error::InvalidResult { .. } => Some(17),
+            _ => None,
+        }
+    }
+
     /// A suggestion, if there is one.
     pub fn hint(&self) -> Option<&str> {
         match self {
             Error::Config { hint, .. } => hint.as_deref(),
             _ => None,
         }
+    }
+}
+
+fn saved_as(replay: &Option<PathBuf>) -> String {
+    match replay {
+        Some(path) => format!("its batch is in {}; see ferrotron replay", path.display()),
+        None => "its batch could not be saved".into(),
     }
 }
 

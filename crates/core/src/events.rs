@@ -3,6 +3,7 @@
 //! The writer appends whole lines. After an interruption [`EventLog::resume`] drops what lies beyond the resumed
 //! step, so that the log of an interrupted and resumed run reads like that of one run.
 
+mod fault;
 mod offload;
 
 use crate::error::{Error, Result};
@@ -15,6 +16,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+pub use fault::{Fault, Rerun};
 pub use offload::Offload;
 
 /// The name of the log in a run folder.
@@ -38,6 +40,10 @@ pub enum Event {
     Checkpoint(Checkpoint),
     /// A checkpoint could not be written.
     SaveFailed(SaveFailed),
+    /// Steps were run again from a snapshot.
+    Rerun(Rerun),
+    /// A fault was found.
+    Fault(Fault),
     /// A run went on from a checkpoint.
     Resume(Resume),
     /// The job formed its groups anew after a failure, and the run went on.
@@ -295,6 +301,8 @@ impl Event {
             Event::Checkpoint(e) => e.step,
             Event::Offload(e) => e.step,
             Event::SaveFailed(e) => e.step,
+            Event::Rerun(e) => e.step,
+            Event::Fault(e) => e.step,
             Event::Resume(e) => e.step,
             Event::Restart(e) => e.step,
             Event::Sample(e) => e.step,

@@ -226,7 +226,7 @@ fn is_at(file: &File, path: &Path) -> bool {
 }
 
 /// " on NAME" of this machine, for lock files that several machines see; empty where it is unknown.
-fn host_name() -> String {
+pub(crate) fn host_name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     if name.trim().is_empty() { name } else { format!(" on {}", name.trim()) }
 }

@@ -8,6 +8,7 @@ pub mod data;
 pub mod dry_run;
 pub mod error;
 pub mod events;
+pub mod fault;
 pub mod fs;
 pub mod grid;
 pub mod model;

@@ -296,6 +296,13 @@ impl super::DataSection {
     }
 }
 
+impl super::FaultSection {
+    /// Whether runs of the same steps may be compared: what ranks send is hashed then.
+    pub fn compares_runs(&self) -> bool {
+        self.rerun || self.hash_every > 0 || self.verify_every > 0
+    }
+}
+
 impl Config {
     /// Keys whose values differ, each with this value and the other in TOML; an unset key shows as "unset".
     pub fn differences(&self, other: &Config) -> Vec<(&'static str, String, String)> {

@@ -6,6 +6,7 @@ use super::{
     Precision, QuantRecipe, Recipe, Resolved,
 };
 use crate::error::{Error, Result};
+use crate::fault::inject::Injection;
 use crate::grid::ModelSizes;
 use crate::model::PipelineLayout;
 use crate::model::config::{ModelConfig, Positions};
@@ -18,7 +19,13 @@ impl Config {
     /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
     pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
         let p = &self.parallel;
-        if p.pp > 1 {
+        if self.fault.compares_runs() {
+            Some(
+                "with fault.rerun, fault.hash_every or fault.verify_every, what is sent is hashed call by call",
+            )
+        } else if !self.fault.inject.0.is_empty() {
+            Some("with fault.inject, a step may be disturbed at every launch")
+        } else if p.pp > 1 {
             Some("pipeline stages exchange activations on streams of their own")
         } else if self.dropout.hidden > 0.0 {
             Some("with dropout.hidden, launches depend on the number of the step")
@@ -137,6 +144,11 @@ impl Recipe {
             ("fault.rank_failures", f.rank_failures as f64, 1.0, 1e9),
         ] {
             self.within(key, value, least, most)?;
+        }
+        for entry in &f.inject.0 {
+            if let Err(e) = Injection::parse(entry) {
+                return self.refuse("fault.inject", format!("{entry:?}: {e}"));
+            }
         }
         let rerun = [("fault.rerun", f.rerun), ("fault.verify_every", f.verify_every > 0)];
         match rerun.iter().find(|(_, on)| *on && f.snapshot_every == 0) {

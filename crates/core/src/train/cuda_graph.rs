@@ -186,8 +186,13 @@ impl CapturedStep {
         let graph = s.capture_with(memory, &streams, || -> Result<()> {
             s.copy(&inputs.scalars()?, optimizer.scalars())?;
             let load = &mut |rank: &Rank, _: &_, i| inputs.micro_batch(rank, i);
-            let passes =
-                runner.forward_backward(&rank, model, optimizer.loss_scale(), shape.micro_batches, load)?;
+            let passes = runner.forward_backward(
+                &rank,
+                model,
+                optimizer.loss_scale(),
+                (shape.micro_batches, None),
+                load,
+            )?;
             let outcome = optimizer.apply(&rank, &model.params, &model.step_state, &model.grads)?;
             s.copy(&outcome, &results.narrow(0, 0, outcome::COUNT)?)?;
             for (i, loss) in passes.losses.iter().enumerate() {

@@ -5,6 +5,7 @@
 //! tensor is waited for where it is used.
 
 use super::micro_batch::{weighted_loss, with_mtp_losses};
+use super::step_faults::StepFaults;
 use crate::model::{Chunk, ChunkSaved, Decoder, ForwardMode, Input};
 use crate::pipeline::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 use crate::{Error, Result};
@@ -78,6 +79,18 @@ pub fn execute(
     load: &mut MicroBatchLoader,
     mode: StepMode,
 ) -> Result<Vec<Tensor>> {
+    execute_with(ctx, decoder, schedule, load, mode, None)
+}
+
+/// [`execute`] with injected faults.
+pub(super) fn execute_with(
+    ctx: StepContext,
+    decoder: &Decoder,
+    schedule: &Schedule,
+    load: &mut MicroBatchLoader,
+    mode: StepMode,
+    faults: Option<StepFaults>,
+) -> Result<Vec<Tensor>> {
     let me = ctx.rank.pp.rank();
     let steps = schedule.ranks.get(me).map_or(&[][..], Vec::as_slice);
     let mut ops_left = vec![0; schedule.shape.micro_batches];
@@ -90,6 +103,7 @@ pub fn execute(
         me,
         load,
         mode,
+        faults,
         ops_left,
         batches: (0..count).map(|_| None).collect(),
         saved: HashMap::new(),
@@ -117,6 +131,7 @@ struct Executor<'a, 'b> {
     me: usize,
     load: &'a mut MicroBatchLoader<'b>,
     mode: StepMode<'a>,
+    faults: Option<StepFaults<'a>>,
     /// Operations left on each micro-batch; its input is freed after the last.
     ops_left: Vec<usize>,
     batches: Vec<Option<MicroBatch>>,
@@ -195,13 +210,20 @@ impl<'a> Executor<'a, '_> {
                 let StepMode::Train(grads) = &mut self.mode else {
                     return Err(missing("the gradient buffer"));
                 };
-                let saved = self
+                let mut saved = self
                     .saved
                     .remove(&key)
                     .ok_or_else(|| missing("the saved activations of the forward pass"))?;
+                if let Some(faults) = &self.faults {
+                    faults.saved(ctx.rank, op.micro_batch, &mut saved)?;
+                }
                 if op.kind == OpKind::Backward {
                     let mut run_wgrad = |g: WeightGrad| g.run(ctx.rank, grads);
-                    chunk.backward(&ctx, saved, &batch.input, received, &mut run_wgrad)?
+                    let dx = chunk.backward(&ctx, saved, &batch.input, received, &mut run_wgrad)?;
+                    if let Some(faults) = &self.faults {
+                        faults.accumulated(ctx.rank, op.micro_batch, grads)?;
+                    }
+                    dx
                 } else {
                     let deferred = self.deferred_wgrads.entry(key).or_default();
                     let mut defer = |g| {

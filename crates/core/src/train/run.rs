@@ -2,6 +2,7 @@
 
 use super::energy::Energy;
 use super::record::{self, RunRecord, ScheduleSpan};
+use super::rerun::Rerun;
 use super::run_folder::{CHECKPOINTS, RunFolder};
 use super::snapshots::Snapshots;
 use super::state::{self, Origin};
@@ -143,6 +144,8 @@ pub struct Run {
     pub(super) mirrors_idle: bool,
     /// The restart that opened the run again.
     pub restarted: Option<events::Restart>,
+    /// What steps are compared with that are run again.
+    pub(super) rerun: Option<Rerun>,
 }
 
 /// Log writer of a run folder.
@@ -195,6 +198,7 @@ impl Run {
         wait("the run folder is ready")?;
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
+        trainer.hooks.faults.remember_in(dir, options.fresh);
         let latest = match (options.fresh, options.from_best) {
             (true, _) => None,
             (false, true) => Some(best_checkpoint(dir)?),
@@ -270,6 +274,7 @@ impl Run {
             snapshot_overdue: false,
             mirrors_idle: true,
             restarted,
+            rerun: None,
         };
         if let Some(folder) = folder {
             // Before surplus checkpoints are deleted.

@@ -72,6 +72,7 @@ impl Run {
         // The step that was launched and not read back yet.
         let mut in_flight: Option<InFlightStep> = None;
         let mut saved = None;
+        self.begin_checks()?;
         self.energy.iter_mut().for_each(Energy::resume);
         // Steps are timed by the device, from the end of one to the end of the next.
         let mut since = self.trainer.rank.compute.record().map_err(Error::from)?;
@@ -79,7 +80,9 @@ impl Run {
         while in_flight.is_some() || self.trainer.step() < total {
             let launched = self.trainer.step();
             let due = |every: u64| every > 0 && launched.is_multiple_of(every);
-            let between = due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
+            let between = due(c.checkpoint.every)
+                || (eval.is_some() && due(c.eval.every))
+                || self.check_is_due(launched);
             let may_launch = launched < total && (in_flight.is_none() || (ahead && !between));
             let mut next = None;
             let mut asked = Request::GoOn;
@@ -102,7 +105,7 @@ impl Run {
             let mut paused = false;
             if let Some(this) = std::mem::replace(&mut in_flight, next) {
                 let done = this.done().clone();
-                let report = self.trainer.end_step(this)?;
+                let report = self.end_checked_step(this, &mut in_flight, data, observer)?;
                 // Collectives of a job that has failed end without a result.
                 self.trainer.rank.world.check().map_err(Error::from)?;
                 let now = Traffic::of(&self.trainer.rank);

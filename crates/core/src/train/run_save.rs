@@ -38,6 +38,7 @@ impl Run {
     /// Starts to save: every rank copies its parts of the state to host memory and writes them on a thread of its own, while
     /// training continues. Waits for the save before, if that is still in progress. Collective.
     pub(super) fn save(&mut self, data: &dyn Batches, observer: &mut dyn Observer) -> Result<()> {
+        self.verify_before_save(data, observer)?;
         let start = Instant::now();
         self.energy.iter_mut().for_each(Energy::pause);
         self.wait_for_save(observer)?;
@@ -47,6 +48,7 @@ impl Run {
         }
         tracing::info!(samples, "saving a checkpoint");
         let synced = self.writer.as_mut().map_or(Ok(()), |w| w.log.sync());
+        let synced = synced.and_then(|()| self.injected_full_disk(step));
         let own = OwnParts::of(&self.trainer)?;
         let begun = self.saver.begin(step, own.bytes(), synced)?;
         let bytes = *begun.as_ref().unwrap_or(&0);
@@ -94,6 +96,9 @@ impl Run {
 
     /// Acts on the end of a save, which is the same on all ranks.
     fn save_ended(&mut self, step: u64, result: Result<()>, observer: &mut dyn Observer) -> Result<()> {
+        if result.is_ok() {
+            self.injected_damage(step)?;
+        }
         let stops = self.resolved.config.checkpoint.on_failure == SaveFailurePolicy::Stop;
         let pending = self.pending.take();
         let folder = self.writer.as_mut().map(|w| &mut w.folder);

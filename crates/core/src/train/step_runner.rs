@@ -1,8 +1,9 @@
 //! Runs the forward and backward passes of a step in pipeline order, and keeps the counters of a run.
 
-use super::execute::{MicroBatch, StepMode, execute};
+use super::execute::{MicroBatch, StepMode, execute, execute_with};
 use super::model_state::ModelState;
 use super::state;
+use super::step_faults::StepFaults;
 use crate::Result;
 use crate::config::{QuantRecipe, Resolved};
 use crate::cost::MemoryEstimate;
@@ -17,6 +18,7 @@ use ferrotron_engine::offload::{ActivationOffload, HostSlots, OffloadChoice, Off
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
 use ferrotron_tensor::trace::READBACK;
 use ferrotron_tensor::{Category, Stream, Tensor};
+use std::time::Instant;
 
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
 const MAX_CONSECUTIVE_SKIPS: u64 = 10;
@@ -150,7 +152,7 @@ impl StepRunner {
         rank: &Rank,
         model: &mut ModelState,
         loss_scale: Option<&LossScale>,
-        micro_batches: usize,
+        (micro_batches, faults): (usize, Option<StepFaults>),
         load: &mut LoadMicroBatch,
     ) -> Result<ForwardBackward> {
         let schedule = match self.schedule.take() {
@@ -174,8 +176,12 @@ impl StepRunner {
             offload: self.offload.as_ref(),
             ..StepContext::new(rank, params, step_state)
         };
+        let since = Instant::now();
         let mut load = |i: usize| {
             let mut batch = load(rank, decoder, i)?;
+            if let Some(faults) = &faults {
+                faults.loaded(rank, i, &mut batch)?;
+            }
             let mtp = batch.input.mtp.iter_mut().map(|m| &mut m.targets);
             for targets in batch.targets.iter_mut().chain(mtp) {
                 if let Some(scale) = loss_scale {
@@ -184,7 +190,8 @@ impl StepRunner {
             }
             Ok(batch)
         };
-        let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Train(grads))?;
+        let losses = execute_with(ctx, decoder, &schedule, &mut load, StepMode::Train(grads), faults)?;
+        faults.map_or(Ok(()), |f| f.slow(rank, since))?;
         self.schedule = Some(schedule);
         grads.reduce(rank)?;
         step_state.end_step(rank)?;

@@ -182,6 +182,18 @@ impl GradBuffer {
         Ok(all)
     }
 
+    /// Gradients that were written in this step and whose reduction has not begun, by name.
+    pub fn accumulated(&self) -> impl Iterator<Item = (&str, Tensor)> {
+        let begun = self.started % self.buckets.len().max(1);
+        self.specs.iter().enumerate().filter_map(move |(i, spec)| {
+            let (bucket, range) = self.plan.slot(ParamId(i));
+            let whole =
+                self.buckets[bucket].whole.as_ref().filter(|_| !self.slots[i].fresh && bucket >= begun)?;
+            let name = spec.parts.first().map_or("", |p| p.name.as_str());
+            Some((name, whole.narrow(0, range.start, range.len()).ok()?))
+        })
+    }
+
     /// The gradient of one parameter, for reading; an error before it exists, or where it is sharded.
     pub fn get(&self, id: ParamId) -> Result<Tensor> {
         let (bucket, range) = self.plan.slot(id);

@@ -3,12 +3,15 @@
 use super::Trainer;
 use crate::cost::advise;
 use crate::data::Batches;
+use crate::fault::culprit::{Call, StepCalls};
 use crate::optimizer::{StepRates, outcome};
 use crate::train::cuda_graph::StepTimer;
 use crate::train::global_batch::{GlobalBatch, StepSeed};
 use crate::train::micro_batch::read_all;
 use crate::train::operand_stats::RankOperandStats;
+use crate::train::step_faults::StepFaults;
 use crate::{Error, Result};
+use ferrotron_comm::{PayloadCall, Payloads};
 use ferrotron_engine::moe::MoeCounters;
 use ferrotron_tensor::{Event, Tensor};
 
@@ -27,6 +30,8 @@ pub struct InFlightStep {
     /// This rank's operand statistics, where the step collected them.
     operands: Option<Vec<RankOperandStats>>,
     num_zeros: Option<u64>,
+    /// What this rank sent in it, where that is hashed.
+    payloads: Option<Payloads>,
 }
 
 impl InFlightStep {
@@ -103,6 +108,9 @@ impl Trainer {
 
     fn launch_step(&mut self, mut batch: GlobalBatch) -> Result<InFlightStep> {
         let (rank, runner, hooks) = (&self.rank, &mut self.runner, &mut self.hooks);
+        if let Some(digest) = &hooks.payload_digests {
+            rank.world.record_payloads(&rank.compute, digest.clone());
+        }
         batch.count_labels(rank, &self.model.decoder, runner)?;
         // The learning rate is that of the samples consumed including this step's, so that the first step moves.
         let rates = runner.schedules.rates(runner.progress.samples + batch.samples);
@@ -123,6 +131,10 @@ impl Trainer {
             Some(launched) => launched,
             None => {
                 timer = if is_usual { self.hooks.cuda_graph.timer(&self.rank.compute)? } else { None };
+                let micro_batches = batch.micro_batches.len();
+                if let Some(faults) = StepFaults::of(&self.hooks.faults, self.step() + 1, micro_batches) {
+                    self.inject_before_step(&faults)?;
+                }
                 let launched = self.launch_eagerly(&batch, rates, timer.as_mut())?;
                 timer.iter_mut().for_each(StepTimer::launched);
                 launched
@@ -132,6 +144,7 @@ impl Trainer {
         let zeros = || self.optimizer.count_zero_grads(&self.rank, &self.model.grads);
         let num_zeros = self.hooks.counts_zeros.then(zeros).transpose()?;
         self.runner.advance(batch.samples, batch.tokens);
+        let payloads = self.rank.world.take_payloads();
         Ok(InFlightStep {
             step: self.step(),
             lr: rates.lr,
@@ -143,6 +156,7 @@ impl Trainer {
             timer,
             operands,
             num_zeros,
+            payloads,
         })
     }
 
@@ -155,12 +169,13 @@ impl Trainer {
     ) -> Result<LaunchedStep> {
         let (rank, model, optimizer) = (&self.rank, &mut self.model, &self.optimizer);
         let at = StepSeed { step: self.runner.progress.step, dropout: self.runner.dropout };
+        let faults = StepFaults::of(&self.hooks.faults, at.step + 1, batch.micro_batches.len());
         self.hooks.routing.begin(rank, &model.step_state, at.step + 1, &|| batch.local_tokens())?;
         let passes = self.runner.forward_backward(
             rank,
             model,
             optimizer.loss_scale(),
-            batch.micro_batches.len(),
+            (batch.micro_batches.len(), faults),
             &mut |rank, decoder, i| {
                 timer.iter_mut().for_each(|t| t.micro_batch(i));
                 batch.upload(rank, decoder, i, at)
@@ -168,14 +183,39 @@ impl Trainer {
         )?;
         self.hooks.routing.end(rank, &model.step_state, at.step + 1)?;
         self.staged.take().map_or(Ok(()), |copied| rank.compute.wait(&copied))?;
+        faults.map_or(Ok(()), |f| f.reduced(rank, model))?;
         let outcome = optimizer.step(rank, &model.params, &model.step_state, &model.grads, rates)?;
         Ok(LaunchedStep { losses: passes.losses, outcome, moe_counters: passes.moe_counters })
     }
 
     /// Waits for a step, and for nothing that was launched after it, and reads its results.
     pub fn end_step(&mut self, step: InFlightStep) -> Result<StepReport> {
-        let InFlightStep { step, lr, tokens, samples, consumed, launched, done, timer, operands, num_zeros } =
-            step;
+        let (report, goes_on) = self.finish_step(step)?;
+        let StepReport { step, loss, grad_norm, .. } = report;
+        if goes_on { Ok(report) } else { Err(Error::Diverged { step, loss, grad_norm }) }
+    }
+
+    /// [`Trainer::train_step`] whose report may be of a result that is not finite.
+    pub fn step_whatever_comes(&mut self, data: &dyn Batches) -> Result<StepReport> {
+        let step = self.begin_step(data)?;
+        Ok(self.finish_step(step)?.0)
+    }
+
+    /// [`Trainer::end_step`], and whether the run survives such a result.
+    pub(in crate::train) fn finish_step(&mut self, step: InFlightStep) -> Result<(StepReport, bool)> {
+        let InFlightStep {
+            step,
+            lr,
+            tokens,
+            samples,
+            consumed,
+            launched,
+            done,
+            timer,
+            operands,
+            num_zeros,
+            payloads,
+        } = step;
         let (rank, decoder) = (&self.rank, &self.model.decoder);
         let s = &self.runner.readback;
         s.wait(&done)?;
@@ -195,6 +235,7 @@ impl Trainer {
                 .cuda_graph
                 .finish_timer(timer, &done, |times| self.runner.mean_of_ranks(rank, times))?;
         }
+        self.hooks.sent = payloads.map(|p| p.read(s)).transpose()?.map(|calls| step_calls(step, calls));
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;
         let losses = self.runner.all_reduce_from_last_stage(rank, losses, "loss of the step")?;
@@ -204,11 +245,9 @@ impl Trainer {
         if let Some(mine) = operands {
             self.hooks.operand_stats.gather(rank, decoder.config(), step, mine)?;
         }
-        if !self.runner.continues(loss, grad_norm, scale) {
-            return Err(Error::Diverged { step, loss, grad_norm });
-        }
+        let goes_on = self.runner.continues(loss, grad_norm, scale);
         let loss_scale = scale.map(|(scale, _)| scale);
-        Ok(StepReport {
+        let report = StepReport {
             step,
             loss,
             mtp_losses,
@@ -219,6 +258,18 @@ impl Trainer {
             tokens,
             samples,
             consumed,
-        })
+        };
+        Ok((report, goes_on))
     }
+}
+
+fn step_calls(step: u64, calls: Vec<(PayloadCall, Option<u64>)>) -> StepCalls {
+    let call = |(c, digest): (PayloadCall, Option<u64>)| Call {
+        group: c.group,
+        sequence: c.sequence,
+        route: c.route,
+        what: format!("{} '{}' of group {}", c.kind.name(), c.label, c.name),
+        digest,
+    };
+    StepCalls { step, calls: calls.into_iter().map(call).collect() }
 }

@@ -1,0 +1,4 @@
+//! Faults: injecting them, and finding whose bits differ between two runs of the same steps.
+
+pub mod culprit;
+pub mod inject;

@@ -1,0 +1,425 @@
+//! Running steps again: from a snapshot in memory, on the same data, to the same bits, or to a fault's.
+//!
+//! | occasion | what is run again |
+//! |---|---|
+//! | loss or gradient norm not finite, or a spike (`fault.rerun`, `fault.spike`) | the steps since the base |
+//! | parameters differ between replicas (`fault.hash_every`) | the same |
+//! | a check that is due (`fault.verify_every`), or a checkpoint that is about to be saved | the same |
+//!
+//! The base is a snapshot of a state that was checked. Everything that ranks sent in those steps, and their state at the end, is
+//! compared by digests. Equal: the hardware did what it was told; a result that was rejected is the data's or the program's, and
+//! `fault.on_bad_step` decides. Different: a third run decides which of the two was wrong, [`culprit`] whose bits differed first,
+//! and the run goes on from the state that two runs agree on.
+
+use super::memory_snapshot::MemorySnapshot;
+use super::run::{Observer, Run};
+use super::step_runner::Progress;
+use super::{InFlightStep, StepReport, Trainer};
+use crate::config::{BadStepPolicy, FaultSection};
+use crate::data::Batches;
+use crate::events::{self, Event};
+use crate::fault::culprit::{Difference, Record, StepCalls, culprit, first_step};
+use crate::{Error, Result, fs};
+use ferrotron_comm::Communicator;
+use ferrotron_tensor::{Category, DType, Tensor};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::time::Instant;
+
+/// Losses before a spike can be told from them.
+const SPIKE_SAMPLES: u64 = 100;
+/// Steps in a row that `fault.on_bad_step` may drop.
+const MAX_DROPPED: u64 = 10;
+
+/// What is known since the last checked state.
+pub(super) struct Rerun {
+    base: MemorySnapshot,
+    /// What this rank sent in each step since.
+    steps: Vec<StepCalls>,
+    /// Largest loss, and number of losses so far.
+    losses: (f64, u64),
+    /// Rejected steps in a row.
+    dropped: u64,
+    /// Transient faults of each rank so far.
+    faults: Vec<u64>,
+}
+
+/// Steps that were run again.
+struct Replayed {
+    record: Record,
+    reports: Vec<StepReport>,
+    /// Whether the run survives the last.
+    goes_on: bool,
+}
+
+impl FaultSection {
+    /// Steps between states that become the base: those that are checked.
+    fn base_every(&self) -> u64 {
+        match (self.verify_every, self.hash_every) {
+            (0, 0) => self.snapshot_every.max(1),
+            (0, hash) => hash,
+            (verify, _) => verify,
+        }
+    }
+}
+
+impl Run {
+    /// Takes the first base, where steps may be run again.
+    pub(super) fn begin_checks(&mut self) -> Result<()> {
+        if self.resolved.config.fault.compares_runs() {
+            let base = self.trainer.begin_memory_snapshot(None)?;
+            let faults = vec![0; self.trainer.rank.world.size()];
+            self.rerun = Some(Rerun { base, steps: Vec::new(), losses: (0.0, 0), dropped: 0, faults });
+        }
+        Ok(())
+    }
+
+    /// Whether a check follows step `step`, so that none is launched before it has ended.
+    pub(super) fn check_is_due(&self, step: u64) -> bool {
+        let f = &self.resolved.config.fault;
+        let due = |every: u64| every > 0 && step.is_multiple_of(every);
+        self.rerun.is_some() && (due(f.base_every()) || due(f.hash_every))
+    }
+
+    /// Ends a step and checks its result; `next` is the one launched after it, if it was. The report is that of the step as it
+    /// counts.
+    pub(super) fn end_checked_step(
+        &mut self,
+        this: InFlightStep,
+        next: &mut Option<InFlightStep>,
+        data: &dyn Batches,
+        observer: &mut dyn Observer,
+    ) -> Result<StepReport> {
+        if self.rerun.is_none() {
+            return self.trainer.end_step(this);
+        }
+        let (mut report, goes_on) = self.trainer.finish_step(this)?;
+        self.trainer.rank.world.check()?;
+        self.keep_calls();
+        let step = report.step;
+        // The norm is each rank's own: a fault may have changed it on one.
+        let rejected = self.rejection(&report, goes_on);
+        if self.any_rank(rejected.is_some(), "rejected results")? {
+            let why = rejected.unwrap_or_else(|| "another rank rejects the result".into());
+            if let Some(later) = next.take() {
+                self.trainer.finish_step(later)?;
+                self.trainer.hooks.sent = None;
+            }
+            report = self.run_again(&why, Some(report), step, data, observer)?;
+        } else if self.check_is_due(step) {
+            let f = self.resolved.config.fault.clone();
+            let due = |every: u64| every > 0 && step.is_multiple_of(every);
+            let differ = due(f.hash_every) && self.replicas_differ()?;
+            if differ || due(f.verify_every) {
+                let why = if differ { "parameters of replicas differ" } else { "verification" };
+                report = self.run_again(why, Some(report), step, data, observer)?;
+                if differ && self.replicas_differ()? {
+                    let why = "parameters of replicas differ, and differ again".into();
+                    return Err(Error::InvalidResult { step, why, replay: None });
+                }
+            }
+            if due(f.base_every()) {
+                self.take_base()?;
+            }
+        }
+        if let Some(rerun) = self.rerun.as_mut().filter(|_| report.loss.is_finite()) {
+            rerun.losses = (rerun.losses.0.max(report.loss), rerun.losses.1 + 1);
+        }
+        Ok(report)
+    }
+
+    /// Before a save: with `fault.verify_every` only states that were checked are saved.
+    pub(super) fn verify_before_save(
+        &mut self,
+        data: &dyn Batches,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let step = self.trainer.step();
+        let unchecked = self.rerun.as_ref().is_some_and(|r| r.base.header.step < step);
+        if unchecked && self.resolved.config.fault.verify_every > 0 {
+            self.run_again("verification before a save", None, step, data, observer)?;
+            self.take_base()?;
+        }
+        Ok(())
+    }
+
+    /// What is wrong with a result.
+    fn rejection(&self, report: &StepReport, goes_on: bool) -> Option<String> {
+        let (f, StepReport { loss, grad_norm, .. }) = (&self.resolved.config.fault, report);
+        if !goes_on {
+            return Some(format!("loss {loss}, gradient norm {grad_norm}"));
+        }
+        let (most, count) = self.rerun.as_ref().map_or((0.0, 0), |r| r.losses);
+        let spike = f.rerun && f.spike > 0.0 && count >= SPIKE_SAMPLES && *loss > f.spike * most;
+        spike.then(|| format!("loss {loss} is more than {} times the largest so far, {most}", f.spike))
+    }
+
+    fn keep_calls(&mut self) {
+        let sent = self.trainer.hooks.sent.take();
+        if let Some(rerun) = &mut self.rerun {
+            rerun.steps.extend(sent);
+        }
+    }
+
+    /// The state after the last step becomes the base.
+    fn take_base(&mut self) -> Result<()> {
+        if let Some(rerun) = &mut self.rerun {
+            // The old base's memory is the new one's.
+            let old = std::mem::replace(&mut rerun.base.buffer, Vec::new().into());
+            rerun.base = self.trainer.begin_memory_snapshot(Some(old))?;
+            rerun.steps.clear();
+        }
+        Ok(())
+    }
+
+    /// Runs the steps since the base again and compares. `report` is that of the last step, `step`; none if it was reported
+    /// already. Returns the report that counts. Collective.
+    fn run_again(
+        &mut self,
+        why: &str,
+        report: Option<StepReport>,
+        step: u64,
+        data: &dyn Batches,
+        observer: &mut dyn Observer,
+    ) -> Result<StepReport> {
+        let start = Instant::now();
+        let best = self.trainer.best;
+        let steps = self.rerun.as_mut().map_or(Vec::new(), |r| std::mem::take(&mut r.steps));
+        let first = Record { steps, state: self.trainer.state_digests()? };
+        let second = self.replay(step, data)?;
+        // Not before: a step after it may have been launched already.
+        let progress = self.trainer.runner.progress;
+        let found = self.compare(&first, &second.record)?;
+        let outcome = if found.is_some() { "different bits" } else { "the same bits" };
+        let base = self.rerun.as_ref().map_or(step, |r| r.base.header.step);
+        let mut event = events::Rerun {
+            step,
+            steps: step - base,
+            reason: why.into(),
+            outcome: outcome.into(),
+            seconds: start.elapsed().as_secs_f64(),
+        };
+        let counts = match found {
+            None => second,
+            Some((rank, what)) => {
+                let third = self.replay(step, data)?;
+                let first_wrong = self.compare(&second.record, &third.record)?.is_none();
+                let agrees = first_wrong || self.compare(&first, &third.record)?.is_none();
+                let fault = self.describe_fault((rank, &what), (step, first_wrong), start)?;
+                event.seconds = start.elapsed().as_secs_f64();
+                self.emit(Event::Rerun(event.clone()), observer)?;
+                self.emit(Event::Fault(fault.clone()), observer)?;
+                self.blame(&fault, agrees)?;
+                if first_wrong {
+                    // What was kept since may hold the fault.
+                    self.snapshots.drop_after(base);
+                    self.snapshot_overdue = true;
+                    self.report_again(&third.reports, report.is_some(), observer)?;
+                }
+                third
+            }
+        };
+        self.trainer.best = best;
+        let last = counts.reports.last().cloned().or(report);
+        let Some(last) = last else { return Err(Error::Invalid("no step was run again".into())) };
+        if let Some(rerun) = &mut self.rerun {
+            rerun.steps = counts.record.steps;
+        }
+        match self.rejection(&last, counts.goes_on) {
+            Some(why) => self.drop_step((event, &why), last, progress, data, observer),
+            None => {
+                self.rerun.iter_mut().for_each(|r| r.dropped = 0);
+                if event.outcome == "the same bits" {
+                    self.emit(Event::Rerun(event), observer)?;
+                }
+                Ok(last)
+            }
+        }
+    }
+
+    /// Goes back to the base and runs the steps up to `step` again.
+    fn replay(&mut self, step: u64, data: &dyn Batches) -> Result<Replayed> {
+        let Some(rerun) = &mut self.rerun else { return Err(Error::Invalid("nothing to run again".into())) };
+        self.trainer.restore_memory_snapshot(&mut rerun.base)?;
+        let mut out = Replayed { record: Record::default(), reports: Vec::new(), goes_on: true };
+        while self.trainer.step() < step {
+            let launched = self.trainer.begin_step(data)?;
+            let (report, goes_on) = self.trainer.finish_step(launched)?;
+            self.trainer.rank.world.check()?;
+            out.record.steps.extend(self.trainer.hooks.sent.take());
+            out.reports.push(report);
+            out.goes_on = goes_on;
+        }
+        out.record.state = self.trainer.state_digests()?;
+        Ok(out)
+    }
+
+    /// The rank whose results differ first between two runs, and where; none if no rank's do. The same on all ranks.
+    fn compare(&self, a: &Record, b: &Record) -> Result<Option<(usize, Difference)>> {
+        let all = &self.trainer.rank.control;
+        let differences: Vec<Option<Difference>> = exchange(all, &a.difference(b), "differences")?;
+        if differences.iter().all(Option::is_none) {
+            return Ok(None);
+        }
+        let calls = match first_step(&differences) {
+            None => Vec::new(),
+            Some(step) => {
+                let own = a.steps.iter().find(|s| s.step == step).cloned().unwrap_or_default();
+                exchange(all, &own, "calls of a step")?
+            }
+        };
+        let rank = culprit(&differences, &calls).unwrap_or(0);
+        Ok(differences.into_iter().nth(rank).flatten().map(|what| (rank, what)))
+    }
+
+    fn describe_fault(
+        &self,
+        (rank, what): (usize, &Difference),
+        (step, first_run): (u64, bool),
+        start: Instant,
+    ) -> Result<events::Fault> {
+        let device = self.trainer.rank.device();
+        let own = (fs::host_name(), device.gpu().map_or_else(|| "CPU".into(), |gpu| gpu.name.clone()));
+        let places: Vec<(String, String)> = exchange(&self.trainer.rank.control, &own, "hosts and devices")?;
+        let (host, device) = places.into_iter().nth(rank).unwrap_or_default();
+        let (tensor, at_step) = match what {
+            Difference::Sent { step, what, .. } => (what.clone(), Some(*step)),
+            Difference::State { tensor } => (tensor.clone(), None),
+        };
+        let (rank, fault, seconds) = (rank as u64, "transient".into(), start.elapsed().as_secs_f64());
+        Ok(events::Fault { step, fault, rank, host, device, tensor, at_step, first_run, seconds })
+    }
+
+    /// Counts a fault of a rank; an error if no two of three runs agree, or if the rank has failed too often.
+    fn blame(&mut self, fault: &events::Fault, agrees: bool) -> Result<()> {
+        let limit = self.resolved.config.fault.rank_failures;
+        let rank = fault.rank as usize;
+        let counts = self.rerun.as_mut().and_then(|r| r.faults.get_mut(rank));
+        let count = counts.map_or(0, |n| {
+            *n += 1;
+            *n
+        });
+        let why = match agrees {
+            false => "three runs of the same steps gave three results".to_string(),
+            true if count < limit => return Ok(()),
+            true => format!("it computed something else {count} times (fault.rank_failures)"),
+        };
+        let place = format!("{}, {}", fault.host, fault.device);
+        Err(Error::FaultyHardware { rank, place, why })
+    }
+
+    /// Writes the lines of steps again whose first run was wrong; the last is yet to be written if it is `pending`.
+    fn report_again(
+        &mut self,
+        reports: &[StepReport],
+        pending: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<()> {
+        let every = self.resolved.config.train.log_every.max(1);
+        let written = &reports[..reports.len() - usize::from(pending && !reports.is_empty())];
+        for report in written.iter().filter(|r| r.step.is_multiple_of(every)) {
+            let event = self.step_event(report, 0.0, Default::default());
+            self.emit(Event::Step(event), observer)?;
+        }
+        Ok(())
+    }
+
+    /// A result that is wrong and reproducible: `fault.on_bad_step` decides.
+    fn drop_step(
+        &mut self,
+        (mut event, why): (events::Rerun, &str),
+        last: StepReport,
+        progress: Progress,
+        data: &dyn Batches,
+        observer: &mut dyn Observer,
+    ) -> Result<StepReport> {
+        let (step, policy) = (last.step, self.resolved.config.fault.on_bad_step);
+        // The state before the step: what `replay` starts from, and where `skip` goes on.
+        let best = self.trainer.best;
+        self.replay(step - 1, data)?;
+        let replay = self.save_for_replay(step, data);
+        if let Err(e) = &replay {
+            observer.warning(&format!("step {step} could not be saved for replay: {e}"));
+        }
+        let dropped = self.rerun.as_mut().map_or(0, |r| {
+            r.dropped += 1;
+            r.dropped
+        });
+        let stops = policy == BadStepPolicy::Stop || dropped >= MAX_DROPPED;
+        event.reason = why.into();
+        event.outcome = if stops { "the same bits, stop".into() } else { format!("the same bits, {policy}") };
+        self.emit(Event::Rerun(event), observer)?;
+        if stops {
+            let more = if dropped > 1 { format!(" ({dropped} steps in a row)") } else { String::new() };
+            return Err(Error::InvalidResult { step, why: format!("{why}{more}"), replay: replay.ok() });
+        }
+        if policy == BadStepPolicy::Rollback {
+            self.replay(0, data)?;
+        }
+        // The data of what is dropped has been consumed.
+        self.trainer.best = best;
+        self.trainer.runner.progress = progress;
+        self.take_base()?;
+        Ok(last)
+    }
+
+    /// Whether parameters differ between ranks that hold the same. The same on all ranks.
+    fn replicas_differ(&self) -> Result<bool> {
+        let t = &self.trainer;
+        t.model.params.wait_params(&t.rank)?;
+        let full = t.model.params.placement().is_full_size();
+        let mut differ = false;
+        for experts in [false, true] {
+            let group = match (full, experts) {
+                (true, false) => &t.rank.dp_cp_group,
+                (true, true) => &t.rank.expert_dp_group,
+                (false, _) => t.rank.shard_replica_group(experts),
+            };
+            let held = t.model.params.specs().iter().zip(t.model.params.values());
+            let own = held.filter(|(spec, t)| spec.experts == experts && t.is_contiguous());
+            let own = t.digests(&own.map(|(_, value)| value.clone()).collect::<Vec<_>>())?;
+            let all: Vec<Vec<u64>> = exchange(group, &own, "digests of parameters")?;
+            differ |= all.iter().any(|other| *other != own);
+        }
+        self.any_rank(differ, "replicas")
+    }
+
+    /// Whether it is so on any rank.
+    fn any_rank(&self, mine: bool, label: &'static str) -> Result<bool> {
+        let t = &self.trainer;
+        Ok(t.runner.all_reduce(&t.rank.control, vec![f64::from(mine)], label)?[0] > 0.0)
+    }
+}
+
+impl Trainer {
+    /// Digests of the tensors that persist between steps, by name.
+    fn state_digests(&self) -> Result<Vec<(String, u64)>> {
+        self.model.params.wait_params(&self.rank)?;
+        self.optimizer.wait_state(&self.rank)?;
+        let (names, tensors): (Vec<String>, Vec<Tensor>) = self.persistent_tensors()?.into_iter().unzip();
+        Ok(names.into_iter().zip(self.digests(&tensors)?).collect())
+    }
+
+    fn digests(&self, tensors: &[Tensor]) -> Result<Vec<u64>> {
+        let s = &self.rank.compute;
+        if tensors.is_empty() {
+            return Ok(Vec::new());
+        }
+        let out = Tensor::empty(s, &[tensors.len()], DType::I64, Category::Workspace)?;
+        for (i, t) in tensors.iter().enumerate() {
+            self.rank.kernels.digest(s, t, &out.narrow(0, i, 1)?)?;
+        }
+        Ok(s.download::<i64>(&out)?.into_iter().map(|d| d as u64).collect())
+    }
+}
+
+/// What all ranks of a group say, in rank order.
+fn exchange<T: Serialize + DeserializeOwned>(
+    group: &Communicator,
+    mine: &T,
+    label: &'static str,
+) -> Result<Vec<T>> {
+    let broken = |e: serde_json::Error| Error::Invalid(format!("{label} of a rank: {e}"));
+    let all = group.all_gather_bytes(&serde_json::to_vec(mine).map_err(broken)?, label)?;
+    all.iter().map(|text| serde_json::from_slice(text).map_err(broken)).collect()
+}
