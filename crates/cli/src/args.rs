@@ -2,7 +2,7 @@
 
 use crate::commands::{
     bench, chat, convert, data, doctor, drill, eval, explain, forward, generate, kernels, launch, parity,
-    plan, recipes, train,
+    plan, recipes, replay, train,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -127,6 +127,9 @@ pub enum Command {
     /// Train a recipe with injected faults on this machine, and check that the result is the same
     #[command(long_about = drill::LONG)]
     Drill(drill::Args),
+    /// Run a step again that a run has rejected and kept
+    #[command(long_about = replay::LONG)]
+    Replay(replay::Args),
     /// Run a model over token ids and write logits, loss and gradients
     #[command(long_about = forward::LONG)]
     Forward(forward::Args),

@@ -37,6 +37,7 @@ fn main() -> ExitCode {
         Command::Train(args) => commands::train::run(args, &global),
         Command::Launch(args) => commands::launch::run(args, &global),
         Command::Drill(args) => commands::drill::run(args, &global),
+        Command::Replay(args) => commands::replay::run(args, &global),
         Command::Forward(args) => commands::forward::run(args, &global),
         Command::Parity(args) => commands::parity::run(args, &global),
         Command::Convert(args) => commands::convert::run(args, &global),

@@ -23,6 +23,7 @@ pub mod parity;
 pub mod plan;
 mod plan_output;
 pub mod recipes;
+pub mod replay;
 mod sampling_args;
 pub mod train;
 mod train_summary;
