@@ -176,6 +176,8 @@ fn told(event: &Event) -> Option<&'static str> {
     match event {
         Event::Restart(_) => Some("restart"),
         Event::SaveFailed(_) => Some("save_failed"),
+        Event::Rerun(_) => Some("rerun"),
+        Event::Fault(_) => Some("fault"),
         _ => None,
     }
 }
