@@ -204,6 +204,11 @@ impl FileLock {
         }
     }
 
+    /// True if the file `path` is no longer the one that was locked: it was deleted or replaced.
+    pub fn is_lost(&self, path: &Path) -> bool {
+        self.file.as_ref().is_some_and(|file| !is_at(file, path))
+    }
+
     /// True if the file `path` is locked. After another holder has deleted and released it, it is not.
     fn is_of(&self, path: &Path) -> bool {
         self.file.as_ref().is_some_and(|file| is_at(file, path))

@@ -96,3 +96,128 @@ fn data_truncated_under_a_run_ends_it_with_its_steps_saved() {
     assert_eq!((&end["ending"], &end["step"]), (&"failed".into(), &steps.into()));
     assert!(end["reason"].as_str().unwrap().contains("truncated while in use"), "{end}");
 }
+
+/// A run that is told to save while its folder is not what it was, and again when it is; `break_it` and `mend` get the run
+/// folder.
+fn save_in_a_broken_folder(
+    args: &[String],
+    out: &Path,
+    break_it: &dyn Fn(&Path),
+    mend: &dyn Fn(&Path),
+) -> Finished {
+    let child = plain_user(args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    wait_for_steps(out, 2);
+    super::signal("USR1", child.id());
+    super::wait_until("a checkpoint", || of_kind(out, "checkpoint").len() == 1);
+    break_it(out);
+    super::signal("USR1", child.id());
+    // The log is in the run folder, wherever that is now.
+    super::wait_until("the failed save", || of_kind(out, "save_failed").len() == 1);
+    let steps = of_kind(out, "step").len();
+    wait_for_steps(out, steps + 3);
+    mend(out);
+    super::signal("USR1", child.id());
+    super::wait_until("another checkpoint", || of_kind(out, "checkpoint").len() == 2);
+    super::signal("TERM", child.id());
+    wait(child)
+}
+
+/// The program as a user whom permissions concern: root is made `nobody`.
+fn plain_user(args: &[String]) -> Command {
+    let is_root = std::fs::metadata("/proc/self").is_ok_and(|m| std::os::unix::fs::MetadataExt::uid(&m) == 0);
+    let mut command = match is_root {
+        true => {
+            let mut command = Command::new("setpriv");
+            command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(binary());
+            command
+        }
+        false => Command::new(binary()),
+    };
+    command.args(args).args(["--threads", "1"]);
+    command
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+}
+
+/// A folder in which [`plain_user`] may write, and its files.
+fn open_to_all(dir: &Path) {
+    for entry in std::fs::read_dir(dir).unwrap() {
+        set_mode(&entry.unwrap().path(), 0o666);
+    }
+    set_mode(dir, 0o777);
+}
+
+#[test]
+fn a_read_only_folder_fails_saves_until_it_is_writable_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let args =
+        train(&recipe(dir.path(), 1_000_000, "[checkpoint]\nkeep = 0\n"), &dir.path().join("run"), &[]);
+    open_to_all(dir.path());
+    let out = dir.path().join("run");
+    let checkpoints = |out: &Path| out.join("checkpoints");
+    let e = save_in_a_broken_folder(&args, &out, &|out| set_mode(&checkpoints(out), 0o555), &|out| {
+        set_mode(&checkpoints(out), 0o777)
+    });
+    assert_eq!(e.code, Some(0), "{}", e.err);
+    let failed = of_kind(&out, "save_failed");
+    let reason = failed[0]["reason"].as_str().unwrap();
+    assert!(reason.contains("checkpoints") && reason.contains("check the permissions"), "{reason}");
+    let first = of_kind(&out, "checkpoint")[0]["step"].as_u64().unwrap();
+    assert!(
+        out.join(format!("checkpoints/step-{first:08}/manifest.json")).is_file(),
+        "the one before is intact"
+    );
+}
+
+#[test]
+fn a_folder_that_vanished_fails_saves_until_it_is_back() {
+    for replaced in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("run");
+        let args = train(&recipe(dir.path(), 1_000_000, ""), &out, &[]);
+        open_to_all(dir.path());
+        let (here, there) = (out.join("checkpoints"), dir.path().join("elsewhere"));
+        let e = save_in_a_broken_folder(
+            &args,
+            &out,
+            &|_| {
+                std::fs::rename(&here, &there).unwrap();
+                // Another run may have its checkpoints there now.
+                if replaced {
+                    std::fs::create_dir(&here).unwrap();
+                    std::fs::write(here.join(".lock"), "").unwrap();
+                    open_to_all(&here);
+                }
+            },
+            &|_| {
+                if replaced {
+                    std::fs::remove_dir_all(&here).unwrap();
+                }
+                std::fs::rename(&there, &here).unwrap();
+            },
+        );
+        assert_eq!(e.code, Some(0), "{}", e.err);
+        let failed = of_kind(&out, "save_failed");
+        let reason = failed[0]["reason"].as_str().unwrap();
+        assert!(reason.contains("removed or replaced while the run was using it; move it back"), "{reason}");
+    }
+}
+
+#[test]
+fn a_run_folder_that_vanished_ends_a_run_whose_recipe_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let (out, gone) = (dir.path().join("run"), dir.path().join("gone"));
+    let recipe = recipe(dir.path(), 1_000_000, "[checkpoint]\non_failure = \"stop\"\n");
+    let child = ferrotron(&train(&recipe, &out, &[])).spawn().unwrap();
+    wait_for_steps(&out, 2);
+    std::fs::rename(&out, &gone).unwrap();
+    super::signal("USR1", child.id());
+    let e = wait(child);
+    assert_eq!(e.code, Some(1), "{}", e.err);
+    assert!(e.err.contains("removed or replaced") && !e.err.contains("panicked"), "{}", e.err);
+    // The log went with the folder, and says how the run ended.
+    assert_eq!(of_kind(&gone, "save_failed").len(), 1);
+    assert_eq!(of_kind(&gone, "run_end")[0]["ending"], "failed");
+}

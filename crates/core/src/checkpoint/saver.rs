@@ -32,7 +32,7 @@ pub struct Saver {
     /// Memory of the last save, for the next one.
     spare: Option<HostBuffer>,
     /// Held by rank 0.
-    _lock: Option<fs::FileLock>,
+    lock: Option<fs::FileLock>,
 }
 
 /// Parts of tensors to be written.
@@ -104,7 +104,7 @@ impl Saver {
             group: group.clone(),
             running: None,
             spare: None,
-            _lock: lock,
+            lock,
         })
     }
 
@@ -162,6 +162,7 @@ impl Saver {
         };
         let free = fs::free_bytes(&self.dir);
         let created = ready
+            .and_then(|()| self.check_folder())
             .and_then(|()| check_space(&self.dir, bytes, free))
             .and_then(|()| if mine == 0 { folder::temporary(&self.dir, &name).map(drop) } else { Ok(()) });
         let folder = (mine == 0).then_some(name);
@@ -180,6 +181,15 @@ impl Saver {
         }
         self.running = Some(Running { step, temporary, phase: Phase::Begun });
         Ok(Ok(total))
+    }
+
+    /// An error if the folder is not the one that this saver has locked: nothing of a run may be written into that of another.
+    fn check_folder(&self) -> Result<()> {
+        if !self.lock.as_ref().is_some_and(|lock| lock.is_lost(&self.dir.join(LOCK))) {
+            return Ok(());
+        }
+        let what = "the folder was removed or replaced while the run was using it; move it back, and the next save goes there";
+        Err(Error::io_doing(&self.dir, "save", std::io::Error::new(std::io::ErrorKind::NotFound, what)))
     }
 
     /// Starts to write this rank's parts, with the state of the run on rank 0; or says that they could not be copied.
