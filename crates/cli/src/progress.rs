@@ -212,6 +212,8 @@ fn note(event: &Event) -> Option<String> {
         Event::Rerun(e) => Some(format!("step {}  {e}", e.step)),
         Event::Fault(e) => Some(format!("step {}  {e}", e.step)),
         Event::Offload(o) => Some(format!("step {}  {o}", o.step)),
+        Event::Straggler(s) => Some(format!("step {}  {s}", s.step)),
+        Event::MemoryGrowth(m) => Some(format!("step {}  {m}", m.step)),
         Event::SaveFailed(e) => {
             Some(format!("step {}  the checkpoint could not be saved: {}", e.step, e.reason))
         }
@@ -224,7 +226,9 @@ fn note(event: &Event) -> Option<String> {
         Event::RunEnd(e) if e.ending == Ending::Interrupted => {
             Some(format!("interrupted after step {}; the same command resumes", e.step))
         }
-        Event::RunStart(_) | Event::Step(_) | Event::Sample(_) | Event::RunEnd(_) => None,
+        Event::RunStart(_) | Event::Step(_) | Event::Sections(_) | Event::Sample(_) | Event::RunEnd(_) => {
+            None
+        }
     }
 }
 

@@ -2,11 +2,12 @@
 //! ends it at once. SIGUSR1 saves a checkpoint and the run goes on. Each is answered when it arrives.
 
 use crate::output;
+use ferrotron_core::fault::time_limit::TimeLimit;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::flag;
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Shows a line to the user.
 pub type Say = Box<dyn Fn(&str) + Send>;
@@ -23,6 +24,10 @@ struct Shared {
     /// Other processes are being waited for: there is nothing to finish or save yet.
     joining: AtomicBool,
     say: Mutex<Say>,
+    /// When the run ends by itself.
+    limit: OnceLock<TimeLimit>,
+    /// That has been told.
+    limit_told: AtomicBool,
 }
 
 impl Signals {
@@ -45,6 +50,8 @@ impl Signals {
             step: AtomicU64::new(0),
             joining: AtomicBool::new(false),
             say: Mutex::new(say),
+            limit: OnceLock::new(),
+            limit_told: AtomicBool::new(false),
         });
         let mut arrived = signal_hook::iterator::Signals::new([&ending[..], &[SIGUSR1]].concat())?;
         let answering = Arc::clone(&shared);
@@ -70,9 +77,20 @@ impl Signals {
         Ok(Signals(shared))
     }
 
-    /// True once a signal has asked the run to end.
+    /// True once a signal has asked the run to end, or its time limit has passed.
     pub fn stop_requested(&self) -> bool {
+        if let Some(limit) = self.0.limit.get().filter(|limit| limit.has_passed()) {
+            if !self.0.limit_told.swap(true, Ordering::Relaxed) {
+                self.0.say(&format!("{}: saving and ending", limit.why));
+            }
+            return true;
+        }
         self.0.stop.load(Ordering::Relaxed)
+    }
+
+    /// The run ends as after SIGTERM when this limit has passed.
+    pub fn set_limit(&self, limit: TimeLimit) {
+        _ = self.0.limit.set(limit);
     }
 
     /// True once after a signal has asked for a checkpoint.

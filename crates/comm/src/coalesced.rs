@@ -86,8 +86,8 @@ impl Communicator {
             let run = backend.run_coalesced(s, &collectives, deadline);
             run.map_err(|e| self.failed(&descriptors[0], start, e))
         };
-        match done() {
-            Ok(completion) => recorder.complete(&numbers, completion),
+        match core.inside.time(done) {
+            Ok(completion) => self.completed(Some(s), &numbers, completion)?,
             Err(error) => {
                 numbers.iter().for_each(|n| recorder.set(*n, OpStatus::Failed));
                 return Err(error);

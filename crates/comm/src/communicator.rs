@@ -2,6 +2,7 @@
 
 use crate::backend::{Collective, Completion, Descriptors, GroupBackend, JobBackend, OpError, SplitSizes};
 use crate::flight_recorder::OpStatus;
+use crate::host_cost::InsideClock;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use crate::payloads::CallHooks;
 use crate::volume::{self, VolumeMeter};
@@ -40,6 +41,8 @@ pub(crate) struct CommunicatorInner {
     pub(crate) world_meter: Arc<VolumeMeter>,
     /// What watches the calls of this rank.
     pub(crate) hooks: Arc<CallHooks>,
+    /// Time of this rank's host inside calls on all groups.
+    pub(crate) inside: Arc<InsideClock>,
 }
 
 /// Sequence numbers.
@@ -313,8 +316,8 @@ impl Communicator {
             let recorder = core.job_backend.flight_recorder();
             let number = recorder.begin(core.index, descriptor.clone());
             let start = Instant::now();
-            let agreed = self.agree(&**backend, s, (&descriptor, collective), start);
-            let done = agreed.and_then(|deferred| {
+            let done = core.inside.time(|| {
+                let deferred = self.agree(&**backend, s, (&descriptor, collective), start)?;
                 // A backend that only enqueues waits in `run`, if at all.
                 if !deferred {
                     recorder.set(number, OpStatus::Running);
@@ -324,7 +327,7 @@ impl Communicator {
             });
             match done {
                 Ok((result, completion)) => {
-                    recorder.complete(&[number], completion);
+                    self.completed(s, &[number], completion)?;
                     out = result;
                 }
                 Err(error) => {
@@ -335,6 +338,20 @@ impl Communicator {
         }
         self.add_volume(kind, sent(&out));
         Ok(out)
+    }
+
+    /// The backend has taken operations `numbers` of stream `s` together.
+    pub(crate) fn completed(
+        &self,
+        s: Option<&Stream>,
+        numbers: &[u64],
+        completion: Completion,
+    ) -> Result<()> {
+        if let (Some(s), Completion::Enqueued { start, done }) = (s, &completion) {
+            s.ran_collective(start, done)?;
+        }
+        self.core.job_backend.flight_recorder().complete(numbers, completion);
+        Ok(())
     }
 
     /// Exchanges and compares descriptors; true if that is left to digests.

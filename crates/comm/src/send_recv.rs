@@ -118,7 +118,7 @@ impl<'a, 'b> ActiveBatch<'a, 'b> {
     ) -> Result<T> {
         let (core, batch) = (&*self.batch.group.core, self.batch);
         let (Some(backend), Some(first)) = (&core.backend, &self.first) else { return Ok(T::default()) };
-        half(&**backend, batch).map_err(|t| {
+        core.inside.time(|| half(&**backend, batch)).map_err(|t| {
             // Name the message that is missing.
             let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.descriptor);
             let call = match &t {
@@ -129,14 +129,15 @@ impl<'a, 'b> ActiveBatch<'a, 'b> {
         })
     }
 
-    fn done(&mut self, completion: Completion) {
+    fn done(&mut self, completion: Completion) -> Result<()> {
         self.taken = true;
         self.span = None;
         let group = self.batch.group;
-        group.core.job_backend.flight_recorder().complete(&self.numbers, completion);
+        group.completed(Some(self.batch.stream), &self.numbers, completion)?;
         for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
             group.add_volume(OpKind::SendRecv, l.tensor.bytes() as u64);
         }
+        Ok(())
     }
 }
 
@@ -205,7 +206,7 @@ impl Communicator {
         for o in &mut open {
             let deadline = watchdog::deadline(o.batch.group.core.timeout);
             let completion = o.run(|e, b| e.complete_receives(b.stream, &b.sends, &b.receives, deadline))?;
-            o.done(completion);
+            o.done(completion)?;
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 use crate::backend::{Completion, FailureReport, GroupBackend, JobBackend};
 use crate::communicator::{Communicator, CommunicatorInner};
 use crate::flight_recorder::GRAPHS;
+use crate::host_cost::InsideClock;
 use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::payloads::CallHooks;
 use crate::threads::{self, ReduceKernels};
@@ -32,6 +33,8 @@ struct Job {
     /// Number of CUDA graphs launched.
     replays: Arc<AtomicU64>,
     hooks: Arc<CallHooks>,
+    /// Time of this rank's host inside calls on groups.
+    inside: Arc<InsideClock>,
 }
 
 impl World {
@@ -78,6 +81,7 @@ impl World {
             meter: Arc::default(),
             replays: Arc::default(),
             hooks: Arc::default(),
+            inside: Arc::default(),
         };
         let all = job.member((0, "world"), (0..size).collect(), rank, backend);
         World { job, all, groups: Arc::new(Mutex::new(1)) }
@@ -194,7 +198,14 @@ impl World {
 
     /// What communication has cost this rank's host so far.
     pub fn host_cost(&self) -> HostCost {
-        self.job.backend.host_cost()
+        let (inside, delayed) = self.job.inside.read();
+        HostCost { inside, delayed, ..self.job.backend.host_cost() }
+    }
+
+    /// From now on meters how long the calling thread, which makes this rank's calls, waits for a core. Where more ranks than
+    /// cores compute, that is noise in their times and none of their work.
+    pub fn meter_run_delay(&self) {
+        self.job.inside.meter_run_delay();
     }
 
     /// The flight recorder: the last operations of every rank, oldest first, as far as known to this rank.
@@ -240,6 +251,7 @@ impl Job {
             meter: VolumeMeter::default(),
             world_meter: self.meter.clone(),
             hooks: self.hooks.clone(),
+            inside: self.inside.clone(),
         };
         Communicator { core: Arc::new(core) }
     }

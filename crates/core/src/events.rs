@@ -4,6 +4,7 @@
 //! step, so that the log of an interrupted and resumed run reads like that of one run.
 
 mod fault;
+mod health;
 mod offload;
 
 use crate::error::{Error, Result};
@@ -17,6 +18,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 pub use fault::{Fault, Rerun};
+pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
 pub use offload::Offload;
 
 /// The name of the log in a run folder.
@@ -36,6 +38,12 @@ pub enum Event {
     Precision(Precision),
     /// What the offloading of activations does.
     Offload(Offload),
+    /// Section times of ranks over a window of steps.
+    Sections(Sections),
+    /// A rank is slower than others.
+    Straggler(Straggler),
+    /// Memory of a rank's process grows steadily.
+    MemoryGrowth(MemoryGrowth),
     /// A checkpoint is on disk.
     Checkpoint(Checkpoint),
     /// A checkpoint could not be written.
@@ -298,6 +306,9 @@ impl Event {
             Event::Step(e) => e.step,
             Event::Eval(e) => e.step,
             Event::Precision(e) => e.step,
+            Event::Sections(e) => e.step,
+            Event::Straggler(e) => e.step,
+            Event::MemoryGrowth(e) => e.step,
             Event::Checkpoint(e) => e.step,
             Event::Offload(e) => e.step,
             Event::SaveFailed(e) => e.step,

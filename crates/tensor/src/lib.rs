@@ -17,6 +17,7 @@ mod host_memory;
 mod host_pages;
 mod launch;
 mod memory;
+mod peer_waits;
 mod pool;
 #[cfg(test)]
 mod pool_tests;
@@ -41,6 +42,7 @@ pub use host_fault::HostFault;
 pub use host_memory::HostMemoryReport;
 pub use launch::{Arg, Launch, read, write};
 pub use memory::{Category, MemoryReport, format_bytes};
+pub use peer_waits::PeerWait;
 pub use shape::{Dims, MAX_RANK};
 pub use stream::{Event, Stream};
 pub use tensor::Tensor;

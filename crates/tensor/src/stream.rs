@@ -1,6 +1,7 @@
 //! Streams and events.
 
 use crate::cuda::CudaStream;
+use crate::peer_waits::{PeerWait, PeerWaits};
 use crate::race_checker::VectorClock;
 use crate::timestamp::Timestamp;
 use crate::trace::{ActivityKind, Span};
@@ -22,6 +23,7 @@ pub struct Stream {
     cuda: Option<Arc<CudaStream>>,
     /// Number of open collective spans, while traced.
     collectives: Arc<AtomicU32>,
+    peer_waits: Arc<PeerWaits>,
 }
 
 /// A point in a stream's work that another stream can wait for.
@@ -29,6 +31,8 @@ pub struct Stream {
 pub struct Event {
     clock: VectorClock,
     at: Timestamp,
+    /// Its stream carries collectives.
+    of_collectives: bool,
 }
 
 impl Event {
@@ -45,7 +49,7 @@ impl Event {
 
 impl Stream {
     pub(crate) fn new(device: Device, id: u32, name: &'static str, cuda: Option<Arc<CudaStream>>) -> Stream {
-        Stream { device, id, name, rank: 0, cuda, collectives: Arc::default() }
+        Stream { device, id, name, rank: 0, cuda, collectives: Arc::default(), peer_waits: Arc::default() }
     }
 
     /// The device it belongs to.
@@ -118,7 +122,8 @@ impl Stream {
             clock = c.record(self.id);
             Ok(())
         })?;
-        Ok(Event { clock, at: Timestamp::now(self.cuda())? })
+        let of_collectives = self.peer_waits.carries_collectives();
+        Ok(Event { clock, at: Timestamp::now(self.cuda())?, of_collectives })
     }
 
     /// Orders later work of this stream after `event`. Does not block the host.
@@ -127,10 +132,38 @@ impl Stream {
             c.wait(self.id, &event.clock);
             Ok(())
         })?;
-        match (&self.cuda, &event.at) {
-            (Some(cuda), Timestamp::Cuda(event)) => cuda.wait(event),
-            _ => Ok(()),
+        let (Some(cuda), Timestamp::Cuda(at)) = (&self.cuda, &event.at) else { return Ok(()) };
+        if event.of_collectives {
+            self.meter_peer_wait(None, event)?;
         }
+        cuda.wait(at)
+    }
+
+    /// A collective has been enqueued on this stream between two of its events. Waits for its later events are waits for
+    /// other ranks.
+    pub fn ran_collective(&self, begin: &Event, end: &Event) -> Result<()> {
+        self.peer_waits.set_carries_collectives();
+        self.meter_peer_wait(Some(begin), end)
+    }
+
+    /// Starts or stops metering the time that this stream of a GPU spends in communication. A host's stream computes when it
+    /// is given work and never waits.
+    pub fn meter_peer_waits(&self, on: bool) {
+        self.peer_waits.set_metered(on);
+    }
+
+    /// What was metered since the last call; the stream may not have got there yet.
+    pub fn take_peer_waits(&self) -> Vec<PeerWait> {
+        self.peer_waits.take()
+    }
+
+    /// Meters the span from `begin`, or from the work given so far, to `end`. Events of a captured stream have no time.
+    fn meter_peer_wait(&self, begin: Option<&Event>, end: &Event) -> Result<()> {
+        if self.peer_waits.is_metered() && self.cuda.is_some() && !self.is_capturing() {
+            let begin = begin.map_or_else(|| self.record(), |begin| Ok(begin.clone()))?;
+            self.peer_waits.add(PeerWait::new(begin, end.clone()));
+        }
+        Ok(())
     }
 
     /// Blocks the host until all work given so far is complete, and reports what kernels found wrong.

@@ -19,6 +19,7 @@ use ferrotron_core::cost::summary::timeline;
 use ferrotron_core::cost::{MemoryEstimate, check_fits, derived_comm_unit, derived_state_offload};
 use ferrotron_core::data::{Sources, source};
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
+use ferrotron_core::fault::time_limit::{SLURM_END, TimeLimit};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::generate::{Prompt, Sampling, generate};
 use ferrotron_core::plan::Machine;
@@ -235,6 +236,10 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let signals = Signals::listen()?;
     if global.json || !global.launch.leads() {
         signals.set_say(Box::new(|_| {}));
+    }
+    let slurm_end = std::env::var(SLURM_END).ok();
+    if let Some(limit) = TimeLimit::of(&resolved.config, global.started, slurm_end.as_deref()) {
+        signals.set_limit(limit);
     }
     signals.set_joining(global.launch.job()?.is_some());
     let layout = resolved.config.parallel.layout();

@@ -137,3 +137,36 @@ fn too_many_threads_are_refused_with_the_limit() {
     let err = String::from_utf8(e.stderr).unwrap();
     assert!(e.status.code() == Some(2) && err.contains("at most 1024 threads"), "{err}");
 }
+
+#[test]
+fn a_time_limit_saves_and_ends_and_the_same_command_resumes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (recipe, out) = (endless(dir.path()), dir.path().join("run"));
+    let args = train(&recipe, &out, &["--set", "train.exit_after=3s"]);
+    let mut last = 0;
+    for _ in 0..2 {
+        let e = run(&args);
+        assert_eq!(e.code, Some(0), "{}", e.err);
+        assert!(e.err.contains("train.exit_after = 3s has passed: saving and ending"), "{}", e.err);
+        let steps = losses(&out).len();
+        assert!(steps > last, "{steps} steps after {last}");
+        assert!(out.join(format!("checkpoints/step-{steps:08}/manifest.json")).is_file());
+        assert_eq!(of_kind(&out, "run_end").last().unwrap()["ending"], "interrupted");
+        last = steps;
+    }
+}
+
+#[test]
+fn a_slurm_job_ends_a_margin_before_its_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let (recipe, out) = (endless(dir.path()), dir.path().join("run"));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    let mut command = ferrotron(&train(&recipe, &out, &["--ranks", "2", "--set", "fault.exit_margin=600"]));
+    // So little is left that one step is done, and saved.
+    let child = command.env("SLURM_JOB_END_TIME", (now + 60).to_string()).spawn().unwrap();
+    let e = wait(child);
+    assert_eq!(e.code, Some(0), "{}", e.err);
+    assert!(e.err.contains("the Slurm job ends in 600 s (fault.exit_margin): saving"), "{}", e.err);
+    assert_eq!(losses(&out).len(), 1);
+    assert!(out.join("checkpoints/step-00000001/manifest.json").is_file());
+}

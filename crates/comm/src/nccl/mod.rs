@@ -234,6 +234,10 @@ impl JobBackend for NcclJobBackend {
     }
 
     fn host_cost(&self) -> HostCost {
-        HostCost { frames: self.process.control().frames(), library: self.clock.read() }
+        HostCost {
+            frames: self.process.control().frames(),
+            library: self.clock.read(),
+            ..HostCost::default()
+        }
     }
 }

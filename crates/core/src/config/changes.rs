@@ -45,6 +45,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("train.log_every", ChangeEffect::None),
     ("train.log_num_zeros", ChangeEffect::None),
     ("train.energy", ChangeEffect::None),
+    ("train.exit_after", ChangeEffect::None),
     ("train.cuda_graph", ChangeEffect::None),
     ("train.recompute", ChangeEffect::None),
     ("train.loss_chunk", ChangeEffect::None),

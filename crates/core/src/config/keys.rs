@@ -5,8 +5,8 @@ use super::types::{
     BadStepPolicy, ByteCount, Count, CudaGraphMode, DataFormat, DataSplit, Decay, DispatcherType, DropPolicy,
     Fp8Format, FsdpOuter, MasterDtype, MuonSettings, OffloadedActivations, OffloadedState, OneOrMany,
     OptimizerCompute, OptimizerKind, Packing, ParamGroupList, PipelineSchedule, PositionKind, Precision,
-    QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, Truncation, WeightDecayStyle,
-    WsdStyle,
+    QuantRecipe, Recompute, RouterPrecision, SaveFailurePolicy, StateDtype, TimeSpan, Truncation,
+    WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -228,6 +228,9 @@ keys! {
         cuda_graph: CudaGraphMode = CudaGraphMode::Auto, "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
         /// Log the number of zero elements in the reduced gradient as num_zeros; this copies every gradient to the host.
         log_num_zeros: bool = false, "log_num_zeros_in_grad", "num_zeros_in_grad";
+        /// Save and end the run after the step in which so much time has passed since the process began, "3h50m", so that a
+        /// requeued job resumes; a Slurm job ends so by itself, fault.exit_margin seconds before its time limit.
+        exit_after: Option<TimeSpan> = None, "exit_duration_in_mins", "exit_duration", "max_time", "time_limit", "walltime";
         /// Log the energy that the GPUs use in training steps, without evaluations and checkpoints.
         energy: bool = false, "log_energy", "energy_monitor";
     }

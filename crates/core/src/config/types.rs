@@ -21,7 +21,7 @@ pub use training::{
     BadStepPolicy, CudaGraphMode, Decay, FsdpOuter, OptimizerKind, Packing, PipelineSchedule, Recompute,
     RecomputeModule, SaveFailurePolicy, WeightDecayStyle, WsdStyle,
 };
-pub use written::{ByteCount, Count, DataSplit, OneOrMany};
+pub use written::{ByteCount, Count, DataSplit, OneOrMany, TimeSpan};
 
 /// Declares an enumeration with the spelling of each value.
 macro_rules! choice {

@@ -3,7 +3,7 @@
 use super::StepMetrics;
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
-use ferrotron_kernels::cuda::EnergyCounter;
+use ferrotron_kernels::cuda::NvmlDevice;
 use serde_json::{Value, json};
 
 /// Reads a GPU's energy counter in millijoules; none where it cannot be read.
@@ -72,7 +72,7 @@ pub(super) struct Energy {
 impl Energy {
     /// Opens the energy counter of this rank's GPU. Collective over the world.
     pub(super) fn new(rank: &Rank) -> Result<Energy> {
-        let counter = EnergyCounter::open(rank.device());
+        let counter = NvmlDevice::open(rank.device()).filter(|gpu| gpu.millijoules().is_some());
         let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         let card = counter.as_ref().map(|c| format!("{machine}{}", c.bus_id())).unwrap_or_default();
         let all = rank.world.all().all_gather_bytes(card.as_bytes(), "GPUs of all ranks")?;

@@ -6,6 +6,7 @@
 
 use super::micro_batch::{weighted_loss, with_mtp_losses};
 use super::step_faults::StepFaults;
+use crate::fault::sections::{Section, SectionTimer};
 use crate::model::{Chunk, ChunkSaved, Decoder, ForwardMode, Input};
 use crate::pipeline::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 use crate::{Error, Result};
@@ -79,17 +80,26 @@ pub fn execute(
     load: &mut MicroBatchLoader,
     mode: StepMode,
 ) -> Result<Vec<Tensor>> {
-    execute_with(ctx, decoder, schedule, load, mode, None)
+    execute_with(ctx, decoder, schedule, load, mode, PassHooks::default())
 }
 
-/// [`execute`] with injected faults.
+/// What watches or disturbs the passes of a step.
+#[derive(Clone, Copy, Default)]
+pub(super) struct PassHooks<'a> {
+    /// Injected faults.
+    pub(super) faults: Option<StepFaults<'a>>,
+    /// The sections of the step, where they are measured.
+    pub(super) sections: Option<&'a SectionTimer>,
+}
+
+/// [`execute`] with hooks.
 pub(super) fn execute_with(
     ctx: StepContext,
     decoder: &Decoder,
     schedule: &Schedule,
     load: &mut MicroBatchLoader,
     mode: StepMode,
-    faults: Option<StepFaults>,
+    PassHooks { faults, sections }: PassHooks,
 ) -> Result<Vec<Tensor>> {
     let me = ctx.rank.pp.rank();
     let steps = schedule.ranks.get(me).map_or(&[][..], Vec::as_slice);
@@ -104,6 +114,7 @@ pub(super) fn execute_with(
         load,
         mode,
         faults,
+        sections,
         ops_left,
         batches: (0..count).map(|_| None).collect(),
         saved: HashMap::new(),
@@ -132,6 +143,7 @@ struct Executor<'a, 'b> {
     load: &'a mut MicroBatchLoader<'b>,
     mode: StepMode<'a>,
     faults: Option<StepFaults<'a>>,
+    sections: Option<&'a SectionTimer>,
     /// Operations left on each micro-batch; its input is freed after the last.
     ops_left: Vec<usize>,
     batches: Vec<Option<MicroBatch>>,
@@ -197,7 +209,13 @@ impl<'a> Executor<'a, '_> {
         self.batches[m] = (self.ops_left[m] > 0).then_some(batch);
     }
 
+    /// A section of the step begins.
+    fn enter(&self, section: Section) -> Result<()> {
+        self.sections.map_or(Ok(()), |timer| timer.enter(self.ctx.rank, section))
+    }
+
     fn run(&mut self, op: PipelineOp) -> Result<()> {
+        self.enter(if op.kind == OpKind::Forward { Section::Forward } else { Section::Backward })?;
         let StartedOp { chunk, batch, received } = self.begin(op)?;
         let (key, ctx) = ((op.chunk, op.micro_batch), batch.context(self.ctx));
         let output = match op.kind {
@@ -248,6 +266,7 @@ impl<'a> Executor<'a, '_> {
     /// Interleaves a forward and a backward pass. The backward starts, so that its token dispatch overlaps the forward's
     /// attention.
     fn pair(&mut self, forward: PipelineOp, backward: PipelineOp) -> Result<()> {
+        self.enter(Section::Backward)?;
         let (f, b) = (self.begin(forward)?, self.begin(backward)?);
         let [key, backward_key] = [forward, backward].map(|op| (op.chunk, op.micro_batch));
         let (forward_ctx, backward_ctx) = (f.batch.context(self.ctx), b.batch.context(self.ctx));

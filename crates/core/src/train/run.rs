@@ -12,6 +12,7 @@ use crate::config::Resolved;
 use crate::cost::Traffic;
 use crate::data::{Batches, digest};
 use crate::events::{self, Change, Event, EventLog, Resume};
+use crate::fault::stragglers::Stragglers;
 use crate::{Error, Result};
 use ferrotron_comm::Communicator;
 use ferrotron_engine::Rank;
@@ -125,6 +126,8 @@ pub struct Run {
     pub launches_ahead: bool,
     /// Energy meter of the GPUs, with `train.energy`.
     pub(super) energy: Option<Energy>,
+    /// Compares ranks, with `fault.straggler_every`.
+    pub(super) stragglers: Option<Stragglers>,
     dir: PathBuf,
     /// Writer of the folder, on rank 0 only.
     pub(super) writer: Option<RunFolderWriter>,
@@ -237,6 +240,9 @@ impl Run {
         wait("the checkpoint is read")?;
         let flops_per_token = resolved.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
+        let fault = &resolved.config.fault;
+        let stragglers = (fault.straggler_every > 0)
+            .then(|| Stragglers::new(&trainer.rank, fault.straggler_every, fault.straggler_threshold));
         // Everything is valid: the folder changes from here on.
         if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {
             drop(saver);
@@ -264,6 +270,7 @@ impl Run {
             notes,
             launches_ahead,
             energy,
+            stragglers,
             dir,
             writer: None,
             saver,

@@ -223,6 +223,12 @@ impl Run {
             }
             self.emit(Event::Step(self.step_event(report, seconds, more)), observer)?;
         }
+        if let Some(stragglers) = &mut self.stragglers {
+            let times = self.trainer.runner.sections.take();
+            for event in stragglers.step(&self.trainer.rank, step, times)? {
+                self.emit(event, observer)?;
+            }
+        }
         if let Some(offload) = self.trainer.runner.offload_event.take() {
             self.emit(Event::Offload(offload), observer)?;
         }

@@ -40,6 +40,7 @@ impl Run {
     pub(super) fn save(&mut self, data: &dyn Batches, observer: &mut dyn Observer) -> Result<()> {
         self.verify_before_save(data, observer)?;
         let start = Instant::now();
+        let inside = self.trainer.rank.world.host_cost().inside;
         self.energy.iter_mut().for_each(Energy::pause);
         self.wait_for_save(observer)?;
         let (step, samples) = (self.trainer.step(), self.trainer.samples());
@@ -65,6 +66,9 @@ impl Run {
             self.save_ended(step, Err(e), observer)?;
         }
         self.energy.iter_mut().for_each(Energy::resume);
+        let inside = self.trainer.rank.world.host_cost().inside.saturating_sub(inside);
+        let own = start.elapsed().saturating_sub(inside).as_secs_f64();
+        self.stragglers.iter_mut().for_each(|s| s.saved(own));
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Runs the forward and backward passes of a step in pipeline order, and keeps the counters of a run.
 
-use super::execute::{MicroBatch, StepMode, execute, execute_with};
+use super::execute::{MicroBatch, PassHooks, StepMode, execute, execute_with};
 use super::model_state::ModelState;
 use super::state;
 use super::step_faults::StepFaults;
@@ -8,6 +8,7 @@ use crate::Result;
 use crate::config::{QuantRecipe, Resolved};
 use crate::cost::MemoryEstimate;
 use crate::events::Offload;
+use crate::fault::sections::{Section, SectionTimer};
 use crate::model::Decoder;
 use crate::optimizer::{LossScale, StepRates};
 use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
@@ -118,6 +119,8 @@ pub(super) struct StepRunner {
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
     schedule: Option<Schedule>,
     nonfinite: NonfinitePolicy,
+    /// Measures the sections of steps, for `fault.straggler_every`.
+    pub(super) sections: SectionTimer,
 }
 
 impl StepRunner {
@@ -142,6 +145,7 @@ impl StepRunner {
             schedule_kind: c.parallel.schedule.schedule_kind(),
             schedule: None,
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
+            sections: SectionTimer::new(rank, c.fault.straggler_every > 0),
         })
     }
 
@@ -190,9 +194,11 @@ impl StepRunner {
             }
             Ok(batch)
         };
-        let losses = execute_with(ctx, decoder, &schedule, &mut load, StepMode::Train(grads), faults)?;
+        let hooks = PassHooks { faults, sections: Some(&self.sections) };
+        let losses = execute_with(ctx, decoder, &schedule, &mut load, StepMode::Train(grads), hooks)?;
         faults.map_or(Ok(()), |f| f.slow(rank, since))?;
         self.schedule = Some(schedule);
+        self.sections.enter(rank, Section::Optimizer)?;
         grads.reduce(rank)?;
         step_state.end_step(rank)?;
         let counters =

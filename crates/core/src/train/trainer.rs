@@ -113,6 +113,11 @@ impl Trainer {
         self.runner.offload_is_settled()
     }
 
+    /// Makes this rank's own work take `percent` longer from now on, as on a slower machine: for tests and drills.
+    pub fn slow_down(&self, percent: f64) {
+        self.runner.sections.slow_down(percent);
+    }
+
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
         self.runner.progress.step

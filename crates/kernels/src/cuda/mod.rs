@@ -14,7 +14,6 @@ mod digest;
 mod dora;
 mod elementwise;
 mod embedding;
-mod energy;
 mod fused;
 mod gemm;
 mod gemm_cache;
@@ -33,6 +32,7 @@ mod moments;
 mod multi_tensor;
 mod muon;
 mod norm;
+mod nvml;
 #[cfg(test)]
 mod occupy;
 mod optim;
@@ -52,9 +52,9 @@ mod weighted_activation;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, KernelResources};
-pub use energy::{EnergyCounter, bus_id};
 pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{KernelCacheStats, architecture};
+pub use nvml::{GpuHealth, NvmlDevice, bus_id, throttle_reasons};
 pub use sources::{SOURCES, Source, Variant, variants};
 
 use args::DeviceType;

@@ -111,6 +111,64 @@ impl KeyType for ByteCount {
     }
 }
 
+/// A length of time in seconds: `5400`, `"90m"` or `"3h50m"` (d, h, m and s).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct TimeSpan(pub u64);
+
+impl<'de> Deserialize<'de> for TimeSpan {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        let seconds = match NumberForm::deserialize(d)? {
+            NumberForm::Whole(n) => Some(n),
+            NumberForm::Real(_) => None,
+            NumberForm::Text(text) => seconds_of(text.trim()),
+        };
+        seconds.filter(|s| *s > 0).map(TimeSpan).ok_or_else(|| D::Error::custom("not a length of time"))
+    }
+}
+
+/// Seconds of a text such as `3h50m`: units from large to small, each at most once.
+fn seconds_of(text: &str) -> Option<u64> {
+    let (mut total, mut rest, mut before) = (0u64, text, u64::MAX);
+    while !rest.is_empty() {
+        let digits = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+        let number: u64 = rest[..digits].parse().ok()?;
+        let unit = match rest[digits..].chars().next() {
+            Some('d') => 86_400,
+            Some('h') => 3600,
+            Some('m') => 60,
+            Some('s') => 1,
+            // A plain number of seconds stands alone.
+            None if before == u64::MAX => return Some(number),
+            _ => return None,
+        };
+        if unit >= before {
+            return None;
+        }
+        total = total.checked_add(number.checked_mul(unit)?)?;
+        (rest, before) = (&rest[digits + 1..], unit);
+    }
+    (before < u64::MAX).then_some(total)
+}
+
+impl KeyType for TimeSpan {
+    fn expects() -> String {
+        "a length of time such as 5400 (seconds), \"90m\" or \"3h50m\"".into()
+    }
+}
+
+impl std::fmt::Display for TimeSpan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let mut left = self.0;
+        for (unit, name) in [(86_400, 'd'), (3600, 'h'), (60, 'm'), (1, 's')] {
+            if left >= unit {
+                write!(f, "{}{name}", left / unit)?;
+                left %= unit;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// Shares of training, validation and test data; any scale. Written as a list or as `"99,1,0"`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DataSplit(pub [f64; 3]);
@@ -140,5 +198,23 @@ impl<'de> Deserialize<'de> for DataSplit {
 impl KeyType for DataSplit {
     fn expects() -> String {
         "shares of training, validation and test data such as [99, 1, 0]".into()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lengths_of_time() {
+        for (text, seconds) in
+            [("90", 90), ("3h50m", 13_800), ("1d", 86_400), ("2d1h5s", 176_405), ("0h7s", 7)]
+        {
+            assert_eq!(seconds_of(text), Some(seconds), "{text}");
+        }
+        for text in ["", "h", "3h50", "50m3h", "3h3h", "-5s", "1.5h", "3 h", "99999999999999999999s", "3µ"] {
+            assert_eq!(seconds_of(text), None, "{text}");
+        }
+        assert_eq!(TimeSpan(13_800).to_string(), "3h50m");
     }
 }

@@ -4,6 +4,7 @@ use super::Trainer;
 use crate::cost::advise;
 use crate::data::Batches;
 use crate::fault::culprit::{Call, StepCalls};
+use crate::fault::sections::StepMarks;
 use crate::optimizer::{StepRates, outcome};
 use crate::train::cuda_graph::StepTimer;
 use crate::train::global_batch::{GlobalBatch, StepSeed};
@@ -32,6 +33,8 @@ pub struct InFlightStep {
     num_zeros: Option<u64>,
     /// What this rank sent in it, where that is hashed.
     payloads: Option<Payloads>,
+    /// The sections of the step, where they are measured.
+    sections: Option<StepMarks>,
 }
 
 impl InFlightStep {
@@ -96,7 +99,8 @@ impl Trainer {
 
     /// Reads the data of the next step. Nothing changes, whether it succeeds or not.
     pub(in crate::train) fn read_batch(&self, data: &dyn Batches) -> Result<HostBatch> {
-        Ok(HostBatch(GlobalBatch::read(&self.rank, &self.model.decoder, &self.runner, data)?))
+        let read = || GlobalBatch::read(&self.rank, &self.model.decoder, &self.runner, data);
+        Ok(HostBatch(self.runner.sections.read_data(read)?))
     }
 
     /// [`Trainer::begin_step`] on data that was read before.
@@ -145,6 +149,7 @@ impl Trainer {
         let num_zeros = self.hooks.counts_zeros.then(zeros).transpose()?;
         self.runner.advance(batch.samples, batch.tokens);
         let payloads = self.rank.world.take_payloads();
+        let sections = self.runner.sections.end(&self.rank)?;
         Ok(InFlightStep {
             step: self.step(),
             lr: rates.lr,
@@ -157,6 +162,7 @@ impl Trainer {
             operands,
             num_zeros,
             payloads,
+            sections,
         })
     }
 
@@ -215,6 +221,7 @@ impl Trainer {
             operands,
             num_zeros,
             payloads,
+            sections,
         } = step;
         let (rank, decoder) = (&self.rank, &self.model.decoder);
         let s = &self.runner.readback;
@@ -236,6 +243,7 @@ impl Trainer {
                 .finish_timer(timer, &done, |times| self.runner.mean_of_ranks(rank, times))?;
         }
         self.hooks.sent = payloads.map(|p| p.read(s)).transpose()?.map(|calls| step_calls(step, calls));
+        self.runner.sections.ended(sections)?;
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;
         let losses = self.runner.all_reduce_from_last_stage(rank, losses, "loss of the step")?;
