@@ -129,9 +129,8 @@ fn a_gpu_s_sections_are_timed_by_events_and_slow_down() {
         run.trainer.slow_down(percent);
         run.train(&*data.train, None, &mut Quiet).unwrap();
         let lines = events::read(dir.path()).unwrap();
-        let last =
-            lines.into_iter().filter_map(|l| if let Event::Sections(s) = l.event { Some(s) } else { None });
-        let window = last.last().unwrap();
+        let of_sections = |e: Event| if let Event::Sections(s) = e { Some(s) } else { None };
+        let window = lines.into_iter().rev().find_map(|line| of_sections(line.event)).unwrap();
         let times = window.ranks[0].times;
         assert!(times.forward > 0.0 && times.backward > 0.0 && times.optimizer > 0.0, "{window:?}");
         assert!(
