@@ -104,6 +104,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "undisturbed: {steps} steps in {seconds:.1} s, {total:.1} s with start and end"
         ));
     }
+    let saves = saves(&reference)?;
     let mut passed = true;
     for round in 0..args.rounds {
         let schedule = Schedule {
@@ -111,6 +112,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             every: args.every,
             ranks: args.ranks,
             steps,
+            saves: &saves,
             step_seconds: seconds / steps.max(1) as f64,
             seed: args.seed + round,
         };
@@ -243,6 +245,15 @@ fn steps_and_seconds(run: &Path) -> Result<(u64, f64)> {
         (Some(first), Some(last)) => Ok((steps, last.time - first.time)),
         _ => Ok((steps, 0.0)),
     }
+}
+
+/// The steps after which a run saved a checkpoint.
+fn saves(run: &Path) -> Result<Vec<u64>> {
+    let save = |line: Line| match line.event {
+        Event::Checkpoint(e) => Some(e.step),
+        _ => None,
+    };
+    Ok(events::read(run)?.into_iter().filter_map(save).collect())
 }
 
 /// How the last checkpoint of two runs differs.

@@ -28,6 +28,8 @@ Examples:
 
 /// The variable by which a process knows the launcher that it must not outlive.
 const PARENT: &str = "FERROTRON_LAUNCHER_PID";
+/// The variable that tells a process that it was started again.
+const RESTARTED: &str = "FERROTRON_RESTARTED";
 /// How long the other processes may take to end after one has failed for good.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
@@ -78,6 +80,11 @@ pub fn end_with_launcher() {
     if rustix::process::getppid() != Some(parent) && std::env::var_os("RANK").is_some() {
         signal_hook::low_level::exit(i32::from(RESTART));
     }
+}
+
+/// Whether this process was started in place of one that died.
+pub fn is_restarted() -> bool {
+    std::env::var_os(RESTARTED).is_some()
 }
 
 /// The processes of a job.
@@ -137,6 +144,9 @@ impl Job {
         let mut command = std::process::Command::new(&program);
         command.args(&self.command).envs(self.environment.iter().map(|(k, v)| (k, v)));
         command.env("RANK", rank.to_string()).env("LOCAL_RANK", rank.to_string());
+        if self.restarts > 0 {
+            command.env(RESTARTED, "1");
+        }
         if let Some(log) = &self.log {
             command.stdout(log.try_clone()?).stderr(log.try_clone()?).stdin(Stdio::null());
         }

@@ -260,8 +260,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             let options = OpenOptions {
                 initial_weights: Some(&fill),
                 data: Some(&*sources.train),
-                from_best: args.resume == ResumeFrom::Best && start.restarted.is_none(),
-                fresh: restart::is_fresh(&args, &out, start.restarted.is_some()),
+                from_best: args.resume == ResumeFrom::Best,
+                fresh: args.fresh,
+                begun: start.restarted.is_some() || super::launch::is_restarted(),
                 allow_changes: &args.allow_changes,
                 snapshots: start.snapshots,
                 restarted: start.restarted,

@@ -61,6 +61,8 @@ pub struct OpenOptions<'a> {
     pub from_best: bool,
     /// Replace the run in the folder. It is deleted once the new one has a checkpoint, and restored otherwise.
     pub fresh: bool,
+    /// The job has begun before, and some of its processes are new: a run that `fresh` has begun goes on.
+    pub begun: bool,
     /// Keys that may change although the data position is lost, see [`crate::config::refused_changes`].
     pub allow_changes: &'a [String],
     /// Snapshots that this process keeps over restarts of its job.
@@ -197,12 +199,15 @@ impl Run {
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir)).transpose()?;
         let mut saver = Run::saver(dir, &resolved, &together)?;
-        // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint.
-        wait("the run folder is ready")?;
+        // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
+        // in place of another and has no checkpoint yet begins in its place again.
+        let is_back = folder.as_ref().is_some_and(|f| f.restored);
+        let is_back = together.all_gather_bytes(&[u8::from(is_back)], "the run folder is ready")?;
+        let fresh = options.fresh && (!options.begun || is_back.first().is_some_and(|b| b == &[1]));
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
-        trainer.hooks.faults.remember_in(dir, options.fresh);
-        let latest = match (options.fresh, options.from_best) {
+        trainer.hooks.faults.remember_in(dir, options.fresh && !options.begun);
+        let latest = match (fresh, options.from_best && !options.begun) {
             (true, _) => None,
             (false, true) => Some(best_checkpoint(dir)?),
             (false, false) => checkpoint::latest(&dir.join(CHECKPOINTS))?,
@@ -235,7 +240,7 @@ impl Run {
             let (step, from) = (trainer.step(), if recovery.is_some() { "memory" } else { "checkpoint" });
             r.event(step, if step == 0 { "the beginning" } else { from })
         });
-        let in_folder = folder.as_mut().filter(|_| !options.fresh).and_then(RunFolder::gemm_table);
+        let in_folder = folder.as_mut().filter(|_| !fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
         wait("the checkpoint is read")?;
         let flops_per_token = resolved.flops_per_token(resolved.plan.seq_len as f64)?.total();
@@ -244,12 +249,12 @@ impl Run {
         let stragglers = (fault.straggler_every > 0)
             .then(|| Stragglers::new(&trainer.rank, fault.straggler_every, fault.straggler_threshold));
         // Everything is valid: the folder changes from here on.
-        if let Some(folder) = folder.as_mut().filter(|_| options.fresh) {
+        if let Some(folder) = folder.as_mut().filter(|_| fresh) {
             drop(saver);
             folder.set_aside()?;
             saver = Run::saver(dir, &resolved, &together)?;
         }
-        if folder.is_some() && options.from_best {
+        if folder.is_some() && options.from_best && !options.begun {
             let later = checkpoint::remove_after(&dir.join(CHECKPOINTS), trainer.step())?;
             if !later.is_empty() {
                 let names: Vec<String> = later.into_iter().map(checkpoint::folder_name).collect();

@@ -36,6 +36,8 @@ pub(super) struct RunFolder {
     dir: PathBuf,
     /// A replaced run is in `.replaced`.
     has_replaced: bool,
+    /// A run that was being replaced is back.
+    pub(super) restored: bool,
     /// What the user should know.
     pub(super) notes: Vec<String>,
     _lock: fs::FileLock,
@@ -55,8 +57,13 @@ impl RunFolder {
             )));
         }
         let lock = fs::FileLock::take(&dir.join(LOCK))?;
-        let mut folder =
-            RunFolder { dir: dir.to_path_buf(), has_replaced: false, notes: Vec::new(), _lock: lock };
+        let mut folder = RunFolder {
+            dir: dir.to_path_buf(),
+            has_replaced: false,
+            restored: false,
+            notes: Vec::new(),
+            _lock: lock,
+        };
         folder.remove_leftovers()?;
         folder.recover_replaced()?;
         Ok(folder)
@@ -159,6 +166,7 @@ impl RunFolder {
         }
         std::fs::remove_dir(&replaced).map_err(|e| Error::io_doing(&replaced, "delete", e))?;
         fs::sync_folder(&self.dir)?;
+        self.restored = true;
         let back = "the run that --fresh was replacing is back: the new one had saved no checkpoint";
         self.notes.push(format!("{}: {back}", self.dir.display()));
         Ok(())

@@ -57,6 +57,8 @@ pub struct Schedule<'a> {
     pub every: Interval,
     pub ranks: u16,
     pub steps: u64,
+    /// Steps after which a checkpoint is saved.
+    pub saves: &'a [u64],
     pub step_seconds: f64,
     pub seed: u64,
 }
@@ -77,6 +79,11 @@ impl Schedule<'_> {
                 left = self.kinds.to_vec();
             }
             let (kind, keys) = left.swap_remove(random.below(left.len() as u64) as usize);
+            // A fault of a save is made good by the next one.
+            let saves_left = self.saves.iter().filter(|save| **save >= step).count();
+            if matches!(kind, "disk" | "corrupt") && saves_left < 2 {
+                continue;
+            }
             let rank = random.below(u64::from(self.ranks));
             out.push(format!("{kind}:rank={rank},step={step}{keys}"));
         }
@@ -111,8 +118,15 @@ mod tests {
     fn faults_follow_the_interval_and_take_turns() {
         let kinds = kinds(&[]).unwrap();
         let every: Interval = "20..60".parse().unwrap();
-        let schedule =
-            |seed| Schedule { kinds: &kinds, every, ranks: 4, steps: 10_000, step_seconds: 0.5, seed };
+        let schedule = |seed| Schedule {
+            kinds: &kinds,
+            every,
+            ranks: 4,
+            steps: 10_000,
+            saves: &[9_999, 10_000],
+            step_seconds: 0.5,
+            seed,
+        };
         let faults = schedule(3).faults();
         assert_eq!(faults, schedule(3).faults());
         assert_ne!(faults, schedule(4).faults());

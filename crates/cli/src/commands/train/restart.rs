@@ -6,7 +6,6 @@ use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::ranks::{Faults, Launcher};
-use std::path::Path;
 
 /// Restarts of a job that has spares and does not say how many it may make.
 const RESTARTS_WITH_SPARES: u64 = 100;
@@ -67,9 +66,4 @@ pub fn resolved(recipe: &Recipe, resolved: &Resolved, size: usize) -> ferrotron_
         true => Ok(resolved.clone()),
         false => of_size(recipe, size),
     }
-}
-
-/// Whether `--fresh` still has to replace a run: after a restart only if the new run has no checkpoint yet.
-pub fn is_fresh(args: &Args, out: &Path, restarted: bool) -> bool {
-    args.fresh && (!restarted || out.join(".replaced").exists())
 }
