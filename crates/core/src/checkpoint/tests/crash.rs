@@ -189,5 +189,5 @@ fn a_folder_that_cannot_be_made_is_one_sentence() {
     let mut saver = Saver::new(&dir, None).unwrap();
     fs::remove_dir_all(&dir).unwrap();
     let e = saver.save(snapshot(1, 1)).unwrap_err().to_string();
-    assert!(e.contains(".tmp-step-00000001: cannot create the folder"), "{e}");
+    assert!(e.contains("cannot save: the folder was removed"), "{e}");
 }
