@@ -173,7 +173,7 @@ fn fault(name: &str, words: &[&str]) {
 
 #[test]
 fn another_shape_is_named_on_every_rank() {
-    fault("another shape", &["all-reduce", "'requests'", "[5]", "[7]"]);
+    fault("another shape", &["all-reduce", "'requests'", "[6]", "[7]"]);
 }
 
 #[test]

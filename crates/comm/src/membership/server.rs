@@ -142,18 +142,20 @@ fn decide(heard: &Receiver<News>, policy: RestartPolicy, over: &AtomicBool) {
     let mut coordinator = Coordinator::new(policy, Instant::now());
     let mut streams: HashMap<Id, TcpStream> = HashMap::new();
     let host = host_name();
+    let alive = || ToMember::Beat { pid: std::process::id(), host: host.clone() };
     loop {
         let news = heard.recv_timeout(TICK);
         let now = Instant::now();
         let mut actions = match news {
             Ok(News::Connected(id, stream)) => {
                 streams.insert(id, stream);
-                Vec::new()
+                // At once: a member must know whom to end if this process is stopped.
+                vec![Action::Send(id, alive())]
             }
             Ok(News::Said(id, FromMember::Join(join))) => coordinator.joined(id, join, now),
             Ok(News::Said(id, FromMember::Beat)) => {
                 coordinator.heard(id, now);
-                vec![Action::Send(id, ToMember::Beat { pid: std::process::id(), host: host.clone() })]
+                vec![Action::Send(id, alive())]
             }
             Ok(News::Said(id, FromMember::Bye)) => {
                 coordinator.finished(id);
