@@ -279,7 +279,8 @@ impl Run {
         start: Instant,
     ) -> Result<events::Fault> {
         let device = self.trainer.rank.device();
-        let own = (fs::host_name(), device.gpu().map_or_else(|| "CPU".into(), |gpu| gpu.name.clone()));
+        let host = fs::host_name().trim_start_matches(" on ").to_string();
+        let own = (host, device.gpu().map_or_else(|| "CPU".into(), |gpu| gpu.name.clone()));
         let places: Vec<(String, String)> = exchange(&self.trainer.rank.control, &own, "hosts and devices")?;
         let (host, device) = places.into_iter().nth(rank).unwrap_or_default();
         let (tensor, at_step) = match what {
