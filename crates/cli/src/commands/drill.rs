@@ -47,7 +47,7 @@ pub struct Args {
     /// Optimizer steps (train.steps)
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
-    /// Seconds between two faults
+    /// Seconds between two faults, or steps (10..30steps)
     #[arg(long, value_name = "MIN..MAX", default_value = "20..60")]
     pub every: Interval,
     /// Kinds of faults to inject [default: all]

@@ -2,34 +2,42 @@
 
 use std::str::FromStr;
 
-/// Seconds between two faults: uniform between both.
+/// Time between two faults: uniform between both.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
     /// Least.
     pub min: f64,
     /// Most.
     pub max: f64,
+    /// In steps instead of seconds: the same faults on every machine.
+    pub steps: bool,
 }
 
 impl FromStr for Interval {
     type Err = String;
     fn from_str(text: &str) -> Result<Interval, String> {
+        let (numbers, steps) = match text.strip_suffix("steps") {
+            Some(numbers) => (numbers, true),
+            None => (text, false),
+        };
         let number = |t: &str| t.trim().parse::<f64>().ok().filter(|x| *x > 0.0 && x.is_finite());
-        let (min, max) = text.split_once("..").unwrap_or((text, text));
+        let (min, max) = numbers.split_once("..").unwrap_or((numbers, numbers));
         match (number(min), number(max)) {
-            (Some(min), Some(max)) if min <= max => Ok(Interval { min, max }),
-            _ => Err("expected seconds as MIN..MAX, such as 20..60".into()),
+            (Some(min), Some(max)) if min <= max => Ok(Interval { min, max, steps }),
+            _ => Err("expected seconds as MIN..MAX, such as 20..60, or steps, such as 10..30steps".into()),
         }
     }
 }
 
 /// Kinds of faults that leave the result unchanged when the run survives them, with their further keys.
-const KINDS: [(&str, &str); 9] = [
+const KINDS: [(&str, &str); 11] = [
     ("kill", ""),
     ("stop", ""),
     ("hang", ""),
     ("lose", ""),
     ("flip", ",target=gradient,bit=30"),
+    ("flip", ",target=weight"),
+    ("flip", ",target=activation"),
     ("nan", ""),
     ("slow", ",percent=50"),
     ("disk", ""),
@@ -38,17 +46,13 @@ const KINDS: [(&str, &str); 9] = [
 
 /// The kinds that `asked` names, or all.
 pub fn kinds(asked: &[String]) -> Result<Vec<(&'static str, &'static str)>, String> {
-    let names = || KINDS.map(|(name, _)| name).join(", ");
-    match asked {
-        [] => Ok(KINDS.to_vec()),
-        some => some
-            .iter()
-            .map(|kind| {
-                let found = KINDS.iter().find(|(name, _)| name == kind).copied();
-                found.ok_or_else(|| format!("--faults {kind}: expected some of {}", names()))
-            })
-            .collect(),
+    let mut names = KINDS.map(|(name, _)| name).to_vec();
+    names.dedup();
+    if let Some(unknown) = asked.iter().find(|kind| !names.contains(&kind.as_str())) {
+        return Err(format!("--faults {unknown}: expected some of {}", names.join(", ")));
     }
+    let is_asked = |(name, _): &(&str, &str)| asked.is_empty() || asked.iter().any(|kind| kind == name);
+    Ok(KINDS.into_iter().filter(is_asked).collect())
 }
 
 /// When faults come.
@@ -67,10 +71,11 @@ impl Schedule<'_> {
     /// Entries of `fault.inject`: kinds in random order, none twice before all had their turn, on random ranks.
     pub fn faults(&self) -> Vec<String> {
         let mut random = Random(self.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        let (mut seconds, mut out, mut left) = (0.0, Vec::new(), Vec::new());
+        let (mut time, mut out, mut left) = (0.0, Vec::new(), Vec::new());
+        let step_time = if self.every.steps { 1.0 } else { self.step_seconds.max(1e-9) };
         loop {
-            seconds += self.every.min + random.unit() * (self.every.max - self.every.min);
-            let step = (seconds / self.step_seconds.max(1e-9)) as u64 + 1;
+            time += self.every.min + random.unit() * (self.every.max - self.every.min);
+            let step = (time / step_time) as u64 + 1;
             // The last steps are left alone: a fault after them disturbs nothing.
             if step + 2 > self.steps || self.kinds.is_empty() {
                 return out;
@@ -134,12 +139,17 @@ mod tests {
         assert!((100..150).contains(&faults.len()), "{}", faults.len());
         let first: std::collections::BTreeSet<&str> =
             faults[..kinds.len()].iter().filter_map(|f| f.split(':').next()).collect();
-        assert_eq!(first.len(), kinds.len(), "{faults:?}");
+        assert_eq!(first.len(), 9, "{faults:?}");
+        let flips = faults[..kinds.len()].iter().filter(|f| f.starts_with("flip")).count();
+        assert_eq!((kinds.len(), flips), (11, 3), "{faults:?}");
         let steps: Vec<u64> = faults
             .iter()
             .map(|f| f.split("step=").nth(1).unwrap().split(',').next().unwrap().parse().unwrap())
             .collect();
         assert!(steps.windows(2).all(|w| (39..=121).contains(&(w[1] - w[0]))), "{steps:?}");
+        let every = "10..10steps".parse().unwrap();
+        let by_step = Schedule { every, steps: 40, ..schedule(1) }.faults();
+        assert!(by_step[0].contains("step=11") && by_step[1].contains("step=21"), "{by_step:?}");
         assert!("60..20".parse::<Interval>().is_err() && "x".parse::<Interval>().is_err());
         assert!(super::kinds(&["fire".into()]).unwrap_err().contains("kill, stop"));
     }
