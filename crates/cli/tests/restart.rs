@@ -39,7 +39,10 @@ impl Job {
         let out_dir = dir.join(out);
         let mut command: Command = ferrotron(&["launch", "-n", &processes.to_string()]);
         command.args(launch).args(["train", recipe.to_str().unwrap(), "--device", "cpu", "--threads", "1"]);
-        command.args(["--timeout", "20", "--out", out_dir.to_str().unwrap()]).args(train);
+        command.args(["--out", out_dir.to_str().unwrap()]).args(train);
+        if !train.contains(&"--timeout") {
+            command.args(["--timeout", "20"]);
+        }
         let log = std::fs::File::create(dir.join(format!("{out}.log"))).unwrap();
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
         Job(command.spawn().unwrap())
@@ -195,4 +198,20 @@ fn a_signal_to_the_launcher_saves_and_ends_all_processes() {
     assert_eq!(Job::start(dir, "b", 3, &[], &["--spares", "1"]).wait(&dir.join("b.log")), 0);
     let ends = ["a", "b"].map(|run| files(&dir.join(run).join("checkpoints/step-00000120")));
     assert!(ends[0] == ends[1]);
+}
+
+/// The job's `--timeout` is a minute and a half; a rank that hangs in an ordinary step is not waited for so long.
+#[test]
+fn a_rank_that_hangs_is_noticed_within_the_learned_timeout() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("a");
+    let hang = ["--timeout", "90", "--set", "fault.min_timeout=2", "--set", "fault.hard_timeout=5"];
+    let inject = "fault.inject=[\"hang:rank=1,step=60\"]";
+    let train = [&hang[..], &["--set", "fault.heartbeat_timeout=60", "--set", inject]].concat();
+    let start = Instant::now();
+    let code = Job::start(dir.path(), "a", 2, &[], &train).wait(&dir.path().join("a.log"));
+    assert_eq!(code, 0, "{}", std::fs::read_to_string(dir.path().join("a.log")).unwrap());
+    let restarts = events(&out).into_iter().filter(|e| e["kind"] == "restart").count();
+    assert_eq!(restarts, 1);
+    assert!(start.elapsed() < Duration::from_secs(45), "{:?}", start.elapsed());
 }

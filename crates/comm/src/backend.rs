@@ -13,7 +13,7 @@ use crate::op_descriptor::OpDescriptor;
 use crate::{ReduceOp, Result};
 use ferrotron_tensor::{Event, Stream, Tensor};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// One rank's connection to the job.
 pub(crate) trait JobBackend: Send + Sync {
@@ -53,6 +53,9 @@ pub(crate) trait JobBackend: Send + Sync {
 
     /// This rank's flight recorder; visible to other ranks where the backend allows it.
     fn flight_recorder(&self) -> &Arc<FlightRecorder>;
+
+    /// How long the monitor of this process waits for others from now on; nothing where there is none.
+    fn set_timeout(&self, _timeout: Duration) {}
 
     /// The last operations of a rank, oldest first; `None` if unknown. Must not block for long: it is called when
     /// that rank does not respond.

@@ -82,7 +82,7 @@ impl Communicator {
             for (descriptor, collective) in descriptors.iter().zip(&collectives) {
                 self.agree(backend, Some(s), (descriptor, collective), start)?;
             }
-            let deadline = watchdog::deadline(core.timeout);
+            let deadline = watchdog::deadline(core.timeout.get());
             let run = backend.run_coalesced(s, &collectives, deadline);
             run.map_err(|e| self.failed(&descriptors[0], start, e))
         };

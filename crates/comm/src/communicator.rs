@@ -5,13 +5,14 @@ use crate::flight_recorder::OpStatus;
 use crate::host_cost::InsideClock;
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use crate::payloads::CallHooks;
+use crate::timeout::Timeout;
 use crate::volume::{self, VolumeMeter};
 use crate::{Error, ReduceOp, Result, Volume, World, watchdog};
 use ferrotron_tensor::trace::{self, Span};
 use ferrotron_tensor::{Stream, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 /// One rank's membership of a process group. Clones share it.
 ///
@@ -33,7 +34,7 @@ pub(crate) struct CommunicatorInner {
     /// `None` in a group of one.
     pub(crate) backend: Option<Arc<dyn GroupBackend>>,
     pub(crate) job_backend: Arc<dyn JobBackend>,
-    pub(crate) timeout: Duration,
+    pub(crate) timeout: Timeout,
     /// Held during a call: the calls of one rank on one group are serialised.
     pub(crate) counters: Mutex<Counters>,
     pub(crate) meter: VolumeMeter,
@@ -322,7 +323,7 @@ impl Communicator {
                 if !deferred {
                     recorder.set(number, OpStatus::Running);
                 }
-                let done = run(&**backend, watchdog::deadline(core.timeout));
+                let done = run(&**backend, watchdog::deadline(core.timeout.get()));
                 done.map_err(|e| self.failed(&descriptor, start, e))
             });
             match done {
@@ -363,7 +364,8 @@ impl Communicator {
         start: Instant,
     ) -> Result<bool> {
         let core = &*self.core;
-        match backend.exchange_descriptors(s, descriptor, collective, watchdog::deadline(core.timeout)) {
+        match backend.exchange_descriptors(s, descriptor, collective, watchdog::deadline(core.timeout.get()))
+        {
             Ok(Descriptors::AllEqual) => Ok(false),
             Ok(Descriptors::Deferred) => Ok(true),
             Ok(Descriptors::PerRank(descriptors)) => watchdog::compare(&core.ranks, &descriptors)

@@ -48,6 +48,7 @@ mod shm;
 mod snapshot;
 mod tcp_control;
 mod threads;
+mod timeout;
 mod validate;
 mod volume;
 mod watchdog;

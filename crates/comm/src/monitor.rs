@@ -135,7 +135,7 @@ impl Monitor {
 
     fn is_stalled(&self) -> bool {
         let grace = |status| if status == OpStatus::Waiting { HOST_GRACE } else { Duration::ZERO };
-        let (recorder, timeout) = (&self.state.recorder, self.state.timeout);
+        let (recorder, timeout) = (&self.state.recorder, self.state.timeout.get());
         recorder.stalled(timeout).is_some_and(|op| op.age >= timeout + grace(op.status))
     }
 

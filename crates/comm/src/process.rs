@@ -10,6 +10,7 @@ use crate::flight_recorder::{FlightRecorder, OpRecord, OpState, OpStatus};
 use crate::monitor;
 use crate::op_descriptor::OpDescriptor;
 use crate::snapshot;
+use crate::timeout::Timeout;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -43,7 +44,7 @@ pub(crate) struct ProcessState {
     pub(crate) control: Arc<dyn ControlTransport>,
     pub(crate) recorder: Arc<FlightRecorder>,
     pub(crate) digest: CallDigest,
-    pub(crate) timeout: Duration,
+    pub(crate) timeout: Timeout,
     pub(crate) after_failure: AfterFailure,
     /// True if operations are enqueued on a GPU without waiting for other ranks, so that the monitor must watch them.
     pub(crate) watches_device: AtomicBool,
@@ -70,7 +71,7 @@ impl Process {
             control,
             recorder: Arc::default(),
             digest: CallDigest::default(),
-            timeout,
+            timeout: Timeout::new(timeout),
             after_failure,
             watches_device: AtomicBool::new(false),
             groups: Mutex::default(),
@@ -195,7 +196,7 @@ impl Drop for Process {
                 Ok(left.is_empty().then_some(()))
             };
             // Ranks that still wait for this one name it first.
-            let deadline = Instant::now() + self.shared.timeout + REPORT_TIME;
+            let deadline = Instant::now() + self.shared.timeout.get() + REPORT_TIME;
             if self.wait(deadline, ready, Vec::new).is_ok() {
                 self.shared.finished.store(true, Ordering::Release);
                 if let Some(monitor) = self.monitor.take() {

@@ -138,6 +138,10 @@ impl JobBackend for RecordedJob {
         self.size
     }
 
+    fn set_timeout(&self, timeout: Duration) {
+        self.inner.iter().for_each(|job| job.set_timeout(timeout));
+    }
+
     fn group(
         &self,
         index: u64,

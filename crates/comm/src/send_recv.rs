@@ -200,11 +200,11 @@ impl Communicator {
         }
         let mut open = batches.iter().map(ActiveBatch::begin).collect::<Result<Vec<_>>>()?;
         for o in &mut open {
-            let deadline = watchdog::deadline(o.batch.group.core.timeout);
+            let deadline = watchdog::deadline(o.batch.group.core.timeout.get());
             o.run(|e, b| e.post_sends(b.stream, &b.sends, deadline))?;
         }
         for o in &mut open {
-            let deadline = watchdog::deadline(o.batch.group.core.timeout);
+            let deadline = watchdog::deadline(o.batch.group.core.timeout.get());
             let completion = o.run(|e, b| e.complete_receives(b.stream, &b.sends, &b.receives, deadline))?;
             o.done(completion)?;
         }

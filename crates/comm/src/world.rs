@@ -7,6 +7,7 @@ use crate::host_cost::InsideClock;
 use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::payloads::CallHooks;
 use crate::threads::{self, ReduceKernels};
+use crate::timeout::Timeout;
 use crate::volume::VolumeMeter;
 use crate::{Error, HostCost, OpRecord, Result, Volume, watchdog};
 use ferrotron_tensor::Stream;
@@ -28,7 +29,7 @@ pub struct World {
 #[derive(Clone)]
 struct Job {
     backend: Arc<dyn JobBackend>,
-    timeout: Duration,
+    timeout: Timeout,
     meter: Arc<VolumeMeter>,
     /// Number of CUDA graphs launched.
     replays: Arc<AtomicU64>,
@@ -77,7 +78,7 @@ impl World {
         let (rank, size) = (job_backend.rank(), job_backend.size());
         let job = Job {
             backend: job_backend,
-            timeout,
+            timeout: Timeout::new(timeout),
             meter: Arc::default(),
             replays: Arc::default(),
             hooks: Arc::default(),
@@ -89,6 +90,13 @@ impl World {
 
     pub(crate) fn hooks(&self) -> &CallHooks {
         &self.job.hooks
+    }
+
+    /// How long this rank waits for others from now on, at most what the job was started with; `None` is that.
+    pub fn set_timeout(&self, timeout: Option<Duration>) {
+        let timeout = timeout.unwrap_or(Duration::MAX);
+        self.job.timeout.set(timeout);
+        self.job.backend.set_timeout(timeout);
     }
 
     /// This rank.
@@ -130,7 +138,7 @@ impl World {
         *groups += 1;
         let backend = match ranks.len() {
             0 | 1 => None,
-            _ => create_group(&*self.job.backend, index, name, ranks, self.job.timeout)?,
+            _ => create_group(&*self.job.backend, index, name, ranks, self.job.timeout.get())?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
         tracing::debug!(name, ?ranks, "process group");
@@ -246,7 +254,7 @@ impl Job {
             ranks,
             backend,
             job_backend: self.backend.clone(),
-            timeout: self.timeout,
+            timeout: self.timeout.clone(),
             counters: Mutex::default(),
             meter: VolumeMeter::default(),
             world_meter: self.meter.clone(),

@@ -67,6 +67,10 @@ impl JobBackend for MpiJobBackend {
         self.control.rank()
     }
 
+    fn set_timeout(&self, timeout: Duration) {
+        self.process.shared.timeout.set(timeout);
+    }
+
     fn size(&self) -> usize {
         self.control.size()
     }

@@ -189,6 +189,10 @@ impl JobBackend for NcclJobBackend {
         self.process.control().rank()
     }
 
+    fn set_timeout(&self, timeout: Duration) {
+        self.process.shared.timeout.set(timeout);
+    }
+
     fn size(&self) -> usize {
         self.process.control().size()
     }

@@ -100,6 +100,10 @@ impl JobBackend for ShmJobBackend {
         self.process.control().rank()
     }
 
+    fn set_timeout(&self, timeout: Duration) {
+        self.process.shared.timeout.set(timeout);
+    }
+
     fn size(&self) -> usize {
         self.process.control().size()
     }

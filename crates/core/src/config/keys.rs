@@ -449,6 +449,9 @@ keys! {
         hard_timeout: f64 = 90.0, "inprocess_hard_timeout", "hard_timeout_seconds";
         /// Seconds of silence after which a process is taken for stopped, and replaced.
         heartbeat_timeout: f64 = 15.0, "heartbeat_timeout", "rank_heartbeat_timeout", "initial_rank_heartbeat_timeout";
+        /// Least timeout that a run learns, in seconds: once steps, evaluations or saves were seen often enough, a rank waits for
+        /// others ten times the longest of them, at least this (saves: five times this) and at most --timeout; 0 means --timeout always.
+        min_timeout: f64 = 60.0, "calculated_timeouts", "section_timeouts", "safety_factor", "rank_section_timeouts";
         /// Seconds before the second restart without a step between; doubled for each further one, up to 60.
         backoff: f64 = 1.0, "restart_delay", "monitor_interval";
         /// Without a spare and a restarted process: go on with fewer data-parallel replicas and the same global batch. Sums are

@@ -7,3 +7,4 @@ pub mod inject;
 pub mod sections;
 pub mod stragglers;
 pub mod time_limit;
+pub(crate) mod timeouts;

@@ -13,6 +13,7 @@ use crate::cost::Traffic;
 use crate::data::{Batches, digest};
 use crate::events::{self, Change, Event, EventLog, Resume};
 use crate::fault::stragglers::Stragglers;
+use crate::fault::timeouts::Timeouts;
 use crate::{Error, Result};
 use ferrotron_comm::Communicator;
 use ferrotron_engine::Rank;
@@ -130,6 +131,8 @@ pub struct Run {
     pub(super) energy: Option<Energy>,
     /// Compares ranks, with `fault.straggler_every`.
     pub(super) stragglers: Option<Stragglers>,
+    /// How long ranks wait for each other.
+    pub(super) timeouts: Timeouts,
     dir: PathBuf,
     /// Writer of the folder, on rank 0 only.
     pub(super) writer: Option<RunFolderWriter>,
@@ -248,6 +251,7 @@ impl Run {
         let fault = &resolved.config.fault;
         let stragglers = (fault.straggler_every > 0)
             .then(|| Stragglers::new(&trainer.rank, fault.straggler_every, fault.straggler_threshold));
+        let timeouts = Timeouts::new(fault.min_timeout);
         // Everything is valid: the folder changes from here on.
         if let Some(folder) = folder.as_mut().filter(|_| fresh) {
             drop(saver);
@@ -276,6 +280,7 @@ impl Run {
             launches_ahead,
             energy,
             stragglers,
+            timeouts,
             dir,
             writer: None,
             saver,

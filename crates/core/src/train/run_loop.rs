@@ -9,6 +9,7 @@ use super::{InFlightStep, StepReport};
 use crate::cost::Traffic;
 use crate::data::Batches;
 use crate::events::{self, Event};
+use crate::fault::timeouts::Section;
 use crate::{Error, Result};
 use std::time::Instant;
 
@@ -43,7 +44,9 @@ impl Run {
             loss: None,
             eval: None,
         };
-        match self.train_steps(data, eval, observer, &mut out) {
+        let trained = self.train_steps(data, eval, observer, &mut out);
+        self.trainer.rank.world.set_timeout(None);
+        match trained {
             Ok(()) => self.finish_saves(out.finished, observer)?,
             Err(failure) => {
                 if failure.saveable {
@@ -171,6 +174,11 @@ impl Run {
         Ok(())
     }
 
+    /// What ranks wait for now is not a step.
+    pub(super) fn enter(&mut self, section: Section) {
+        self.trainer.rank.world.set_timeout(self.timeouts.enter(section));
+    }
+
     /// Keeps the best evaluation; true if its checkpoint is to be kept and this is the best so far. All ranks go by the loss
     /// of rank 0, so that they decide alike.
     fn note_evaluation(&mut self, loss: f64) -> Result<bool> {
@@ -210,6 +218,7 @@ impl Run {
             "step done"
         );
         observer.after_step(&self.trainer.rank, total + 1 - step.min(total))?;
+        self.trainer.rank.world.set_timeout(self.timeouts.step_ended(Instant::now()));
         out.steps += 1;
         out.tokens += report.tokens;
         out.seconds += seconds;
@@ -288,6 +297,7 @@ impl Run {
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
         let micro = self.resolved.plan.micro_batch as u64;
         let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
+        self.enter(Section::Evaluation);
         self.energy.iter_mut().for_each(Energy::pause);
         let mut event = events::Eval { step: self.trainer.step(), ..Default::default() };
         let mut evaluate = |data: &dyn Batches, batches: u64| {

@@ -9,6 +9,7 @@ use crate::checkpoint::{self, Staged};
 use crate::config::SaveFailurePolicy;
 use crate::data::Batches;
 use crate::events::{self, Event};
+use crate::fault::timeouts::Section;
 use crate::{Error, Result};
 use serde_json::Value;
 use std::time::Instant;
@@ -38,6 +39,7 @@ impl Run {
     /// Starts to save: every rank copies its parts of the state to host memory and writes them on a thread of its own, while
     /// training continues. Waits for the save before, if that is still in progress. Collective.
     pub(super) fn save(&mut self, data: &dyn Batches, observer: &mut dyn Observer) -> Result<()> {
+        self.enter(Section::Save);
         self.verify_before_save(data, observer)?;
         let start = Instant::now();
         let inside = self.trainer.rank.world.host_cost().inside;
