@@ -164,7 +164,10 @@ pub fn run_generations<T: Send>(
     let timeout = Duration::from_secs(global.timeout);
     let make = || global.job_rank(&job, seed).map_err(to_core_error);
     let work = |rank, start: GenerationStart| {
-        work(rank, start).inspect_err(|e| tracing::error!(shown = true, "{e}"))
+        work(rank, start).inspect_err(|e| match e {
+            ferrotron_core::Error::ChangeRanks => tracing::info!("{e}"),
+            _ => tracing::error!(shown = true, "{e}"),
+        })
     };
     let done = global.launch.run_generations(&job, (layout, timeout), faults, make, work)?;
     Ok(done.into_iter().collect())

@@ -61,7 +61,7 @@ pub use flight_recorder::{OpRecord, OpStatus};
 pub use host_cost::HostCost;
 pub use in_flight::InFlight;
 pub use launch_env::{LaunchEnv, Launcher};
-pub use membership::{Ended, Generation, Membership, RestartPolicy, Seat, TEMPORARY_FAILURE};
+pub use membership::{Ended, Generation, Left, Membership, RestartPolicy, Seat, TEMPORARY_FAILURE};
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
 #[doc(hidden)]

@@ -125,6 +125,9 @@ pub enum Error {
     /// The job ends here, and may go on if it, or this process, is started again.
     #[error("{0}; start it again to go on from the newest checkpoint")]
     Restart(String),
+    /// Nothing has failed: the processes of the job change places, so that others verify the last steps.
+    #[error("processes change ranks to verify steps")]
+    ChangeRanks,
     /// This process must not take part in its job any more.
     #[error("{0}")]
     Excluded(String),

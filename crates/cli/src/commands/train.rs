@@ -345,7 +345,11 @@ impl Training<'_> {
         let progress = Progress::new(self.global, total, done, self.recipe.is_set("train.log_every"));
         let mut view = View { progress, signals: self.signals.clone(), total, steps: self.steps };
         let ended = self.train(&mut run, &mut view, begin);
-        if let Err(e) = &ended {
+        let goes_on =
+            |e: &anyhow::Error| matches!(e.downcast_ref(), Some(ferrotron_core::Error::ChangeRanks));
+        if let Err(e) = &ended
+            && !goes_on(e)
+        {
             let seconds = begin.elapsed().as_secs_f64();
             let (ending, reason) = (Ending::Failed, Some(output::describe(e)));
             let end = RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s: 0.0, reason };
@@ -371,8 +375,11 @@ impl Training<'_> {
         if let Some(samples) = self.sources.varying {
             run.count_flops_of(samples.mean_length)?;
         }
-        announce(run, self.recipe, view, self.global, run.trainer.step())?;
-        if !self.global.json {
+        let is_new = run.verifying.is_none();
+        if is_new {
+            announce(run, self.recipe, view, self.global, run.trainer.step())?;
+        }
+        if !self.global.json && is_new {
             self.sources.notes.iter().for_each(output::note);
         }
         view.progress.start();
@@ -380,8 +387,8 @@ impl Training<'_> {
         // The log has it already.
         match (&run.restarted, &run.resumed) {
             (Some(restart), _) => view.event(&Event::Restart(restart.clone())),
-            (None, Some(resume)) => view.event(&Event::Resume(resume.clone())),
-            (None, None) => {}
+            (None, Some(resume)) if is_new => view.event(&Event::Resume(resume.clone())),
+            (None, _) => {}
         }
         let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
         let (outcome, traced) = self.args.trace.train(run, train, eval, view)?;

@@ -3,6 +3,8 @@
 //! A *generation* is one formation of the job's groups. It begins when every rank has a process that waits for it, and ends
 //! when one of them fails. Survivors keep their ranks. A missing rank goes to the process that the launcher has restarted in
 //! its place, else to a spare; a process that does not answer or does not come within the soft limit is given up.
+//!
+//! A generation also ends when all its ranks ask for it, to change places: every process takes the rank after its own.
 
 use super::messages::{Assign, Ended, Join, ToMember};
 use std::collections::{BTreeMap, BTreeSet};
@@ -61,6 +63,8 @@ pub(crate) struct Coordinator {
     /// Ranks of the next generation.
     size: usize,
     generation: u64,
+    /// Generations that began because of a failure.
+    restarts: u64,
     members: BTreeMap<Id, Member>,
     failures: BTreeMap<usize, u64>,
     /// Since when ranks are missing, and why the last generation ended.
@@ -80,6 +84,7 @@ impl Coordinator {
             policy,
             size,
             generation: 0,
+            restarts: 0,
             members: BTreeMap::new(),
             failures: BTreeMap::new(),
             forming: Some((now, String::new())),
@@ -95,6 +100,7 @@ impl Coordinator {
             let known = self.failures.entry(*slot).or_default();
             *known = (*known).max(*count);
         }
+        self.restarts = self.restarts.max(join.restarts);
         if let Some((generation, _)) = join.seat {
             // A coordinator that took over learns where the job is.
             if generation > self.generation {
@@ -268,8 +274,9 @@ impl Coordinator {
                 false => Vec::new(),
             };
         }
-        let restart = self.generation > 0;
-        if restart && self.generation > self.policy.restarts {
+        let rotate = self.seated().count() == self.size && self.seated().all(|(_, m)| m.join.rotate);
+        let restart = self.generation > 0 && !rotate;
+        if restart && self.restarts >= self.policy.restarts {
             return self.give_up(&format!(
                 "{reason}; the {} restarts of fault.restarts are used up",
                 self.policy.restarts
@@ -282,6 +289,14 @@ impl Coordinator {
         if !found_by_all && self.took_over.is_some_and(|at| now.saturating_duration_since(at) < TAKE_OVER) {
             return Vec::new();
         }
+        if rotate {
+            let mut last: Vec<(usize, Id)> =
+                self.seated().filter_map(|(id, m)| Some((m.join.seat?.1, *id))).collect();
+            last.sort_unstable();
+            let mut seats: Vec<Id> = last.into_iter().map(|(_, id)| id).collect();
+            seats.rotate_right(1);
+            return self.seat(seats, reason, true, nonce);
+        }
         let Some(seats) = self.seats(waited > self.policy.soft) else {
             // Processes of a job that begins may start late; each has its own time limit.
             return match restart && waited > self.policy.soft {
@@ -289,7 +304,8 @@ impl Coordinator {
                 false => Vec::new(),
             };
         };
-        self.seat(seats, reason, nonce)
+        self.restarts += u64::from(restart);
+        self.seat(seats, reason, false, nonce)
     }
 
     fn backoff(&self) -> Duration {
@@ -323,9 +339,15 @@ impl Coordinator {
         seats.into_iter().collect()
     }
 
-    fn seat(&mut self, seats: Vec<Id>, reason: String, nonce: impl FnOnce() -> [u8; 32]) -> Vec<Action> {
+    fn seat(
+        &mut self,
+        seats: Vec<Id>,
+        reason: String,
+        rotated: bool,
+        nonce: impl FnOnce() -> [u8; 32],
+    ) -> Vec<Action> {
         let worked = seats.iter().any(|id| self.members[id].join.steps > 0);
-        if self.generation > 0 {
+        if self.generation > 0 && !rotated {
             self.fruitless = if worked { 0 } else { self.fruitless + 1 };
         }
         let replaced: Vec<usize> = (0..seats.len())
@@ -345,12 +367,15 @@ impl Coordinator {
                 rank0,
                 nonce,
                 reason: reason.clone(),
-                replaced: if self.generation == 1 { Vec::new() } else { replaced.clone() },
+                replaced: if self.generation == 1 || rotated { Vec::new() } else { replaced.clone() },
+                rotated,
+                restarts: self.restarts,
                 failures: self.failures.iter().map(|(slot, n)| (*slot, *n)).collect(),
             };
             if let Some(member) = self.members.get_mut(&id) {
                 member.join.seat = Some((self.generation, rank));
                 member.join.waiting = None;
+                member.join.rotate = false;
                 member.join.steps = 0;
             }
             actions.push(Action::Send(id, ToMember::Assign(assign)));

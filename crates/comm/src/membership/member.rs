@@ -52,6 +52,17 @@ struct State {
     leaving: bool,
 }
 
+/// How a process has left its last generation; the default before its first.
+#[derive(Clone, Debug, Default)]
+pub struct Left {
+    /// Steps done in it.
+    pub steps: u64,
+    /// Why it ended.
+    pub reason: String,
+    /// Nothing has failed: the processes change places.
+    pub rotate: bool,
+}
+
 /// A rank in a generation, whose other ranks are about to be met.
 pub struct Seat {
     /// Generation, from 1.
@@ -64,6 +75,8 @@ pub struct Seat {
     pub reason: String,
     /// Ranks whose process is another than before.
     pub replaced: Vec<usize>,
+    /// All processes have changed places; nothing has failed.
+    pub rotated: bool,
     listener: TcpListener,
     rank0: Place,
 }
@@ -81,6 +94,8 @@ impl Membership {
             waiting: None,
             steps: 0,
             reason: String::new(),
+            rotate: false,
+            restarts: 0,
             failures: Vec::new(),
         };
         let state = State {
@@ -103,10 +118,10 @@ impl Membership {
         Ok(Membership { shared })
     }
 
-    /// Waits for a seat in the next generation; `steps` were done in the last one, which ended for `reason`. `None` if this process is not needed any
-    /// more: the job has finished. Waits as long as the coordinator does, a spare forever; without a coordinator at most
-    /// `timeout`.
-    pub fn take_seat(&self, steps: u64, reason: &str, timeout: Duration) -> Result<Option<Seat>> {
+    /// Waits for a seat in the next generation, having left the last one as `left` says. `None` if this process is not
+    /// needed any more: the job has finished. Waits as long as the coordinator does, a spare forever; without a coordinator
+    /// at most `timeout`.
+    pub fn take_seat(&self, left: &Left, timeout: Duration) -> Result<Option<Seat>> {
         let shared = &*self.shared;
         let mut deadline = Instant::now() + timeout;
         let mut state = shared.state();
@@ -119,8 +134,9 @@ impl Membership {
         state.world = None;
         state.assigned = None;
         state.join.waiting = Some(at);
-        state.join.steps = steps;
-        state.join.reason = reason.to_string();
+        state.join.steps = left.steps;
+        state.join.reason.clone_from(&left.reason);
+        state.join.rotate = left.rotate;
         shared.say(&mut state);
         loop {
             if let Some((reason, ended)) = state.refused.take() {
@@ -136,8 +152,8 @@ impl Membership {
                     address.set_ip(place.address.ip());
                 }
                 let rank0 = Place { address, secret: assign.secret(&place.secret) };
-                let Assign { generation, rank, size, reason, replaced, .. } = assign;
-                return Ok(Some(Seat { generation, rank, size, reason, replaced, listener, rank0 }));
+                let Assign { generation, rank, size, reason, replaced, rotated, .. } = assign;
+                return Ok(Some(Seat { generation, rank, size, reason, replaced, rotated, listener, rank0 }));
             }
             if state.out.is_some() {
                 deadline = Instant::now() + timeout;
@@ -353,6 +369,8 @@ impl Shared {
             ToMember::Assign(assign) => {
                 state.join.seat = Some((assign.generation, assign.rank));
                 state.join.waiting = None;
+                state.join.rotate = false;
+                state.join.restarts = assign.restarts;
                 state.join.failures.clone_from(&assign.failures);
                 state.assigned = Some(assign);
             }

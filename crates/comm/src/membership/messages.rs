@@ -38,7 +38,10 @@ pub(crate) struct Join {
     pub(crate) steps: u64,
     /// Why its generation ended, as far as it knows.
     pub(crate) reason: String,
-    /// Failures by slot, as it heard of them last: what a new coordinator begins with.
+    /// It left its generation because ranks are to change places, and nothing has failed.
+    pub(crate) rotate: bool,
+    /// Restarts after failures, and failures by slot, as it heard of them last: what a new coordinator begins with.
+    pub(crate) restarts: u64,
     pub(crate) failures: Vec<(usize, u64)>,
 }
 
@@ -81,6 +84,9 @@ pub(crate) struct Assign {
     pub(crate) reason: String,
     /// Ranks whose process is another than in the last generation.
     pub(crate) replaced: Vec<usize>,
+    /// The processes of the last generation have changed places: none has failed.
+    pub(crate) rotated: bool,
+    pub(crate) restarts: u64,
     pub(crate) failures: Vec<(usize, u64)>,
 }
 

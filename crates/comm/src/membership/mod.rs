@@ -17,7 +17,7 @@ use crate::launch_env::LaunchEnv;
 use crate::process::{AfterFailure, Process};
 use crate::tcp_control::TcpControl;
 pub use coordinator::RestartPolicy;
-pub use member::{Membership, Seat};
+pub use member::{Left, Membership, Seat};
 pub use messages::Ended;
 use std::sync::Arc;
 use std::time::Duration;

@@ -33,6 +33,8 @@ fn join(slot: usize, seat: Option<(u64, usize)>, waiting: bool) -> Join {
         waiting: waiting.then(|| address(slot)),
         steps: 5,
         reason: String::new(),
+        rotate: false,
+        restarts: 0,
         failures: Vec::new(),
     }
 }
@@ -173,15 +175,41 @@ fn restarts_are_counted_and_slow_down_without_progress() {
 }
 
 #[test]
+fn processes_change_places_when_all_ask_for_it() {
+    let mut job = Job::running(policy(3), 4);
+    let asks = |rank: usize, generation, id: usize| Join {
+        rotate: true,
+        ..join(id, Some((generation, rank)), true)
+    };
+    for rank in [0, 1] {
+        job.c.joined(rank as u64, asks(rank, 1, rank), job.now);
+    }
+    assert!(job.tick(0.1).is_empty(), "rank 2 has not left yet");
+    job.c.joined(2, asks(2, 1, 2), job.now);
+    let actions = job.tick(0.1);
+    assert_eq!(seats(&actions), [(0, 1), (1, 2), (2, 0)].into());
+    let Action::Send(_, ToMember::Assign(a)) = &actions[0] else { panic!("{actions:?}") };
+    assert_eq!((a.rotated, a.restarts, &a.replaced[..]), (true, 0, &[][..]));
+    // One of them dies instead: a restart like any other, and the others keep their ranks.
+    job.c.joined(0, asks(1, 2, 0), job.now);
+    job.c.closed(1, job.now);
+    job.c.joined(2, asks(0, 2, 2), job.now);
+    let actions = job.tick(0.1);
+    assert_eq!(seats(&actions), [(0, 1), (3, 2), (2, 0)].into());
+    let Action::Send(_, ToMember::Assign(a)) = &actions[0] else { panic!("{actions:?}") };
+    assert_eq!((a.rotated, a.restarts, &a.replaced[..]), (false, 1, &[2][..]));
+}
+
+#[test]
 fn a_new_coordinator_learns_from_the_members() {
     let now = Instant::now();
     let mut c = Coordinator::new(policy(2), now);
     // The process of rank 0, which coordinated, has died in generation 5; rank 1 and a spare come.
-    c.joined(1, join(1, Some((5, 1)), true), now);
+    c.joined(1, Join { restarts: 3, ..join(1, Some((5, 1)), true) }, now);
     c.joined(2, join(2, None, true), now);
     let mut c = Job { c, now };
     let actions = c.tick(2.1);
-    assert!(format!("{actions:?}").contains("fault.restarts"), "generation 5 of 3 restarts: {actions:?}");
+    assert!(format!("{actions:?}").contains("fault.restarts"), "3 of 3 restarts: {actions:?}");
     let mut c = Job { c: Coordinator::new(RestartPolicy { restarts: 9, ..policy(2) }, now), now };
     c.c.joined(1, join(1, Some((5, 1)), true), now);
     c.c.joined(2, join(2, None, true), now);
@@ -231,23 +259,24 @@ fn generations_of_real_members() {
     std::thread::scope(|scope| {
         let spare = scope.spawn(|| {
             let (membership, job) = new(2);
-            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
+            let seat = membership.take_seat(&Left::default(), timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank, seat.size), (2, 0, 2));
             assert_eq!(seat.meet(&job, timeout).unwrap().len(), 1);
         });
         let survivor = scope.spawn(|| {
             let (membership, job) = new(1);
-            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
+            let seat = membership.take_seat(&Left::default(), timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank), (1, 1));
             seat.meet(&job, timeout).unwrap();
             std::thread::sleep(Duration::from_millis(300));
-            let seat = membership.take_seat(7, "rank 0 vanished", timeout).unwrap().unwrap();
+            let left = Left { steps: 7, reason: "rank 0 vanished".into(), rotate: false };
+            let seat = membership.take_seat(&left, timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank, &seat.replaced[..]), (2, 1, &[0][..]));
             assert_eq!(seat.meet(&job, timeout).unwrap().len(), 1);
         });
         scope.spawn(|| {
             let (membership, job) = new(0);
-            let seat = membership.take_seat(0, "", timeout).unwrap().unwrap();
+            let seat = membership.take_seat(&Left::default(), timeout).unwrap().unwrap();
             assert_eq!((seat.generation, seat.rank), (1, 0));
             seat.meet(&job, timeout).unwrap();
             membership.vanish();

@@ -473,6 +473,9 @@ keys! {
         /// Steps between verifications, each of which runs the steps since the last snapshot again and compares the hashes of
         /// parameters and of everything that was sent; 0 means never.
         verify_every: u64 = 0, "sdc_check_interval", "report_determinism_stats";
+        /// Let other processes run the steps of a verification: ranks change places, so that hardware that computes the same wrong
+        /// bits every time is found too. For processes that can restart (fault.restarts); fault.snapshot_every = fault.verify_every.
+        verify_on_partner: bool = false, "sdc_check_on_partner", "replica_check";
         /// Steps over which section times of ranks are compared, and reported; 0 means never.
         straggler_every: u64 = 0, "log_straggler", "straggler_report_time_interval", "straggler_minmax_count";
         /// A rank whose speed, relative to the median of ranks or to its own history, is below this is a straggler.

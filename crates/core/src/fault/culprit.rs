@@ -7,6 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 use std::collections::{HashMap, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// A call of a rank, with the digest of what it sent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,6 +81,30 @@ impl Record {
         }
         let differs = self.state.iter().zip(&other.state).find(|(a, b)| a != b);
         differs.map(|((tensor, _), _)| Difference::State { tensor: tensor.clone() })
+    }
+
+    /// A digest of each step's calls, and one of the state: equal for equal records.
+    pub fn digests(&self) -> Vec<u64> {
+        let hash = |value: &dyn Fn(&mut DefaultHasher)| {
+            let mut hasher = DefaultHasher::new();
+            value(&mut hasher);
+            hasher.finish()
+        };
+        let step = |s: &StepCalls| {
+            hash(&|h| s.calls.iter().for_each(|c| (c.group, c.route, &c.what, c.digest).hash(h)))
+        };
+        let state = hash(&|h| self.state.hash(h));
+        self.steps.iter().map(step).chain([state]).collect()
+    }
+}
+
+impl Difference {
+    /// The call or the tensor.
+    pub fn what(self) -> String {
+        match self {
+            Difference::Sent { what, .. } => what,
+            Difference::State { tensor } => tensor,
+        }
     }
 }
 

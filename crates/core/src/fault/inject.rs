@@ -53,6 +53,9 @@ pub struct Injection {
     pub kind: FaultKind,
     /// The rank.
     pub rank: usize,
+    /// The process instead, as the launcher numbers them: hardware that is broken for good. It acts at every step, also at those
+    /// that are run again, whatever rank the process has.
+    pub process: Option<usize>,
     /// The first step at which it acts, from 1; of a save the first at or after it.
     pub step: u64,
     /// The micro-batch of the step on this rank, from 0.
@@ -79,6 +82,7 @@ impl Injection {
         let mut out = Injection {
             kind: FaultKind::Nan,
             rank: 0,
+            process: None,
             step: 0,
             micro_batch: None,
             times: if kind == "slow" { u64::MAX } else { 1 },
@@ -92,6 +96,7 @@ impl Injection {
             let wrong = |e: &dyn std::fmt::Display| format!("{key}={value}: {e}");
             let whole = || value.parse::<u64>().map_err(|e| wrong(&e));
             match key {
+                "process" => out.process = Some(whole()? as usize),
                 "rank" => out.rank = whole()? as usize,
                 "step" => out.step = whole()?,
                 "micro_batch" => out.micro_batch = Some(whole()? as usize),
@@ -112,7 +117,9 @@ impl Injection {
                         "slow" => ", percent",
                         _ => "",
                     };
-                    return Err(format!("{kind} has no key {key:?}; rank, step, micro_batch, times{own}"));
+                    return Err(format!(
+                        "{kind} has no key {key:?}; rank, process, step, micro_batch, times{own}"
+                    ));
                 }
             }
         }
@@ -159,13 +166,13 @@ pub struct Injector {
 }
 
 impl Injector {
-    /// The entries of `list` for `rank`.
-    pub fn new(list: &[String], rank: usize) -> Result<Injector> {
+    /// The entries of `list` for `rank`, which is that of process `process` of a launcher.
+    pub fn new(list: &[String], rank: usize, process: Option<usize>) -> Result<Injector> {
         let mut entries = Vec::new();
         for (index, entry) in list.iter().enumerate() {
             let parsed = Injection::parse(entry)
                 .map_err(|e| Error::Invalid(format!("fault.inject: {entry:?}: {e}")))?;
-            if parsed.rank == rank {
+            if parsed.process.map_or(parsed.rank == rank, |of| process == Some(of)) {
                 entries.push((index, parsed, AtomicU64::new(0)));
             }
         }
@@ -194,12 +201,14 @@ impl Injector {
     /// Takes the entry that acts now, if there is one: of a kind that `wanted` accepts, at `step`. It has acted from here on.
     pub fn take(&self, step: u64, wanted: impl Fn(&Injection) -> bool) -> Result<Option<&Injection>> {
         let acts = |(_, entry, acted): &&(usize, Injection, AtomicU64)| {
-            step >= entry.step && acted.load(Ordering::Relaxed) < entry.times && wanted(entry)
+            let left = entry.process.is_some() || acted.load(Ordering::Relaxed) < entry.times;
+            step >= entry.step && left && wanted(entry)
         };
         let Some((index, entry, acted)) = self.entries.iter().find(acts) else { return Ok(None) };
         let count = acted.fetch_add(1, Ordering::Relaxed) + 1;
         // A slow rank writes nothing while it computes.
-        if let Some(folder) = self.folder.as_ref().filter(|_| entry.kind != FaultKind::Slow) {
+        let is_kept = entry.kind != FaultKind::Slow && entry.process.is_none();
+        if let Some(folder) = self.folder.as_ref().filter(|_| is_kept) {
             let file = folder.join(format!("{index}.{}", entry.rank));
             std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
             crate::fs::write_atomic(&file, count.to_string().as_bytes())?;

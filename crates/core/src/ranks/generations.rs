@@ -1,11 +1,11 @@
 //! A job whose processes may be replaced: its groups are formed anew after a failure, and the work goes on.
 
-use super::{Launch, as_member, is_of_device, reduce_kernels};
+use super::{Launch, as_member, is_agreed, is_of_device, reduce_kernels};
 use crate::config::FaultSection;
 use crate::grid::{Grid, RankLayout};
 use crate::train::{Restarted, Snapshots};
 use crate::{Error, Result};
-use ferrotron_comm::{Generation, LaunchEnv, Membership, PeerMemory, RestartPolicy, Seat, World};
+use ferrotron_comm::{Generation, LaunchEnv, Left, Membership, PeerMemory, RestartPolicy, Seat, World};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DeviceKind;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -77,12 +77,14 @@ impl Launch {
         let rank = make()?;
         let membership = Membership::join(&launched, faults.policy(job.size))?;
         let (mut snapshots, mut failed, steps) = (None, None::<(Instant, String)>, StepCount::default());
+        let mut rotate = false;
         loop {
             // The last one that was begun was not finished.
             let here = steps.here.swap(0, Ordering::Relaxed).saturating_sub(1);
             let begun = steps.begun.swap(0, Ordering::Relaxed).saturating_sub(1);
-            let why = failed.as_ref().map_or("", |(_, why)| why.as_str());
-            let Some(seat) = membership.take_seat(here, why, timeout).map_err(ended)? else {
+            let reason = failed.as_ref().map_or(String::new(), |(_, why)| why.clone());
+            let left = Left { steps: here, reason, rotate };
+            let Some(seat) = membership.take_seat(&left, timeout).map_err(ended)? else {
                 return Ok(None);
             };
             self.set_rank(seat.rank);
@@ -93,8 +95,8 @@ impl Launch {
             let restarted = (seat.generation > 1).then(|| {
                 let (since, said) = failed.take().unwrap_or_else(|| (Instant::now(), String::new()));
                 let reason = if seat.reason.is_empty() { said } else { seat.reason.clone() };
-                let replaced = seat.replaced.clone();
-                Restarted { generation: seat.generation, reason, replaced, since, steps: begun }
+                let (replaced, rotated) = (seat.replaced.clone(), seat.rotated);
+                Restarted { generation: seat.generation, reason, replaced, rotated, since, steps: begun }
             });
             let start = GenerationStart { restarted, snapshots: snapshots.clone(), steps: &steps };
             match self.run_generation(
@@ -105,9 +107,12 @@ impl Launch {
                 &work,
             ) {
                 Ok(done) => return Ok(Some(done)),
-                Err(Left { error, restarts: false }) => return Err(error),
-                Err(Left { error, .. }) => {
-                    tracing::warn!(shown = true, generation = seat.generation, "left: {error}");
+                Err(Ended { error, restarts: false }) => return Err(error),
+                Err(Ended { error, .. }) => {
+                    rotate = is_agreed(&error);
+                    if !rotate {
+                        tracing::warn!(shown = true, generation = seat.generation, "left: {error}");
+                    }
                     failed = Some((Instant::now(), error.to_string()));
                 }
             }
@@ -121,7 +126,7 @@ impl Launch {
         rank: &Rank,
         start: GenerationStart,
         work: &impl Fn(Rank, GenerationStart) -> Result<T>,
-    ) -> Result<T, Left> {
+    ) -> Result<T, Ended> {
         let hard = Duration::from_secs_f64(faults.keys.hard_timeout);
         let generation = Generation { membership, seat, job, hard };
         // The largest data-parallel size is that of the recipe; a job that has shrunk has a smaller one.
@@ -130,7 +135,7 @@ impl Launch {
             true => layout.clone(),
             false => RankLayout { dp: None, ..layout.clone() },
         };
-        let is_final = |error: Error| Left { error, restarts: false };
+        let is_final = |error: Error| Ended { error, restarts: false };
         let grid = Grid::new(layout, seat.size).map_err(is_final)?;
         let world = match rank.device().kind() {
             DeviceKind::Cpu => World::one_host_generation(&generation, timeout),
@@ -139,23 +144,23 @@ impl Launch {
             }
         };
         // Another process may have died before the groups were formed.
-        let world = world.map_err(|e| Left { error: e.into(), restarts: true })?;
+        let world = world.map_err(|e| Ended { error: e.into(), restarts: true })?;
         let done = as_member(&world, &grid, || Ok(rank.clone()), |rank| work(rank, start));
         done.map_err(|error| {
             let is_of_device = is_of_device(&error);
             // After the failure of another rank whatever fails here is its consequence.
-            let restarts = world.may_restart() && !is_of_device;
+            let restarts = is_agreed(&error) || (world.may_restart() && !is_of_device);
             let error = match is_of_device {
                 true => Error::Restart(format!("{error}; another process may go on in place of this one")),
                 false => error,
             };
-            Left { error, restarts }
+            Ended { error, restarts }
         })
     }
 }
 
 /// Why a generation was left.
-struct Left {
+struct Ended {
     error: Error,
     /// The job goes on.
     restarts: bool,

@@ -168,6 +168,11 @@ fn is_remote(e: &Error) -> bool {
     matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)))
 }
 
+/// True if all ranks end their work together, and none has failed.
+fn is_agreed(e: &Error) -> bool {
+    matches!(e, Error::ChangeRanks)
+}
+
 /// True for an error of the GPU or its driver, which another process on another GPU may not have.
 fn is_of_device(e: &Error) -> bool {
     matches!(e, Error::Tensor(ferrotron_tensor::Error::Cuda { .. }))
@@ -182,7 +187,7 @@ fn as_member<T>(
 ) -> Result<T> {
     let done = make().and_then(|rank| join(rank, world, grid)).and_then(work);
     done.inspect_err(|e| {
-        if !is_remote(e) {
+        if !is_remote(e) && !is_agreed(e) {
             world.abort(&e.to_string(), !is_of_device(e));
         }
     })

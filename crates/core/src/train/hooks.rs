@@ -36,6 +36,7 @@ impl StepHooks {
     pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepHooks> {
         let f = &r.config.fault;
         let kernels = rank.kernels.clone();
+        let launched = ferrotron_comm::LaunchEnv::detect()?.map(|job| job.rank);
         let digest: DigestKernel = Arc::new(move |s, x, out| kernels.digest(s, x, out));
         Ok(StepHooks {
             operand_stats: OperandStats::new(r.config.precision.stats_every),
@@ -43,7 +44,7 @@ impl StepHooks {
             routing: RoutingReplay::new(r)?,
             cuda_graph: CudaGraph::new(&r.config, rank)?,
             counts_zeros: r.config.train.log_num_zeros,
-            faults: Injector::new(&f.inject.0, rank.world.rank())?,
+            faults: Injector::new(&f.inject.0, rank.world.rank(), launched)?,
             payload_digests: f.compares_runs().then_some(digest),
             sent: None,
         })

@@ -22,6 +22,7 @@ mod moe_metrics;
 mod moe_state;
 mod mtp;
 mod operand_stats;
+mod partner_verification;
 mod record;
 mod rerun;
 mod routing_replay;

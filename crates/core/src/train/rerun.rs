@@ -110,7 +110,12 @@ impl Run {
             let f = self.resolved.config.fault.clone();
             let due = |every: u64| every > 0 && step.is_multiple_of(every);
             let differ = due(f.hash_every) && self.replicas_differ()?;
-            if differ || due(f.verify_every) {
+            if due(f.verify_every) && !differ && self.verifies_on_partner() {
+                let base = self.rerun.as_ref().map_or(step, |r| r.base.header.step);
+                let steps = self.rerun.as_mut().map_or(Vec::new(), |r| std::mem::take(&mut r.steps));
+                let own = Record { steps, state: self.trainer.state_digests()? };
+                self.verify_on_partner((base, step), own, &report, observer)?;
+            } else if differ || due(f.verify_every) {
                 let why = if differ { "parameters of replicas differ" } else { "verification" };
                 report = self.run_again(why, Some(report), step, data, observer)?;
                 if differ && self.replicas_differ()? {
@@ -138,7 +143,10 @@ impl Run {
         let unchecked = self.rerun.as_ref().is_some_and(|r| r.base.header.step < step);
         if unchecked && self.resolved.config.fault.verify_every > 0 {
             self.run_again("verification before a save", None, step, data, observer)?;
-            self.take_base()?;
+            // Other processes begin where the last snapshot is.
+            if !self.verifies_on_partner() {
+                self.take_base()?;
+            }
         }
         Ok(())
     }
@@ -310,7 +318,7 @@ impl Run {
     }
 
     /// Writes the lines of steps again whose first run was wrong; the last is yet to be written if it is `pending`.
-    fn report_again(
+    pub(super) fn report_again(
         &mut self,
         reports: &[StepReport],
         pending: bool,
@@ -386,7 +394,7 @@ impl Run {
     }
 
     /// Whether it is so on any rank.
-    fn any_rank(&self, mine: bool, label: &'static str) -> Result<bool> {
+    pub(super) fn any_rank(&self, mine: bool, label: &'static str) -> Result<bool> {
         let t = &self.trainer;
         Ok(t.runner.all_reduce(&t.rank.control, vec![f64::from(mine)], label)?[0] > 0.0)
     }
@@ -415,7 +423,7 @@ impl Trainer {
 }
 
 /// What all ranks of a group say, in rank order.
-fn exchange<T: Serialize + DeserializeOwned>(
+pub(super) fn exchange<T: Serialize + DeserializeOwned>(
     group: &Communicator,
     mine: &T,
     label: &'static str,

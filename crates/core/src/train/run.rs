@@ -81,6 +81,8 @@ pub struct Restarted {
     pub reason: String,
     /// Ranks whose process is another than before.
     pub replaced: Vec<usize>,
+    /// Nothing has failed: processes have changed ranks, to verify steps of each other.
+    pub rotated: bool,
     /// When this process noticed it.
     pub since: Instant,
     /// Steps done before, as far as this process knows.
@@ -152,6 +154,10 @@ pub struct Run {
     pub(super) mirrors_idle: bool,
     /// The restart that opened the run again.
     pub restarted: Option<events::Restart>,
+    /// Steps up to this one are run again, in place of another process, to be verified.
+    pub verifying: Option<u64>,
+    /// Reports of those steps, but for the last.
+    pub(super) verified: Vec<StepReport>,
     /// What steps are compared with that are run again.
     pub(super) rerun: Option<Rerun>,
 }
@@ -220,7 +226,13 @@ impl Run {
             _ => options.snapshots.recovery(&together)?,
         };
         let on_disk = latest.as_ref().and_then(|path| checkpoint::step_of(path.file_name()?));
-        let recovery = recovery.filter(|r| on_disk.is_none_or(|step| step <= r.step));
+        // Steps are verified from the snapshot on, also if a request has saved a checkpoint since.
+        let rotated = options.restarted.as_ref().is_some_and(|r| r.rotated);
+        let verification = options.snapshots.take_verification();
+        let verification =
+            verification.filter(|v| rotated && recovery.as_ref().is_some_and(|r| v.begins_at(r.step)));
+        let recovery =
+            recovery.filter(|r| verification.is_some() || on_disk.is_none_or(|step| step <= r.step));
         let latest = latest.filter(|_| recovery.is_none());
         let mut gemms = None;
         // Checkpoints and snapshots of adapters do not hold the base model.
@@ -239,7 +251,9 @@ impl Run {
             }
             (None, None) => None,
         };
-        let restarted = options.restarted.as_ref().map(|r| {
+        let verifying = verification.as_ref().map(|v| v.step);
+        options.snapshots.set_verification(verification);
+        let restarted = options.restarted.as_ref().filter(|_| verifying.is_none()).map(|r| {
             let (step, from) = (trainer.step(), if recovery.is_some() { "memory" } else { "checkpoint" });
             r.event(step, if step == 0 { "the beginning" } else { from })
         });
@@ -291,6 +305,8 @@ impl Run {
             snapshot_overdue: false,
             mirrors_idle: true,
             restarted,
+            verifying,
+            verified: Vec::new(),
             rerun: None,
         };
         if let Some(folder) = folder {
@@ -381,7 +397,8 @@ impl Run {
         let mut log = match &self.resumed {
             Some(_) => {
                 self.saver.tidy()?;
-                EventLog::resume(&path, step)?
+                // Lines of steps that are verified stay.
+                EventLog::resume(&path, self.verifying.map_or(step, |last| last - 1))?
             }
             None => EventLog::create(&path)?,
         };
@@ -399,7 +416,8 @@ impl Run {
             (None, Some(resume)) => Some(Event::Resume(resume.clone())),
             (None, None) => None,
         };
-        if let Some(event) = event.filter(|_| step < self.resolved.plan.steps) {
+        let says = step < self.resolved.plan.steps && self.verifying.is_none();
+        if let Some(event) = event.filter(|_| says) {
             log.write(&event)?;
         }
         self.writer = Some(RunFolderWriter { log, folder, log_failed: false });

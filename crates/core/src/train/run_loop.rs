@@ -225,7 +225,10 @@ impl Run {
         out.first.get_or_insert_with(Instant::now);
         out.loss = Some(report.loss);
         self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
-        if step == total || step.is_multiple_of(self.resolved.config.train.log_every.max(1)) {
+        if self.verifying.is_some_and(|last| step < last) {
+            // Its line is there already.
+            self.verified.push(report.clone());
+        } else if step == total || step.is_multiple_of(self.resolved.config.train.log_every.max(1)) {
             let mut more = self.trainer.take_moe_metrics()?;
             if let Some(energy) = &mut self.energy {
                 more.extend(energy.report(&self.trainer.rank)?);
@@ -253,6 +256,11 @@ impl Run {
         let every = self.resolved.config.fault.snapshot_every;
         let due = every > 0 && (first || self.snapshot_overdue || launched.is_multiple_of(every));
         if due && self.snapshots.newest() != Some(launched) {
+            if self.verifies_on_partner() {
+                // Snapshots are where verifications begin, not later.
+                self.snapshots.finish_mirroring();
+                self.mirrors_idle = !self.any_rank(false, "mirrored snapshots")?;
+            }
             self.snapshot_overdue = !self.mirrors_idle;
             if self.mirrors_idle {
                 self.snapshots.take(&mut self.trainer)?;
@@ -320,7 +328,9 @@ impl Run {
         }
         self.energy.iter_mut().for_each(Energy::resume);
         let loss = event.loss;
-        self.emit(Event::Eval(event), observer)?;
+        if self.verifying.is_none_or(|last| event.step >= last) {
+            self.emit(Event::Eval(event), observer)?;
+        }
         Ok(loss)
     }
 }

@@ -6,6 +6,7 @@
 
 use super::Trainer;
 use super::memory_snapshot::{MemorySnapshot, SnapshotHeader};
+use super::partner_verification::{FaultCounts, Process, Verification};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, PeerAddress, PeerKey, PeerMemory};
 use ferrotron_tensor::HostBuffer;
@@ -31,6 +32,10 @@ struct KeptSnapshots {
     mirroring: Option<JoinHandle<()>>,
     /// Ranks of the job that the snapshots belong to.
     ranks: usize,
+    /// Steps that other processes are about to run.
+    verification: Option<Verification>,
+    /// Wrong results of processes.
+    faults: FaultCounts,
 }
 
 /// What a rank tells the others before a run goes on.
@@ -65,6 +70,36 @@ impl Snapshots {
     /// The step of the newest snapshot.
     pub fn newest(&self) -> Option<u64> {
         self.kept().own.back().map(|(step, _)| *step)
+    }
+
+    /// Whether other processes keep copies of them.
+    pub(super) fn are_mirrored(&self) -> bool {
+        self.kept().peers.is_some()
+    }
+
+    /// Waits until the last snapshot is mirrored.
+    pub(super) fn finish_mirroring(&self) {
+        if let Some(thread) = self.kept().mirroring.take() {
+            let _ = thread.join();
+        }
+    }
+
+    /// The steps that are being verified; none after it.
+    pub(super) fn take_verification(&self) -> Option<Verification> {
+        self.kept().verification.take()
+    }
+
+    /// Steps that are to be verified.
+    pub(super) fn set_verification(&self, v: Option<Verification>) {
+        self.kept().verification = v;
+    }
+
+    /// Counts a fault of a process; how many it has now.
+    pub(super) fn count_fault(&self, process: Process) -> u64 {
+        let mut kept = self.kept();
+        let count = kept.faults.entry(process).or_default();
+        *count += 1;
+        *count
     }
 
     /// Whether the last snapshot is still being mirrored.

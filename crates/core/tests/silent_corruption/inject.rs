@@ -29,7 +29,7 @@ fn an_entry_acts_once_on_its_rank_also_after_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     let list = ["nan:rank=1,step=4".to_string(), "nan:rank=1,step=4,times=2".to_string()];
     let new = |rank| {
-        let mut injector = Injector::new(&list, rank).unwrap();
+        let mut injector = Injector::new(&list, rank, None).unwrap();
         injector.remember_in(folder.path(), false);
         injector
     };
