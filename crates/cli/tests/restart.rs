@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use support::{ferrotron, files};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(150);
 
 fn recipe(dir: &Path) -> PathBuf {
     let text = "[model]\nlayers = 2\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 64\nvocab = 256\n\

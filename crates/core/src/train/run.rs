@@ -206,7 +206,7 @@ impl Run {
             false => Vec::new(),
         };
         let record = RunRecord::new(&resolved, digests);
-        let mut folder = first.then(|| RunFolder::open(dir)).transpose()?;
+        let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
         let mut saver = Run::saver(dir, &resolved, &together)?;
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
         // in place of another and has no checkpoint yet begins in its place again.

@@ -45,8 +45,8 @@ pub(super) struct RunFolder {
 
 impl RunFolder {
     /// Creates and locks the folder, removes what a killed run left half-written, and moves back a run that was being
-    /// replaced.
-    pub(super) fn open(dir: &Path) -> Result<RunFolder> {
+    /// replaced, unless the one that replaces it `goes_on`.
+    pub(super) fn open(dir: &Path, goes_on: bool) -> Result<RunFolder> {
         std::fs::create_dir_all(dir).map_err(|e| Error::io_doing(dir, "create the run folder", e))?;
         let checkpoints = dir.join(CHECKPOINTS);
         if checkpoints.symlink_metadata().is_ok_and(|m| m.is_symlink()) {
@@ -65,7 +65,7 @@ impl RunFolder {
             _lock: lock,
         };
         folder.remove_leftovers()?;
-        folder.recover_replaced()?;
+        folder.recover_replaced(goes_on)?;
         Ok(folder)
     }
 
@@ -139,7 +139,7 @@ impl RunFolder {
         fs::remove(&doomed)
     }
 
-    fn recover_replaced(&mut self) -> Result<()> {
+    fn recover_replaced(&mut self, goes_on: bool) -> Result<()> {
         let (replaced, checkpoints) = (self.at(REPLACED), self.at(CHECKPOINTS));
         if !replaced.symlink_metadata().is_ok_and(|m| m.is_dir()) {
             return Ok(());
@@ -149,6 +149,10 @@ impl RunFolder {
             if checkpoint::latest(&checkpoints)?.is_some() {
                 self.has_replaced = true;
                 return self.new_run_is_saved();
+            }
+            if goes_on {
+                self.has_replaced = true;
+                return Ok(());
             }
             if fs::exists(&checkpoints) {
                 fs::remove(&checkpoints)?;

@@ -65,12 +65,12 @@ fn a_replaced_run_comes_back_after_a_crash_at_any_point() {
         if point > names.len() + 1 {
             std::fs::create_dir_all(dir.join(CHECKPOINTS).join(".tmp-step-00000001")).unwrap();
         }
-        let folder = RunFolder::open(&dir).unwrap();
+        let folder = RunFolder::open(&dir, false).unwrap();
         assert!(folder.notes.len() == 1 && folder.notes[0].contains("is back"), "{:?}", folder.notes);
         assert_eq!(files(&dir), want, "point {point}");
         drop(folder);
         // A second start finds nothing to do.
-        assert!(RunFolder::open(&dir).unwrap().notes.is_empty());
+        assert!(RunFolder::open(&dir, false).unwrap().notes.is_empty());
         assert_eq!(files(&dir), want, "point {point}");
     }
 }
@@ -81,7 +81,7 @@ fn a_replaced_run_goes_when_the_new_one_has_a_checkpoint() {
     let dir = dir.path();
     for crash in [false, true] {
         old_run(dir);
-        let mut folder = RunFolder::open(dir).unwrap();
+        let mut folder = RunFolder::open(dir, false).unwrap();
         folder.set_aside().unwrap();
         assert!(folder.notes[0].contains(REPLACED), "{:?}", folder.notes);
         assert_eq!(std::fs::read(dir.join("notes.txt")).unwrap(), b"mine");
@@ -93,7 +93,7 @@ fn a_replaced_run_goes_when_the_new_one_has_a_checkpoint() {
             folder.new_run_is_saved().unwrap();
         }
         drop(folder);
-        let folder = RunFolder::open(dir).unwrap();
+        let folder = RunFolder::open(dir, false).unwrap();
         assert!(folder.notes.is_empty(), "{:?}", folder.notes);
         let left: Vec<_> = files(dir).into_keys().collect();
         assert_eq!(left, [Path::new("checkpoints/step-00000001/manifest.json"), Path::new("notes.txt")]);
@@ -107,8 +107,8 @@ fn a_locked_folder_stays_as_it_is() {
     let dir = tempfile::tempdir().unwrap();
     old_run(dir.path());
     let before = files(dir.path());
-    let held = RunFolder::open(dir.path()).unwrap();
-    let e = RunFolder::open(dir.path()).err().unwrap().to_string();
+    let held = RunFolder::open(dir.path(), false).unwrap();
+    let e = RunFolder::open(dir.path(), false).err().unwrap().to_string();
     assert!(e.contains(&format!("process {}", std::process::id())), "{e}");
     assert_eq!(files(dir.path()), before);
     drop(held);
@@ -125,7 +125,7 @@ fn leftovers_go_and_other_files_stay() {
     for name in [".mine.tmp", "events.jsonl.bak", "x.tmp"] {
         std::fs::write(dir.path().join(name), "").unwrap();
     }
-    drop(RunFolder::open(dir.path()).unwrap());
+    drop(RunFolder::open(dir.path(), false).unwrap());
     let left: Vec<_> = files(dir.path()).into_keys().collect();
     assert_eq!(left, [".mine.tmp", "events.jsonl.bak", "x.tmp"].map(PathBuf::from));
 }
@@ -136,14 +136,14 @@ fn linked_checkpoints_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::create_dir(dir.path().join("elsewhere")).unwrap();
     std::os::unix::fs::symlink("elsewhere", dir.path().join(CHECKPOINTS)).unwrap();
-    let e = RunFolder::open(dir.path()).err().unwrap().to_string();
+    let e = RunFolder::open(dir.path(), false).err().unwrap().to_string();
     assert!(e.contains("is a link"), "{e}");
 }
 
 #[test]
 fn a_damaged_table_of_gemm_algorithms_is_noted_and_ignored() {
     let dir = tempfile::tempdir().unwrap();
-    let mut folder = RunFolder::open(dir.path()).unwrap();
+    let mut folder = RunFolder::open(dir.path(), false).unwrap();
     assert!(folder.gemm_table().is_none() && folder.notes.is_empty());
     std::fs::write(dir.path().join(GEMMS), "{").unwrap();
     assert!(folder.gemm_table().is_none());
