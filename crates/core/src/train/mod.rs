@@ -1,5 +1,6 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod bad_step;
 mod base_model;
 mod best_eval;
 mod checkpoint_parts;
@@ -33,6 +34,7 @@ mod run_save;
 mod saved_batch;
 mod snapshots;
 mod state;
+mod state_digests;
 mod step_faults;
 mod step_runner;
 mod trainer;

@@ -14,8 +14,8 @@
 //! verified in the next one.
 
 use super::StepReport;
-use super::rerun::exchange;
 use super::run::{Observer, Run};
+use super::state_digests::exchange;
 use crate::events::{self, Event};
 use crate::fault::culprit::{Record, StepCalls, culprit};
 use crate::{Error, Result, fs};

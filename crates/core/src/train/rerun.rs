@@ -13,39 +13,30 @@
 
 use super::memory_snapshot::MemorySnapshot;
 use super::run::{Observer, Run};
-use super::step_runner::Progress;
-use super::{InFlightStep, StepReport, Trainer};
-use crate::config::{BadStepPolicy, FaultSection};
+use super::state_digests::exchange;
+use super::{InFlightStep, StepReport};
+use crate::config::FaultSection;
 use crate::data::Batches;
 use crate::events::{self, Event};
 use crate::fault::culprit::{Difference, Record, StepCalls, culprit, first_step};
 use crate::{Error, Result, fs};
-use ferrotron_comm::Communicator;
-use ferrotron_tensor::{Category, DType, Tensor};
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use std::time::Instant;
-
-/// Losses before a spike can be told from them.
-const SPIKE_SAMPLES: u64 = 100;
-/// Steps in a row that `fault.on_bad_step` may drop.
-const MAX_DROPPED: u64 = 10;
 
 /// What is known since the last checked state.
 pub(super) struct Rerun {
-    base: MemorySnapshot,
+    pub(super) base: MemorySnapshot,
     /// What this rank sent in each step since.
     steps: Vec<StepCalls>,
     /// Largest loss, and number of losses so far.
-    losses: (f64, u64),
+    pub(super) losses: (f64, u64),
     /// Rejected steps in a row.
-    dropped: u64,
+    pub(super) dropped: u64,
     /// Transient faults of each rank so far.
     faults: Vec<u64>,
 }
 
 /// Steps that were run again.
-struct Replayed {
+pub(super) struct Replayed {
     record: Record,
     reports: Vec<StepReport>,
     /// Whether the run survives the last.
@@ -151,17 +142,6 @@ impl Run {
         Ok(())
     }
 
-    /// What is wrong with a result.
-    fn rejection(&self, report: &StepReport, goes_on: bool) -> Option<String> {
-        let (f, StepReport { loss, grad_norm, .. }) = (&self.resolved.config.fault, report);
-        if !goes_on {
-            return Some(format!("loss {loss}, gradient norm {grad_norm}"));
-        }
-        let (most, count) = self.rerun.as_ref().map_or((0.0, 0), |r| r.losses);
-        let spike = f.rerun && f.spike > 0.0 && count >= SPIKE_SAMPLES && *loss > f.spike * most;
-        spike.then(|| format!("loss {loss} is more than {} times the largest so far, {most}", f.spike))
-    }
-
     fn keep_calls(&mut self) {
         let sent = self.trainer.hooks.sent.take();
         if let Some(rerun) = &mut self.rerun {
@@ -170,7 +150,7 @@ impl Run {
     }
 
     /// The state after the last step becomes the base.
-    fn take_base(&mut self) -> Result<()> {
+    pub(super) fn take_base(&mut self) -> Result<()> {
         if let Some(rerun) = &mut self.rerun {
             // The old base's memory is the new one's.
             let old = std::mem::replace(&mut rerun.base.buffer, Vec::new().into());
@@ -246,7 +226,7 @@ impl Run {
     }
 
     /// Goes back to the base and runs the steps up to `step` again.
-    fn replay(&mut self, step: u64, data: &dyn Batches) -> Result<Replayed> {
+    pub(super) fn replay(&mut self, step: u64, data: &dyn Batches) -> Result<Replayed> {
         let Some(rerun) = &mut self.rerun else { return Err(Error::Invalid("nothing to run again".into())) };
         self.trainer.restore_memory_snapshot(&mut rerun.base)?;
         let mut out = Replayed { record: Record::default(), reports: Vec::new(), goes_on: true };
@@ -332,103 +312,4 @@ impl Run {
         }
         Ok(())
     }
-
-    /// A result that is wrong and reproducible: `fault.on_bad_step` decides.
-    fn drop_step(
-        &mut self,
-        (mut event, why): (events::Rerun, &str),
-        last: StepReport,
-        progress: Progress,
-        data: &dyn Batches,
-        observer: &mut dyn Observer,
-    ) -> Result<StepReport> {
-        let (step, policy) = (last.step, self.resolved.config.fault.on_bad_step);
-        // The state before the step: what `replay` starts from, and where `skip` goes on.
-        let best = self.trainer.best;
-        self.replay(step - 1, data)?;
-        let replay = self.save_for_replay(step, data);
-        if let Err(e) = &replay {
-            observer.warning(&format!("step {step} could not be saved for replay: {e}"));
-        }
-        let dropped = self.rerun.as_mut().map_or(0, |r| {
-            r.dropped += 1;
-            r.dropped
-        });
-        let stops = policy == BadStepPolicy::Stop || dropped >= MAX_DROPPED;
-        event.reason = why.into();
-        event.outcome = if stops { "the same bits, stop".into() } else { format!("the same bits, {policy}") };
-        self.emit(Event::Rerun(event), observer)?;
-        if stops {
-            let more = if dropped > 1 { format!(" ({dropped} steps in a row)") } else { String::new() };
-            return Err(Error::InvalidResult { step, why: format!("{why}{more}"), replay: replay.ok() });
-        }
-        if policy == BadStepPolicy::Rollback {
-            self.replay(0, data)?;
-        }
-        // The data of what is dropped has been consumed.
-        self.trainer.best = best;
-        self.trainer.runner.progress = progress;
-        self.take_base()?;
-        Ok(last)
-    }
-
-    /// Whether parameters differ between ranks that hold the same. The same on all ranks.
-    fn replicas_differ(&self) -> Result<bool> {
-        let t = &self.trainer;
-        t.model.params.wait_params(&t.rank)?;
-        let full = t.model.params.placement().is_full_size();
-        let mut differ = false;
-        for experts in [false, true] {
-            let group = match (full, experts) {
-                (true, false) => &t.rank.dp_cp_group,
-                (true, true) => &t.rank.expert_dp_group,
-                (false, _) => t.rank.shard_replica_group(experts),
-            };
-            let held = t.model.params.specs().iter().zip(t.model.params.values());
-            let own = held.filter(|(spec, t)| spec.experts == experts && t.is_contiguous());
-            let own = t.digests(&own.map(|(_, value)| value.clone()).collect::<Vec<_>>())?;
-            let all: Vec<Vec<u64>> = exchange(group, &own, "digests of parameters")?;
-            differ |= all.iter().any(|other| *other != own);
-        }
-        self.any_rank(differ, "replicas")
-    }
-
-    /// Whether it is so on any rank.
-    pub(super) fn any_rank(&self, mine: bool, label: &'static str) -> Result<bool> {
-        let t = &self.trainer;
-        Ok(t.runner.all_reduce(&t.rank.control, vec![f64::from(mine)], label)?[0] > 0.0)
-    }
-}
-
-impl Trainer {
-    /// Digests of the tensors that persist between steps, by name.
-    fn state_digests(&self) -> Result<Vec<(String, u64)>> {
-        self.model.params.wait_params(&self.rank)?;
-        self.optimizer.wait_state(&self.rank)?;
-        let (names, tensors): (Vec<String>, Vec<Tensor>) = self.persistent_tensors()?.into_iter().unzip();
-        Ok(names.into_iter().zip(self.digests(&tensors)?).collect())
-    }
-
-    fn digests(&self, tensors: &[Tensor]) -> Result<Vec<u64>> {
-        let s = &self.rank.compute;
-        if tensors.is_empty() {
-            return Ok(Vec::new());
-        }
-        let out = Tensor::empty(s, &[tensors.len()], DType::I64, Category::Workspace)?;
-        for (i, t) in tensors.iter().enumerate() {
-            self.rank.kernels.digest(s, t, &out.narrow(0, i, 1)?)?;
-        }
-        Ok(s.download::<i64>(&out)?.into_iter().map(|d| d as u64).collect())
-    }
-}
-
-/// What all ranks of a group say, in rank order.
-pub(super) fn exchange<T: Serialize + DeserializeOwned>(
-    group: &Communicator,
-    mine: &T,
-    label: &'static str,
-) -> Result<Vec<T>> {
-    let broken = |e: serde_json::Error| Error::Invalid(format!("{label} of a rank: {e}"));
-    let all = group.all_gather_bytes(&serde_json::to_vec(mine).map_err(broken)?, label)?;
-    all.iter().map(|text| serde_json::from_slice(text).map_err(broken)).collect()
 }

@@ -254,8 +254,12 @@ impl Run {
         let verifying = verification.as_ref().map(|v| v.step);
         options.snapshots.set_verification(verification);
         let restarted = options.restarted.as_ref().filter(|_| verifying.is_none()).map(|r| {
-            let (step, from) = (trainer.step(), if recovery.is_some() { "memory" } else { "checkpoint" });
-            r.event(step, if step == 0 { "the beginning" } else { from })
+            let from = match (&recovery, trainer.step()) {
+                (Some(_), _) => "memory",
+                (None, 0) => "the beginning",
+                (None, _) => "checkpoint",
+            };
+            r.event(trainer.step(), from)
         });
         let in_folder = folder.as_mut().filter(|_| !fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
