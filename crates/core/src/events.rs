@@ -3,9 +3,14 @@
 //! The writer appends whole lines. After an interruption [`EventLog::resume`] drops what lies beyond the resumed
 //! step, so that the log of an interrupted and resumed run reads like that of one run.
 
+mod columns;
+mod decimate;
 mod fault;
 mod health;
+mod history;
 mod offload;
+mod run_reader;
+mod scan;
 
 use crate::error::{Error, Result};
 use crate::fs;
@@ -17,12 +22,20 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+pub use columns::StepColumns;
+pub use decimate::decimate;
 pub use fault::{Fault, Rerun};
 pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
+pub use history::{ExpertLoads, Fp8Point, RunHistory, RunState};
 pub use offload::Offload;
+pub use run_reader::{Read, RunReader, is_run, runs_in};
 
 /// The name of the log in a run folder.
 pub const FILE_NAME: &str = "events.jsonl";
+
+/// The version of the schema that `run_start` carries. It rises when a field changes its meaning or disappears; new fields
+/// and new kinds of events do not change it.
+pub const SCHEMA: u32 = 1;
 
 /// What happened.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -65,6 +78,9 @@ pub enum Event {
 /// A run began.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunStart {
+    /// The version of the log's schema, [`SCHEMA`]; 0 in logs from before there was one.
+    #[serde(default)]
+    pub schema: u32,
     /// The recipe or file.
     pub recipe: String,
     /// Program version.
@@ -81,6 +97,12 @@ pub struct RunStart {
     pub dtype: String,
     /// Model FLOPs per token.
     pub flops_per_token: f64,
+    /// Ranks of the job.
+    #[serde(default)]
+    pub ranks: u64,
+    /// Peak TFLOP per second of all devices together, by their datasheets; MFU is a step's `tflops` over it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub peak_tflops: Option<f64>,
 }
 
 /// An optimizer step was made.
@@ -126,6 +148,10 @@ pub struct Step {
     /// Peak bytes reserved from that device for tensors so far.
     #[serde(default)]
     pub reserved: u64,
+    /// Peak bytes of tensors so far by category (`parameters`, `gradients`, …), on the device of rank 0. Categories peak at
+    /// different times, so they need not add up to `memory`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub memory_peaks: BTreeMap<String, u64>,
     /// Bytes that rank 0 sent in the step, by group and collective: `{"tp": {"all-gather": 4096}}`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sent: BTreeMap<String, BTreeMap<String, u64>>,

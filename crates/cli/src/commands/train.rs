@@ -454,7 +454,9 @@ impl Observer for View<'_> {
 /// Prints what is about to run, and logs the start of a new run.
 fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, first: u64) -> Result<()> {
     let device = run.trainer.rank.device().clone();
+    let ranks = run.trainer.rank.world.size();
     let start = RunStart {
+        schema: events::SCHEMA,
         recipe: recipe.name.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
         steps: run.resolved.plan.steps,
@@ -463,6 +465,8 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         threads: device.threads().count() as u64,
         dtype: run.resolved.config.precision.dtype.name().into(),
         flops_per_token: run.flops_per_token,
+        ranks: ranks as u64,
+        peak_tflops: super::bench::peak_by_datasheet(&run.trainer.rank).map(|peak| peak * ranks as f64),
     };
     if !global.json {
         let p = &run.resolved.plan;

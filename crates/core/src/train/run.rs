@@ -17,6 +17,8 @@ use crate::fault::timeouts::Timeouts;
 use crate::{Error, Result};
 use ferrotron_comm::Communicator;
 use ferrotron_engine::Rank;
+use ferrotron_tensor::{Category, MemoryReport};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -457,11 +459,18 @@ impl Run {
             tflops: rate * self.flops_per_token / 1e12,
             memory: memory.total_peak as u64,
             reserved: memory.reserved_peak as u64,
+            memory_peaks: memory_peaks(&memory),
             sent: self.sent.by_kind(),
             more,
             losses: r.mtp_losses.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
         }
     }
+}
+
+/// Peak bytes by category, without those that have none.
+fn memory_peaks(memory: &MemoryReport) -> BTreeMap<String, u64> {
+    let all = Category::ALL.iter().zip(memory.peak);
+    all.filter(|(_, bytes)| *bytes > 0).map(|(c, bytes)| (c.name().to_string(), bytes as u64)).collect()
 }
 
 /// The checkpoint of a run with the lowest validation loss.
