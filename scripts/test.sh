@@ -2,7 +2,7 @@
 # Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), a minute
 # of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
-# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI and g++.
+# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI, tmux, Chromium and g++.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -36,6 +36,14 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
   install 2>/dev/null || { apt-get update >/dev/null && install; } \
     || echo "test.sh: Open MPI could not be installed (apt-get install openmpi-bin)" >&2
 fi
+
+# `watch` is tested under tmux and in headless Chromium: without them its tests print that they are skipped, and in CI they fail.
+for tool in tmux chromium; do
+  if ! command -v "$tool" >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$tool" >/dev/null; }
+    install 2>/dev/null || { apt-get update >/dev/null && install; } || echo "test.sh: $tool could not be installed" >&2
+  fi
+done
 
 # libFuzzer is C++.
 if ! command -v c++ >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

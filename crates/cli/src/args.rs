@@ -2,7 +2,7 @@
 
 use crate::commands::{
     bench, chat, convert, data, doctor, drill, eval, explain, forward, generate, kernels, launch, parity,
-    plan, recipes, replay, train,
+    plan, recipes, replay, train, watch,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -162,6 +162,9 @@ pub enum Command {
     Plan(plan::Args),
     /// List or print the built-in recipes
     Recipes(recipes::Args),
+    /// Show runs live, in the terminal or in a browser
+    #[command(long_about = watch::LONG)]
+    Watch(watch::Args),
     /// Explain a recipe key
     Explain(explain::Args),
 }

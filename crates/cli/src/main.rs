@@ -50,6 +50,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => commands::doctor::run(args, &global),
         Command::Plan(args) => commands::plan::run(args, &global),
         Command::Recipes(args) => commands::recipes::run(args, &global),
+        Command::Watch(args) => commands::watch::run(args, &global),
         Command::Explain(args) => commands::explain::run(args, &global),
     };
     result.unwrap_or_else(|e| output::failure(&e, &global))

@@ -195,7 +195,8 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
     parts.join("  ")
 }
 
-fn note(event: &Event) -> Option<String> {
+/// What an event other than a step says in a line; nothing for those that views show in another way.
+pub fn note(event: &Event) -> Option<String> {
     match event {
         Event::Eval(e) => {
             let each: Vec<String> =
@@ -243,7 +244,7 @@ fn restart_line(r: &Restart) -> String {
     let again = if r.steps_lost > 0 { format!(", {} steps again", r.steps_lost) } else { String::new() };
     format!(
         "restart {}: {}{replaced}; from {} after step {}{again}",
-        r.generation - 1,
+        r.generation.saturating_sub(1),
         r.reason,
         r.from,
         r.step

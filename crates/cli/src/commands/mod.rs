@@ -27,3 +27,4 @@ pub mod replay;
 mod sampling_args;
 pub mod train;
 mod train_summary;
+pub mod watch;
