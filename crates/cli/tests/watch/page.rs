@@ -9,7 +9,7 @@ use std::io::Write;
 use std::time::Duration;
 
 const HOSTILE: &str = "<img src=x onerror=window.hacked=1>";
-const READY: &str = "!!document.body.dataset.ready";
+const READY: &str = "!!(document.body && document.body.dataset.ready)";
 
 /// Ten runs, one of them hostile and one of them still running.
 fn runs(dir: &std::path::Path) -> RunLog {

@@ -47,12 +47,6 @@ pub struct Area {
 }
 
 impl Area {
-    /// Cut into a left part of `width` columns and the rest.
-    pub fn split_left(self, width: usize) -> (Area, Area) {
-        let width = width.min(self.width);
-        (Area { width, ..self }, Area { x: self.x + width, width: self.width - width, ..self })
-    }
-
     /// Cut into an upper part of `height` rows and the rest.
     pub fn split_top(self, height: usize) -> (Area, Area) {
         let height = height.min(self.height);
