@@ -116,9 +116,9 @@ fn ten_runs_live_hostile_dark_light_and_on_a_phone() {
     assert!(b.screenshot() > 10_000);
     // Other axes and a zoom ask for other curves.
     b.eval("document.querySelector('[data-axis=tokens]').click()");
-    b.wait("view.data.runs[0].series.loss.x.at(-1) > 100000");
+    b.wait("view.data.runs[1].series.loss.x.at(-1) > 100000");
     b.eval("shared.setZoom([40000, 80000])");
-    b.wait("view.data.runs[0].series.loss.x.length < 15");
+    b.wait("view.data.runs[1].series.loss.x.length < 15");
     assert_eq!(b.eval("byId('zoom').hidden"), json!(false));
     assert_eq!(b.complaints, [""; 0]);
 }
