@@ -177,7 +177,7 @@ class LineChart {
     });
     g.textAlign = "center";
     let rightmost = -Infinity;
-    for (const x of ticks(r.x0, r.x1, Math.max(2, Math.floor((box.right - box.left) / 92)))) {
+    for (const x of ticks(r.x0, r.x1, Math.max(2, Math.floor((box.right - box.left) / 64)))) {
       const text = this.shared.formatX(x), half = g.measureText(text).width / 2;
       const at = Math.min(Math.max(X(x), box.left + half - 4), box.right - half + 4);
       if (at - half > rightmost + 8) { g.fillText(text, at, height - 8); rightmost = at + half; }

@@ -127,7 +127,7 @@ const cards = [
   { id: "norm", title: "Gradient norm", get: lines("grad_norm", { nulls: true }), format: short, log: true, marks: MARKED },
   { id: "lr", title: "Learning rate", get: lines("lr"), format: short, zero: true },
   { id: "memory", title: "Memory by category", unit: "peak so far", get: memorySeries, format: bytes, stack: true, focus: true, legend: true },
-  { id: "fp8", title: "FP8 saturation and underflow", unit: "worst operand, % of values", get: fp8Series, format: percent, zero: true, absent: ["FP8 saturation", "precision.stats_every=50"] },
+  { id: "fp8", title: "FP8 saturation", unit: "worst operand; dashed: underflow", get: fp8Series, format: percent, zero: true, absent: ["FP8 saturation", "precision.stats_every=50"] },
   { id: "loads", title: "Expert load", heat: true, focus: true, absent: ["the expert-load heat map", 'moe.log=["losses", "imbalance", "loads"]'] },
   { id: "imbalance", title: "Expert imbalance", unit: "most loaded expert over the mean", get: lines("imbalance"), format: short },
   { id: "ranks", title: "Ranks", unit: "seconds of a step", ranks: true, focus: true, absent: ["ranks and stragglers", "fault.straggler_every=20"] },
