@@ -32,7 +32,7 @@ fn step(n: u64) -> Event {
     s.more.insert("imbalance".into(), json!(1.0 + 1.0 / x));
     s.more.insert("energy_j".into(), json!(null));
     s.more.insert("text".into(), json!("a \"quoted\" {text}"));
-    if n % 3 == 0 {
+    if n.is_multiple_of(3) {
         s.more.insert("moe/load_layer_1".into(), json!([n, 2, 0, 5]));
         s.more.insert("moe/load_layer_0".into(), json!([]));
     }

@@ -111,7 +111,7 @@ impl Terminal {
 
     /// The rest of an escape sequence, or the escape key itself.
     fn escape(&self) -> Input {
-        let mut next = || self.keys.recv_timeout(Duration::from_millis(20)).ok();
+        let next = || self.keys.recv_timeout(Duration::from_millis(20)).ok();
         match next() {
             Some(b'[' | b'O') => match next() {
                 Some(b'D') => Input::Left,

@@ -158,15 +158,14 @@ fn panels(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choice
     let mut small: Vec<&Metric> = METRICS.iter().collect();
     small.retain(|m| runs.iter().any(|r| r.history().steps.last(m.column).is_some()));
     let loads = runs.iter().enumerate().filter(|(i, _)| choices.only.is_none_or(|only| only == *i));
-    let loads =
-        loads.filter_map(|(i, r)| Some((i, r.history(), r.history().loads.last()?.layers.len()))).last();
+    let loads = loads.map(|(i, r)| (i, r.history())).rfind(|(_, history)| !history.loads.is_empty());
     // A heat map of expert loads is another panel, right after the throughput.
     let count = small.len() + usize::from(loads.is_some());
     let columns = (area.width / PANEL.0).clamp(1, area.width.div_ceil(PANEL_MAX_WIDTH).max(3));
     let wanted = count.div_ceil(columns);
     // The loss has half the height, or what smaller panels leave.
     let rows = (area.height / 2 / PANEL.1).min(wanted);
-    let panel_height = if rows == 0 { 0 } else { (area.height / 2 / rows).max(PANEL.1) };
+    let panel_height = (area.height / 2).checked_div(rows).map_or(0, |height| height.max(PANEL.1));
     let (top, below) = area.split_top(area.height - rows * panel_height);
     match chart(runs, choices, &LOSS, top.width) {
         Some(chart) => chart.draw(screen, top),
@@ -186,7 +185,7 @@ fn panels(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choice
         let (x, y) = (below.x + slot % columns * width, below.y + slot / columns * panel_height);
         let area = Area { x, y, width: width.saturating_sub(1), height: panel_height };
         match (loads, which) {
-            (Some((i, history, _)), 1) => expert_loads(screen, area, history, color(i)),
+            (Some((i, history)), 1) => expert_loads(screen, area, history, color(i)),
             (Some(_), n) if n > 1 => metric(screen, area, runs, choices, small[n - 1]),
             (_, n) => metric(screen, area, runs, choices, small[n.min(small.len() - 1)]),
         }
@@ -255,7 +254,7 @@ fn table(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choices
     }
     rows.extend(order.into_iter().map(|i| (Some(i), cells(&runs[i]))));
     // Columns that no run fills are left out, and the last ones where the terminal is narrow.
-    let filled = |c: usize| rows[1..].iter().any(|(_, r)| r[c] != "");
+    let filled = |c: usize| rows[1..].iter().any(|(_, r)| !r[c].is_empty());
     let wide = |c: usize| rows.iter().map(|(_, r)| r[c].chars().count()).max().unwrap_or(0);
     let mut widths: Vec<(usize, usize)> =
         (0..heads.len()).filter(|c| filled(*c)).map(|c| (c, wide(c))).collect();
