@@ -7,6 +7,8 @@ use std::collections::VecDeque;
 
 /// Most notes that are kept, newest last.
 const MAX_NOTES: usize = 2000;
+/// Most checkpoints that are kept, newest last.
+const MAX_CHECKPOINTS: usize = 1000;
 /// Most steps whose expert loads are kept; beyond, every second of them is dropped and every second of what follows.
 const MAX_LOADS: usize = 512;
 
@@ -182,6 +184,9 @@ impl RunHistory {
             Event::Sections(sections) => self.sections = Some(sections),
             Event::Checkpoint(c) => {
                 self.checkpoints.retain(|old| old.path != c.path);
+                if self.checkpoints.len() == MAX_CHECKPOINTS {
+                    self.checkpoints.remove(0);
+                }
                 self.checkpoints.push(c);
             }
             Event::RunEnd(end) => self.end = Some(end),
