@@ -107,6 +107,15 @@ fn hardware_that_is_broken_for_good_is_named() {
     assert_eq!(faults.len(), 1, "{faults:?}");
     assert_eq!(faults[0]["fault"], "persistent");
     assert!(done.err.contains("whatever its rank"), "{}", done.err);
+    // Ranks as threads stay where they are, and the run says so.
+    let recipe = dir.path().join("job.toml");
+    let mut command =
+        ferrotron(&["train", recipe.to_str().unwrap(), "--device", "cpu", "--ranks", "2", "--steps", "10"]);
+    let threads = wait(
+        command.args(&PARTNER[..6]).args(["--out", dir.path().join("t").to_str().unwrap()]).spawn().unwrap(),
+    );
+    assert_eq!(threads.code, Some(0), "{}", threads.err);
+    assert!(threads.err.contains("verified in place"), "{}", threads.err);
     // A second run in place does not see it.
     let in_place = [&PARTNER[..4], &["--set", inject, "--fresh"]].concat();
     assert_eq!(train(dir.path(), "b", &in_place).code, Some(0));

@@ -285,6 +285,13 @@ impl Run {
                 notes.push(format!("checkpoints after the best were deleted: {}", names.join(", ")));
             }
         }
+        if fault.verify_on_partner && !(options.snapshots.are_mirrored() && trainer.rank.world.size() > 1) {
+            notes.push(
+                "fault.verify_on_partner: ranks cannot change places in this job, so that steps are verified in place; it takes \
+                 launched processes and fault.restarts (docs/launch.md)"
+                    .into(),
+            );
+        }
         notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
         let launches_ahead = trainer.rank.device().gpu().is_some();
