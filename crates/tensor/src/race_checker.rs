@@ -5,15 +5,48 @@
 //! maximum. Two accesses to the same bytes race if at least one writes and the earlier one's time is not yet in the
 //! clock of the later one's stream. The history is kept by address and survives the memory's return to the pool, so memory
 //! that is reused while another stream still uses it is reported as well, even if only a part of it is.
+//!
+//! A stream may wait for an event of another device. Clocks therefore count the launches of every device's streams by
+//! themselves: stream 0 of one device is not stream 0 of another.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 
-/// Entry `s` is the number of launches of stream `s` that are known to be complete.
-pub(crate) type VectorClock = Vec<u64>;
+/// The number of launches of each stream that are known to be complete.
+#[derive(Clone, Default)]
+pub(crate) struct VectorClock {
+    /// Of each device, by identity: entry `s` is its stream `s`. A clock keeps the identities that it names alive, so that
+    /// no later device is taken for one of them.
+    devices: Vec<(Arc<()>, Vec<u64>)>,
+}
+
+impl VectorClock {
+    /// The entries of a device's streams, at least `streams` of them.
+    fn entries(&mut self, device: &Arc<()>, streams: usize) -> &mut Vec<u64> {
+        let known = self.devices.iter().position(|(d, _)| Arc::ptr_eq(d, device));
+        let at = known.unwrap_or_else(|| {
+            self.devices.push((device.clone(), Vec::new()));
+            self.devices.len() - 1
+        });
+        let entries = &mut self.devices[at].1;
+        entries.resize(entries.len().max(streams), 0);
+        entries
+    }
+
+    /// Elementwise maximum.
+    fn join(&mut self, other: &VectorClock) {
+        for (device, theirs) in &other.devices {
+            let mine = self.entries(device, theirs.len());
+            mine.iter_mut().zip(theirs).for_each(|(mine, theirs)| *mine = (*mine).max(*theirs));
+        }
+    }
+}
 
 #[derive(Default)]
 pub(crate) struct RaceChecker {
+    /// The device's identity in clocks.
+    device: Arc<()>,
     streams: Vec<VectorClock>,
     /// Disjoint ranges of addresses by their start.
     history: BTreeMap<usize, History>,
@@ -40,15 +73,19 @@ pub(crate) struct Access {
 impl RaceChecker {
     fn clock(&mut self, stream: u32) -> &mut VectorClock {
         let n = self.streams.len().max(stream as usize + 1);
-        self.streams.resize_with(n, Vec::new);
-        let clock = &mut self.streams[stream as usize];
-        clock.resize(clock.len().max(n), 0);
-        clock
+        self.streams.resize_with(n, VectorClock::default);
+        &mut self.streams[stream as usize]
+    }
+
+    /// What `stream` knows of this device's streams.
+    fn entries(&mut self, stream: u32) -> &mut Vec<u64> {
+        let device = self.device.clone();
+        self.clock(stream).entries(&device, stream as usize + 1)
     }
 
     /// Starts a launch and returns its time on its stream.
     pub(crate) fn tick(&mut self, stream: u32) -> u64 {
-        let t = &mut self.clock(stream)[stream as usize];
+        let t = &mut self.entries(stream)[stream as usize];
         *t += 1;
         *t
     }
@@ -58,19 +95,15 @@ impl RaceChecker {
         self.clock(stream).clone()
     }
 
-    /// Makes `stream` wait for `event`.
+    /// Makes `stream` wait for `event`, which may be another device's.
     pub(crate) fn wait(&mut self, stream: u32, event: &VectorClock) {
-        let clock = self.clock(stream);
-        clock.resize(clock.len().max(event.len()), 0);
-        for (mine, theirs) in clock.iter_mut().zip(event) {
-            *mine = (*mine).max(*theirs);
-        }
+        self.clock(stream).join(event);
     }
 
     /// Records an access to a range of addresses; fails if it races with an earlier one, and names both.
     pub(crate) fn access(&mut self, range: Range<usize>, new: Access) -> Result<(), String> {
-        let clock = self.clock(new.stream).clone();
-        let ordered = |old: &Access| old.time <= clock.get(old.stream as usize).copied().unwrap_or(0);
+        let known = self.entries(new.stream).clone();
+        let ordered = |old: &Access| old.time <= known.get(old.stream as usize).copied().unwrap_or(0);
         self.split(range.start);
         self.split(range.end);
         let earlier = self.history.range(range.clone()).flat_map(|(_, h)| &h.accesses);

@@ -117,7 +117,7 @@ impl Stream {
 
     /// Records an event after all work given to this stream so far.
     pub fn record(&self) -> Result<Event> {
-        let mut clock = VectorClock::new();
+        let mut clock = VectorClock::default();
         self.device.inner.check(|c| {
             clock = c.record(self.id);
             Ok(())

@@ -78,6 +78,36 @@ fn ordering_is_transitive_over_streams() {
     assert!(touch(&b, "between", read(&x)).is_err(), "b has not waited for c");
 }
 
+/// Streams are numbered by their device: many launches of another device's first stream say nothing about this one's.
+#[test]
+fn an_event_of_another_device_orders_that_device_only() {
+    let (here, there) = (setup(), setup());
+    let x = Tensor::empty(&here.compute, &[8], DType::U8, Category::Workspace).unwrap();
+    let y = Tensor::empty(&there.compute, &[8], DType::U8, Category::Workspace).unwrap();
+    for _ in 0..5 {
+        touch(&there.compute, "elsewhere", write(&y)).unwrap();
+    }
+    touch(&here.compute, "produce", write(&x)).unwrap();
+    here.copy.wait(&there.compute.record().unwrap()).unwrap();
+    let error = touch(&here.copy, "offload", read(&x)).unwrap_err().to_string();
+    assert!(error.contains("'offload'") && error.contains("'produce'"), "{error}");
+}
+
+#[test]
+fn ordering_is_transitive_over_devices() {
+    let (here, there) = (setup(), setup());
+    let x = Tensor::empty(&here.compute, &[8], DType::U8, Category::Workspace).unwrap();
+    touch(&here.compute, "produce", write(&x)).unwrap();
+    there.copy.wait(&here.compute.record().unwrap()).unwrap();
+    here.copy.wait(&there.copy.record().unwrap()).unwrap();
+    touch(&here.copy, "offload", read(&x)).unwrap();
+    // Work after the event is not known over there.
+    touch(&here.compute, "again", read(&x)).unwrap();
+    there.compute.wait(&there.copy.record().unwrap()).unwrap();
+    here.copy.wait(&there.compute.record().unwrap()).unwrap();
+    assert!(touch(&here.copy, "overwrite", write(&x)).is_err(), "the compute stream may still be reading");
+}
+
 #[test]
 fn readers_and_disjoint_writers_need_no_order() {
     let Setup { compute, copy } = setup();
