@@ -18,6 +18,11 @@ struct Case {
     softcap: Option<f32>,
     sink: bool,
     layout: Layout,
+    /// Channels of q and k, and of v.
+    channels: [usize; 2],
+    /// What values of the middle half of all tokens are multiplied by: with chunks dealt in zigzag, ranks of the second
+    /// half hold no others.
+    middle: f64,
 }
 
 const D: usize = 8;
@@ -41,7 +46,17 @@ fn cases() -> Vec<(Case, Vec<CpVariant>)> {
     let rows = Layout::Rows { count: 2, len: 24 };
     // Longer than a key block, odd, shorter than all chunks, one token, and empty sequences at both ends.
     let packed = Layout::Packed { offsets: vec![0, 0, 131, 134, 134, 135, 172, 172] };
-    let plain = Case { heads: 4, kv_heads: 4, window: None, softcap: None, sink: false, layout: rows };
+    let (channels, middle) = ([D, D_V], 1.0);
+    let plain = Case {
+        heads: 4,
+        kv_heads: 4,
+        window: None,
+        softcap: None,
+        sink: false,
+        layout: rows,
+        channels,
+        middle,
+    };
     let gqa = Case { heads: 8, kv_heads: 4, layout: packed.clone(), ..plain.clone() };
     let few = Case { heads: 3, kv_heads: 1, layout: packed, ..plain.clone() };
     vec![
@@ -65,13 +80,17 @@ struct Values([Vec<f64>; 5]);
 
 impl Case {
     fn sizes(&self) -> [[usize; 2]; 4] {
-        [[self.heads, D], [self.kv_heads, D], [self.kv_heads, D_V], [self.heads, D_V]]
+        let [d, d_v] = self.channels;
+        [[self.heads, d], [self.kv_heads, d], [self.kv_heads, d_v], [self.heads, d_v]]
     }
 
     fn values(&self, dtype: DType) -> Values {
         let t = self.layout.tokens();
         let draw = |i: usize, n| rounded(dtype, numbers(i as u64 + 1, n));
-        let [q, k, v, dout] = std::array::from_fn(|i| draw(i, t * self.sizes()[i].iter().product::<usize>()));
+        let [q, k, mut v, dout] =
+            std::array::from_fn(|i| draw(i, t * self.sizes()[i].iter().product::<usize>()));
+        let quarter = v.len() / 4;
+        v[quarter..3 * quarter].iter_mut().for_each(|x| *x *= self.middle);
         Values([q, k, v, dout, rounded(DType::F32, numbers(9, self.heads))])
     }
 
@@ -80,8 +99,8 @@ impl Case {
         let shape = AttentionShape {
             heads: self.heads,
             kv_heads: self.kv_heads,
-            d_qk: D,
-            d_v: D_V,
+            d_qk: self.channels[0],
+            d_v: self.channels[1],
             scale: s.scale,
             softcap: s.softcap,
             causal: true,
@@ -138,7 +157,7 @@ impl Case {
             }
             write(rank, &buffer, &data);
             let [q, k, v] = columns(&buffer);
-            let of_out = || rank.activation(&[rows, self.heads, D_V], dtype).unwrap();
+            let of_out = || rank.activation(&[rows, self.heads, self.channels[1]], dtype).unwrap();
             let (out, dout) = (of_out(), of_out());
             write(rank, &dout, &local(&tokens, widths[3], &x.0[3]));
             let upload = |x: &[f64]| {
@@ -197,6 +216,30 @@ fn every_variant_matches_the_reference() {
                 }
                 let bits = case.run(variant, Grid { cp, tp: 1, overlap: false }, dtype, &x);
                 assert_eq!(bits, ours, "{what}: overlap changes bits");
+            }
+        }
+    }
+}
+
+/// Every rank's keys and values are a part of all: a query's delta = Σ dout·out is not bounded by the values of the part
+/// that its rank holds just now. Heads as wide as those of the GPU's kernels with fixed-point sums of dq.
+#[test]
+fn ring_parts_of_very_different_magnitude_match_the_reference() {
+    for (channels, middle) in
+        [[64, 64], [128, 128]].into_iter().flat_map(|c| [0.0, 2f64.powi(-30), 65536.0].map(|m| (c, m)))
+    {
+        let layout = Layout::Rows { count: 1, len: 128 };
+        let case = Case { heads: 4, kv_heads: 2, layout, channels, middle, ..cases()[0].0.clone() };
+        for dtype in [DType::F32, DType::BF16] {
+            let x = case.values(dtype);
+            let want = case.wanted(dtype, &x);
+            let want = [want.out.data, want.dq.data, want.dk.data, want.dv.data];
+            for cp in [2, 4] {
+                let what = format!("{case:?} over {cp} {dtype}");
+                let ours = case.run(CpVariant::Ring, Grid { cp, tp: 1, overlap: true }, dtype, &x);
+                for ((ours, want), name) in ours.iter().zip(&want).zip(["out", "dq", "dk", "dv"]) {
+                    close(&format!("{what} {name}"), dtype, ours, want);
+                }
             }
         }
     }

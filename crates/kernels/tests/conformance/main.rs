@@ -7,6 +7,7 @@ mod attention;
 mod attention_fp8;
 mod attention_fp8_probs;
 mod attention_merge;
+mod attention_parts;
 mod devices;
 mod digest;
 mod dora;

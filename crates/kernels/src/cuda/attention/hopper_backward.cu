@@ -4,8 +4,9 @@
 // memory.
 //
 // Many blocks contribute to dq of one query tile. They add in 32-bit fixed point with atomics: integer sums do not
-// depend on the order, so the result is deterministic. |dq| ≤ 2·|dout|·max|v|·max|k| (before the scale, which is
-// applied at the end) gives every query a step that keeps sums below 2^29, two bits below overflow.
+// depend on the order, so the result is deterministic. |dq| ≤ (|dout|·max|v| + |delta|)·max|k| (before the scale,
+// which is applied at the end) gives every query a step that keeps sums below 2^29, two bits below overflow. Delta is
+// not bounded by these values: where the keys are a part of all (ring attention), it comes from the output over all.
 //
 // The dq GEMM of one query tile is issued with those of the next tile, so that the warpgroups do not wait for each
 // other.

@@ -124,7 +124,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
             rows[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
             rows[64 + at] = sum;
             if constexpr (!PER_HEAD) {
-                const float bound = 2.0f * sqrtf(norm) * sqrtf(most_v) * most_k;
+                const float bound = (sqrtf(norm) * sqrtf(most_v) + fabsf(sum)) * most_k;
                 // bound < 2^(e + 1), so that sums stay below 2^29.
                 const i32 e = i32(__float_as_uint(bound) >> 23) - 127;
                 float step = bound > 0.0f ? __uint_as_float(u32(min(max(28 - e, -100), 100) + 127) << 23) : 1.0f;

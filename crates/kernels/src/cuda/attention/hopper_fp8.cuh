@@ -46,7 +46,9 @@ template <int D, int WGS, int STAGES, int Q> struct HopperFp8 : HopperForwardLoa
     static __device__ __forceinline__ void consume(const HopperArgs& m, u32 base, Bars bars) {
         const AttentionArgs& a = m.a;
         const int wg = warpgroup() - 1;
-        const float factor = a.factor * unit_of(m.bounds, 0) * unit_of(m.bounds, 1);
+        // Inverse scales are powers of two, so their product is exact. Where it underflows all logits are 0 in f32; a factor
+        // of 0 would make those of masked keys, -inf, NaN.
+        const float factor = fmaxf(a.factor * (unit_of(m.bounds, 0) * unit_of(m.bounds, 1)), __uint_as_float(0x00800000));
         Ring<STAGES> k, v;
         Ring<Q> q;
         const i32 n = rounds(m.total);
