@@ -11,6 +11,7 @@ mod progress;
 mod ranks;
 mod shell;
 mod signal;
+mod stand_in;
 mod trace;
 
 use args::{Cli, Command, Global};
@@ -25,6 +26,9 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),
     };
+    if let Err(e) = stand_in::apply(&cli.global) {
+        return output::failure(&e, &cli.global);
+    }
     let log_level = match log::LogLevel::choose(cli.global.log_level) {
         Ok(level) => level,
         Err(e) => return output::failure(&e.into(), &cli.global),

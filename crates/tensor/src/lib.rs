@@ -31,7 +31,7 @@ mod timestamp;
 pub mod trace;
 mod transfer;
 
-pub use cuda::{DRIVER as CUDA_DRIVER, GpuInfo, gpus};
+pub use cuda::{AS_VARIABLE, DRIVER as CUDA_DRIVER, GpuInfo, gpus};
 pub use device::{Device, DeviceKind, Instrumentation, Profile};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};

@@ -76,6 +76,9 @@ struct Gpu {
     name: String,
     memory: usize,
     compute_capability: String,
+    /// Where the card stands for an older one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    own_compute_capability: Option<String>,
     multiprocessors: u32,
     driver: String,
 }
@@ -86,6 +89,7 @@ impl From<GpuInfo> for Gpu {
             name: c.name,
             memory: c.memory,
             compute_capability: format!("{}.{}", c.capability.0, c.capability.1),
+            own_compute_capability: c.stands_for_another().then(|| format!("{}.{}", c.native.0, c.native.1)),
             multiprocessors: c.multiprocessors,
             driver: format!("{}.{}", c.driver / 1000, c.driver % 1000 / 10),
         }
@@ -145,10 +149,13 @@ fn page(r: &Report) -> String {
     }
     for (i, gpu) in r.gpus.iter().enumerate() {
         let found = format!(
-            "{}, {}, compute capability {}",
+            "{}, {}, compute capability {}{}",
             gpu.name,
             format_bytes(gpu.memory),
-            gpu.compute_capability
+            gpu.compute_capability,
+            gpu.own_compute_capability
+                .as_ref()
+                .map_or(String::new(), |own| format!(" (as asked; its own is {own})"))
         );
         rows.push(row(&format!("cuda:{i}"), found, fits(gpu.memory as u64)));
     }

@@ -10,9 +10,9 @@ use std::ffi::{CStr, CString};
 /// A compiled source.
 #[derive(Clone, Debug)]
 pub struct Compiled {
-    /// Machine code for the driver.
-    pub cubin: Vec<u8>,
-    /// Resources of its kernels, as ptxas reports them.
+    /// What the driver loads: machine code (a cubin), or for a `compute_..` architecture PTX, which it compiles itself.
+    pub code: Vec<u8>,
+    /// Resources of its kernels, as ptxas reports them; none of PTX.
     pub kernels: Vec<KernelResources>,
 }
 
@@ -25,6 +25,8 @@ pub struct KernelResources {
     pub registers: usize,
     /// Bytes of register spills, stores plus loads.
     pub spills: usize,
+    /// Bytes of static shared memory.
+    pub shared: usize,
 }
 
 /// NVRTC.
@@ -78,7 +80,7 @@ impl Compiler {
 
     /// Cache key: everything that decides the machine code, which is the compiler, its options, and the texts of the
     /// source and its headers.
-    pub(super) fn key(&self, source: &Source, arch: &str) -> Result<Vec<u8>> {
+    pub fn key(&self, source: &Source, arch: &str) -> Result<Vec<u8>> {
         let (major, minor) = self.version;
         let defines = source.variant.defines();
         let mut key = format!("NVRTC {major}.{minor} {:?}\n{defines}{}", options(arch), source.text);
@@ -88,7 +90,7 @@ impl Compiler {
         Ok(key.into_bytes())
     }
 
-    /// Compiles a source for an architecture such as `sm_90a`.
+    /// Compiles a source for an architecture such as `sm_90a`; for one such as `compute_86` only to PTX.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled> {
         let nul = |e: std::ffi::NulError| Error::Cuda { op: "kernel source", what: e.to_string() };
         let text = format!("{}#line 1 \"{}.cu\"\n{}", source.variant.defines(), source.name, source.text);
@@ -126,15 +128,33 @@ impl Compiler {
                 what: format!("{}.cu for {arch}:\n{log}", source.name),
             });
         }
-        let mut size = 0;
-        // SAFETY: a compiled program; a pointer for the size, then a buffer of that size.
-        let cubin = unsafe {
-            check("size of machine code", sys::nvrtcGetCUBINSize(program.0, &mut size))?;
-            let mut cubin = vec![0u8; size];
-            check("machine code", sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()))?;
-            cubin
+        Ok(Compiled { code: code(&program, is_virtual(arch))?, kernels: usage(&log) })
+    }
+}
+
+/// Whether an architecture is one of PTX.
+fn is_virtual(arch: &str) -> bool {
+    arch.starts_with("compute_")
+}
+
+/// The machine code of a compiled program, or its PTX.
+fn code(program: &Program, ptx: bool) -> Result<Vec<u8>> {
+    let mut size = 0;
+    // SAFETY: a compiled program; a pointer for the size, then a buffer of that size. The size of PTX includes the zero at
+    // its end, which the driver needs.
+    unsafe {
+        let status = match ptx {
+            true => sys::nvrtcGetPTXSize(program.0, &mut size),
+            false => sys::nvrtcGetCUBINSize(program.0, &mut size),
         };
-        Ok(Compiled { cubin, kernels: usage(&log) })
+        check("size of machine code", status)?;
+        let mut code = vec![0u8; size];
+        let status = match ptx {
+            true => sys::nvrtcGetPTX(program.0, code.as_mut_ptr().cast()),
+            false => sys::nvrtcGetCUBIN(program.0, code.as_mut_ptr().cast()),
+        };
+        check("machine code", status)?;
+        Ok(code)
     }
 }
 
@@ -157,13 +177,16 @@ fn headers(source: &Source) -> Result<Vec<(String, Cow<'static, str>)>> {
 }
 
 fn options(arch: &str) -> Vec<String> {
-    vec![
+    let mut all = vec![
         format!("--gpu-architecture={arch}"),
         "-std=c++17".into(),
         "-default-device".into(),
         "-lineinfo".into(),
-        "--ptxas-options=-v".into(),
-    ]
+    ];
+    if !is_virtual(arch) {
+        all.push("--ptxas-options=-v".into());
+    }
+    all
 }
 
 fn folder_list() -> String {
@@ -200,6 +223,7 @@ fn usage(log: &str) -> Vec<KernelResources> {
                     number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
             } else if line.contains(" registers") {
                 last.registers = number_before(line, " registers");
+                last.shared = number_before(line, " bytes smem");
             }
         }
     }

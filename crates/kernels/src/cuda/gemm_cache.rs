@@ -115,7 +115,8 @@ impl Choice {
 impl GemmCache {
     pub(super) fn open(card: &GpuInfo) -> Result<GemmCache> {
         let library = CublasLt::open()?;
-        let (major, minor) = card.capability;
+        // The library does not know what a card stands for.
+        let (major, minor) = card.native;
         let description = GemmLibrary {
             card: format!("{}, sm_{major}{minor}, {} multiprocessors", card.name, card.multiprocessors),
             driver: card.driver,

@@ -14,6 +14,7 @@ mod digest;
 mod dora;
 mod elementwise;
 mod embedding;
+mod functions;
 mod fused;
 mod gemm;
 mod gemm_cache;
@@ -69,6 +70,8 @@ pub struct CudaKernels {
     /// Tile tables of packed sequences.
     tables: attention::TileTables,
     multiprocessors: u32,
+    /// Compute capability that the kernels are chosen for.
+    capability: (u32, u32),
 }
 
 /// A kernel: a function of a compiled source.
@@ -127,6 +130,7 @@ impl CudaKernels {
             gemm_cache: GemmCache::open(card)?,
             tables: Default::default(),
             multiprocessors: card.multiprocessors,
+            capability: card.capability,
         })
     }
 

@@ -2,6 +2,7 @@
 
 use super::args::DeviceType;
 use super::compile::Compiler;
+use super::functions::Functions;
 use super::grid::check_grid;
 use super::sources::{SOURCES, Source, Variant, variants};
 use super::{Kernel, LaunchConfig, cache};
@@ -20,22 +21,14 @@ pub struct KernelCacheStats {
     pub cached: usize,
 }
 
-/// Dynamic shared memory that needs no opt-in: of 48 KiB, what is left beside static shared memory.
-const DEFAULT_SHARED: u32 = 32 << 10;
-
 /// Loaded modules, and the functions looked up so far.
 pub(super) struct Modules {
     modules: RwLock<HashMap<(&'static str, Variant), sys::CUmodule>>,
     arch: String,
-    functions: RwLock<HashMap<(&'static str, Variant, &'static str), Function>>,
+    /// Shared memory that a block may have, in bytes.
+    shared_memory: u32,
+    functions: Functions<(&'static str, Variant, &'static str), sys::CUfunction>,
     cache_stats: KernelCacheStats,
-}
-
-#[derive(Clone, Copy)]
-struct Function {
-    raw: sys::CUfunction,
-    /// Dynamic shared memory that it may use so far.
-    shared: u32,
 }
 
 // SAFETY: the driver's handles may be used from any thread.
@@ -43,10 +36,35 @@ unsafe impl Send for Modules {}
 // SAFETY: as above.
 unsafe impl Sync for Modules {}
 
-/// The architecture to compile for; `a` enables Hopper's architecture-specific instructions.
+/// The architecture to compile for; `a` enables Hopper's architecture-specific instructions. Machine code of an older
+/// architecture does not run on a card that stands for it: that card's driver compiles PTX of it.
 pub fn architecture(card: &GpuInfo) -> String {
     let (major, minor) = card.capability;
-    format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
+    let kind = if card.stands_for_another() { "compute" } else { "sm" };
+    format!("{kind}_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
+}
+
+/// The context that is current on this thread.
+#[derive(Clone, Copy)]
+struct Context(sys::CUcontext);
+
+// SAFETY: a context may be current on any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    fn current() -> Result<Context> {
+        let mut context = std::ptr::null_mut();
+        // SAFETY: the out-pointer is a local.
+        check("load kernels", unsafe { sys::cuCtxGetCurrent(&mut context) })?;
+        Ok(Context(context))
+    }
+
+    fn enter(&self) -> Result<()> {
+        // SAFETY: a context that is current on another thread.
+        check("load kernels", unsafe { sys::cuCtxSetCurrent(self.0) })
+    }
 }
 
 fn check(op: &'static str, status: CUresult) -> Result<()> {
@@ -61,14 +79,18 @@ impl Modules {
     pub(super) fn load(card: &GpuInfo) -> Result<Modules> {
         let arch = architecture(card);
         let compiler = Compiler::open()?;
-        let folder = cache::folder();
+        let (folder, context) = (cache::folder(), Context::current()?);
         let next = Mutex::new(SOURCES.iter().filter(|s| s.is_for(&arch)));
         let done = Mutex::new(Vec::new());
         let work = || {
             loop {
                 let source = next.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(source) = source else { return };
-                let made = make(&compiler, source, &arch, folder.as_deref());
+                // The driver compiles PTX as it loads it, which takes as long.
+                let made = make(&compiler, source, &arch, folder.as_deref()).and_then(|(code, cached)| {
+                    context.enter()?;
+                    Ok((Module(loaded(&code)?), cached))
+                });
                 done.lock().unwrap_or_else(PoisonError::into_inner).push((*source, made));
             }
         };
@@ -76,11 +98,12 @@ impl Modules {
         std::thread::scope(|s| (0..workers).for_each(|_| drop(s.spawn(work))));
         let (mut modules, mut cache_stats) = (HashMap::new(), KernelCacheStats::default());
         for (source, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            let (code, cached) = made?;
+            let (Module(module), cached) = made?;
             *(if cached { &mut cache_stats.cached } else { &mut cache_stats.compiled }) += 1;
-            modules.insert((source.name, source.variant), loaded(&code)?);
+            modules.insert((source.name, source.variant), module);
         }
-        Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), cache_stats })
+        let (modules, functions) = (RwLock::new(modules), Functions::default());
+        Ok(Modules { modules, arch, shared_memory: card.shared_memory, functions, cache_stats })
     }
 
     /// The module of a kernel; variants are compiled on first use. The GPU's context is current wherever kernels are
@@ -136,6 +159,13 @@ impl Modules {
             return Ok(());
         }
         check_grid(l.op(), grid.blocks)?;
+        if grid.shared > self.shared_memory {
+            let what = format!(
+                "{} needs {} bytes of shared memory, of which {} has {}",
+                kernel.name, grid.shared, self.arch, self.shared_memory
+            );
+            return Err(Error::Unsupported { op: l.op(), what });
+        }
         let function = self.function(kernel, grid.shared)?;
         let stream = l.cuda_stream()?;
         let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
@@ -165,36 +195,37 @@ impl Modules {
     }
 
     fn function(&self, kernel: Kernel, shared: u32) -> Result<sys::CUfunction> {
-        let key = (kernel.source, kernel.variant, kernel.name);
-        let found = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
-        if let Some(f) = found.filter(|f| f.shared >= shared) {
-            return Ok(f.raw);
-        }
-        let missing =
-            || Error::Cuda { op: kernel.name, what: format!("{}.cu has no such kernel", kernel.source) };
-        let module = self.module(kernel)?;
-        let name = CString::new(kernel.name).map_err(|_| missing())?;
-        let mut raw = std::ptr::null_mut();
-        // SAFETY: a loaded module and a name; then a function of it.
-        unsafe {
-            if sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) != CUresult::CUDA_SUCCESS {
-                return Err(missing());
+        let find = || {
+            let missing =
+                || Error::Cuda { op: kernel.name, what: format!("{}.cu has no such kernel", kernel.source) };
+            let module = self.module(kernel)?;
+            let name = CString::new(kernel.name).map_err(|_| missing())?;
+            let mut raw = std::ptr::null_mut();
+            // SAFETY: a loaded module and a name.
+            match unsafe { sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) } {
+                CUresult::CUDA_SUCCESS => Ok(raw),
+                _ => Err(missing()),
             }
-            if shared > DEFAULT_SHARED {
-                let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                check(kernel.name, sys::cuFuncSetAttribute(raw, which, shared as i32))?;
-            }
-        }
-        let function = Function { raw, shared: shared.max(DEFAULT_SHARED) };
-        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
-        Ok(raw)
+        };
+        let allow = |function, bytes: u32| {
+            let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: a function of a loaded module.
+            check(kernel.name, unsafe { sys::cuFuncSetAttribute(function, which, bytes as i32) })
+        };
+        self.functions.get((kernel.source, kernel.variant, kernel.name), shared, find, allow)
     }
 }
 
-/// Loads a complete cubin, compiled here or checked by the cache, into the current context.
+/// A loaded module.
+struct Module(sys::CUmodule);
+
+// SAFETY: the driver's handles may be used from any thread.
+unsafe impl Send for Module {}
+
+/// Loads a complete cubin or PTX, compiled here or checked by the cache, into the current context.
 fn loaded(code: &[u8]) -> Result<sys::CUmodule> {
     let mut module = std::ptr::null_mut();
-    // SAFETY: a complete cubin; the context is current.
+    // SAFETY: a complete cubin, or PTX with a zero at its end; the context is current.
     check("load kernels", unsafe { sys::cuModuleLoadData(&mut module, code.as_ptr().cast()) })?;
     Ok(module)
 }
@@ -210,7 +241,7 @@ fn make(
     if let Some(code) = folder.and_then(|f| cache::load(f, &name, arch, &key)) {
         return Ok((code, true));
     }
-    let code = compiler.compile(source, arch)?.cubin;
+    let code = compiler.compile(source, arch)?.code;
     if let Some(folder) = folder {
         cache::store(folder, &name, arch, &key, &code);
     }

@@ -4,6 +4,7 @@
 //! what was looked for. `unsafe` covers the driver's C interface; every call is made with the context current on its
 //! thread.
 
+mod card;
 mod graph;
 mod host_calls;
 mod memory;
@@ -11,6 +12,7 @@ mod pinned_pages;
 mod segment;
 mod stream;
 
+pub use card::{AS_VARIABLE, GpuInfo};
 pub(crate) use graph::GraphExec;
 pub(crate) use memory::{PageableMemory, PinnedMemory};
 pub(crate) use segment::CudaSegments;
@@ -24,23 +26,6 @@ use std::sync::{Mutex, PoisonError};
 
 /// File names under which the driver is looked for, for messages.
 pub const DRIVER: &str = "libcuda.so, libcuda.so.1";
-
-/// Properties of a GPU.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GpuInfo {
-    /// Device ordinal, as in `cuda:N`.
-    pub ordinal: usize,
-    /// Product name.
-    pub name: String,
-    /// Compute capability (major, minor); (9, 0) is Hopper.
-    pub capability: (u32, u32),
-    /// Number of streaming multiprocessors.
-    pub multiprocessors: u32,
-    /// Total memory in bytes.
-    pub memory: usize,
-    /// CUDA version the driver supports, 13000 for 13.0.
-    pub driver: u32,
-}
 
 /// A GPU with its primary context.
 pub(crate) struct CudaContext {
@@ -103,7 +88,7 @@ pub fn gpus() -> Result<Vec<GpuInfo>> {
 fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
     use sys::CUdevice_attribute as A;
     let (mut device, mut name, mut memory) = (0, [0; 256], 0);
-    // SAFETY: out-pointers to locals; the name is is_reached with its length.
+    // SAFETY: out-pointers to locals; the name is passed with its length.
     unsafe {
         check("device", sys::cuDeviceGet(&mut device, ordinal as i32))?;
         check("device name", sys::cuDeviceGetName(name.as_mut_ptr(), 255, device))?;
@@ -120,9 +105,12 @@ fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
         attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     );
     let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+    let shared_memory = attribute(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
     // SAFETY: the driver ended the name with a zero inside the array.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-    Ok(GpuInfo { ordinal, name, capability, multiprocessors, memory, driver })
+    let native = capability;
+    let card = GpuInfo { ordinal, name, capability, native, multiprocessors, shared_memory, memory, driver };
+    card.standing_for(std::env::var(AS_VARIABLE).ok().as_deref())
 }
 
 impl CudaContext {
@@ -135,12 +123,7 @@ impl CudaContext {
                 n => format!("there is no cuda:{ordinal}; this machine has cuda:0 to cuda:{}", n - 1),
             }));
         };
-        if info.capability < (8, 0) {
-            return Err(Error::NoCuda(format!(
-                "{} has compute capability {}.{}, but 8.0 or newer is needed",
-                info.name, info.capability.0, info.capability.1
-            )));
-        }
+        info.check_usable()?;
         let (mut device, mut context) = (0, std::ptr::null_mut());
         // SAFETY: out-pointers to locals; the ordinal exists. The primary context is never released.
         unsafe {
