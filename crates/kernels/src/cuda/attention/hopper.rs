@@ -3,7 +3,7 @@
 //! The backward pass is four kernels: bounds of k and v; preprocessing of each query; dk, dv and dq in fixed point; dq
 //! converted to bf16. With enough heads, a block has all keys of one head and needs neither bounds nor fixed point.
 
-use super::hopper_scheduler::{BLOCKS, CACHE, section, shared_section};
+use super::hopper_scheduler::{CACHE, USUAL_BLOCKS, section, shared_section};
 use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
 use super::problem::{AttentionArgs, AttentionProblem, blocks};
 use super::tile_table::TileTable;
@@ -79,13 +79,19 @@ impl HopperArgs {
         Ok((m, tiles * pairs))
     }
 
-    /// Schedules heads in sections whose keys and values, of so many bytes each, fit into the L2 cache.
-    pub(super) fn tile_in_sections(&mut self, problem: &AttentionProblem, bytes: usize) -> Result<()> {
+    /// Schedules heads in sections whose keys and values, of so many bytes each, fit into the L2 cache, for persistent
+    /// `blocks_at_once`.
+    pub(super) fn tile_in_sections(
+        &mut self,
+        problem: &AttentionProblem,
+        bytes: usize,
+        blocks_at_once: usize,
+    ) -> Result<()> {
         let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.a.tiles as usize);
-        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
+        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes, blocks_at_once);
         if part < pairs {
             // Every section starts with a full wave of blocks.
-            let waves = (part * tiles).next_multiple_of(BLOCKS);
+            let waves = (part * tiles).next_multiple_of(blocks_at_once);
             (self.section, self.section_tiles) = (part as i32, waves as i32);
             self.total = blocks(pairs.div_ceil(part) * waves)? as i32;
         }
@@ -103,6 +109,8 @@ pub(super) struct Hopper {
     /// Rows of a head in scratch space.
     padded: usize,
     chunks: usize,
+    /// Persistent blocks: multiprocessors of the GPU.
+    blocks: usize,
 }
 
 /// Offsets of the parts of scratch space, and its size, in 4-byte words.
@@ -136,8 +144,8 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
     let per_head = !problem.packed
         && variant.width == 64
         // Blocks are nearly all busy to the end, and their scratch fits into the L2 cache.
-        && pairs.div_ceil(BLOCKS) * BLOCKS * 10 <= pairs * 11
-        && BLOCKS.min(pairs) * group * padded * variant.width * 4 <= CACHE
+        && pairs.div_ceil(USUAL_BLOCKS) * USUAL_BLOCKS * 10 <= pairs * 11
+        && USUAL_BLOCKS.min(pairs) * group * padded * variant.width * 4 <= CACHE
         // Every query sees some key.
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
@@ -146,7 +154,8 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
         Some((below, short)) if problem.mean_visible_keys() < below => short,
         _ => variant.forward,
     };
-    Some(Hopper { variant, forward, per_head, padded, chunks })
+    let blocks = kernels.multiprocessors().max(1) as usize;
+    Some(Hopper { variant, forward, per_head, padded, chunks, blocks })
 }
 
 impl Hopper {
@@ -193,9 +202,9 @@ impl Hopper {
         let (mut m, total) = HopperArgs::over(problem, l, shape.heads, (a.q_len, f.rows()), items)?;
         (m.q, m.k, m.v) =
             (self.map(problem, 0, f.rows())?, self.map(problem, 1, f.keys)?, self.map(problem, 2, f.keys)?);
-        m.tile_in_sections(problem, problem.tokens[1] * (shape.d_qk + shape.d_v) * 2)?;
+        m.tile_in_sections(problem, problem.tokens[1] * (shape.d_qk + shape.d_v) * 2, self.blocks)?;
         let grid = LaunchConfig {
-            blocks: [total.min(BLOCKS) as u32, 1, 1],
+            blocks: [total.min(self.blocks) as u32, 1, 1],
             threads: f.threads(),
             shared: f.shared(),
         };
@@ -205,7 +214,7 @@ impl Hopper {
 
     fn space(&self, problem: &AttentionProblem) -> Space {
         let (pairs, heads) = (problem.pairs(problem.shape.kv_heads), problem.pairs(problem.shape.heads));
-        let sums = if self.per_head { BLOCKS.min(pairs) * heads / pairs } else { heads }
+        let sums = if self.per_head { self.blocks.min(pairs) * heads / pairs } else { heads }
             * self.padded
             * self.variant.width;
         let bounds = sums + heads * self.padded * 3;
@@ -263,7 +272,7 @@ impl Hopper {
         }
         kernels.launch_kernel(l, rows(preprocess), each(row_tiles)?, &by_row)?;
         let grid = LaunchConfig {
-            blocks: [BLOCKS.min(if self.per_head { pairs } else { key_tiles }) as u32, 1, 1],
+            blocks: [self.blocks.min(if self.per_head { pairs } else { key_tiles }) as u32, 1, 1],
             threads: 384,
             shared: variant.shared(),
         };

@@ -1,7 +1,6 @@
 //! FP8 attention on Hopper: quantizes q, k and v to E4M3 (v transposed), then computes both GEMMs in FP8.
 
 use super::hopper::HopperArgs;
-use super::hopper_scheduler::BLOCKS;
 use super::problem::{AttentionProblem, View, blocks, problem};
 use crate::attention::plan::strides;
 use crate::checks::dtypes;
@@ -159,7 +158,8 @@ impl CudaKernels {
             problem.args.sink = f.sink.map_or(Ok(0), |_| l.address(9))?;
             let (mut m, total) =
                 HopperArgs::over(&problem, l, heads[0], (problem.args.q_len, instance.rows()), None)?;
-            m.tile_in_sections(&problem, k_tokens * (shape.d_qk + shape.d_v))?;
+            let at_once = self.multiprocessors().max(1) as usize;
+            m.tile_in_sections(&problem, k_tokens * (shape.d_qk + shape.d_v), at_once)?;
             m.bounds = cast.amax;
             let rows = |at: u64, tokens: usize, heads: usize, rows: usize| {
                 let (sizes, d) = ([shape.d_qk, tokens, heads, batches], shape.d_qk);
@@ -171,7 +171,7 @@ impl CudaKernels {
             m.k = rows(cast.fp8[1], k_tokens, heads[1], KEYS)?;
             m.v = fp8_tensor_map(cast.fp8[2], transposed, steps, instance.channels as u32)?;
             let grid = LaunchConfig {
-                blocks: [total.min(BLOCKS) as u32, 1, 1],
+                blocks: [total.min(at_once) as u32, 1, 1],
                 threads: (instance.groups * 128 + 128) as u32,
                 shared: instance.shared(),
             };

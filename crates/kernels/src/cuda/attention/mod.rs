@@ -11,6 +11,8 @@ mod hopper_variants;
 mod instances;
 mod lru_cache;
 pub(super) mod problem;
+#[cfg(test)]
+mod sm_count_tests;
 pub(super) mod tile_table;
 
 use super::{CudaKernels, Kernel, LaunchConfig, typed};

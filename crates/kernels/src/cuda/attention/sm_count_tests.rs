@@ -1,0 +1,47 @@
+//! On a Hopper GPU: results do not depend on the number of multiprocessors, by which persistent kernels are sized.
+
+use crate::cuda::grouped::tests::{gpu, host, poisoned};
+use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, MaskAlign, Sequences};
+use ferrotron_tensor::{Category, DType, bf16};
+
+#[test]
+fn the_same_bits_on_gpus_with_fewer_multiprocessors() {
+    let Some((mut k, s)) = gpu() else { return };
+    let all = k.multiprocessors;
+    // With 132 heads of 64 a block has all keys of one; the others share tiles.
+    for (batch, tokens, heads, d) in [(2, 700, 6, 64), (33, 300, 4, 64), (2, 900, 8, 128), (1, 700, 4, 256)] {
+        let shape = [batch, tokens, heads, d];
+        let draw = |seed: usize| {
+            let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 1001.5 - 1.0;
+            let x: Vec<bf16> = (0..shape.iter().product()).map(|i| bf16::from_f32(value(i))).collect();
+            s.upload(&x, &shape, Category::Workspace).unwrap()
+        };
+        let (q, key, v, dout) = (draw(1), draw(2), draw(3), draw(4));
+        let scores = AttentionParams {
+            scale: 0.2,
+            softcap: None,
+            causal: true,
+            align: MaskAlign::TopLeft,
+            left: None,
+            right: None,
+            fp8: false,
+        };
+        let mut run = |multiprocessors: u32| {
+            k.multiprocessors = multiprocessors;
+            let [out, dq, dk, dv] = [(); 4].map(|()| poisoned(&s, DType::BF16, &shape));
+            let lse = poisoned(&s, DType::F32, &[batch, heads, tokens]);
+            let forward = || AttentionForward { q: &q, k: &key, v: &v, sink: None, out: &out, lse: &lse };
+            k.attention_forward(&s, &scores, Sequences::Batch, &forward()).unwrap();
+            let b =
+                AttentionBackward { forward: forward(), dout: &dout, dq: &dq, dk: &dk, dv: &dv, dsink: None };
+            k.attention_backward(&s, &scores, Sequences::Batch, &b).unwrap();
+            [&out, &lse, &dq, &dk, &dv].map(|t| host(&s, t))
+        };
+        let want = run(all);
+        assert!(want.iter().flatten().all(|x| x.is_finite()), "{shape:?}");
+        // An H100 PCIe, an H20, and few.
+        for multiprocessors in [114, 78, 5] {
+            assert!(run(multiprocessors) == want, "{shape:?} with {multiprocessors}");
+        }
+    }
+}
