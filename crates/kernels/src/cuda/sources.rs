@@ -119,6 +119,8 @@ pub const SOURCES: &[Source] = sources! {
     "grouped/hopper_fp8" HOPPER BASE;
     "grouped/hopper_wgrad" HOPPER BASE;
     "grouped/hopper_wgrad_fp8" HOPPER BASE;
+    "grouped/mma" ANY BASE;
+    "grouped/mma_wgrad" ANY BASE;
     "lion" ANY F16;
     "loss" ANY F16;
     "mla_keys" ANY F16;
@@ -174,6 +176,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "grouped/hopper_load.cuh",
     "grouped/hopper_mainloop.cuh",
     "grouped/hopper_store.cuh",
+    "grouped/mma.cuh",
     "grouped/segments.cuh",
     "hopper.cuh",
     "hopper_tiles.cuh",
@@ -190,6 +193,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "router/common.cuh",
     "router/select.cuh",
     "shared_memory.cuh",
+    "tensor_core.cuh",
     "vec.cuh",
     "wgmma.cuh",
     "wgmma_fp8.cuh",

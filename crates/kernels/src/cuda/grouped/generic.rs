@@ -30,7 +30,7 @@ kernel_args! {
     }
 
     /// y = x·op(w[e]) + bias[e] of every segment's rows.
-    struct GroupedArgs {
+    pub(super) struct GroupedArgs {
         segments: Segments,
         x: u64,
         w: u64,
@@ -50,7 +50,7 @@ kernel_args! {
     }
 
     /// dw[e] (+)= dyᵀ·x over every segment's rows.
-    struct GroupedWgradArgs {
+    pub(super) struct GroupedWgradArgs {
         segments: Segments,
         dy: u64,
         x: u64,
@@ -67,6 +67,49 @@ kernel_args! {
     }
 }
 
+impl GroupedGemm<'_> {
+    /// The launch's arguments are offsets, counts, x, w, y and the bias if there is one.
+    pub(super) fn args(&self, l: &Launch, z: &GroupedSizes, segments: Segments) -> Result<GroupedArgs> {
+        let (y, size) = (l.address(4)?, self.x.dtype().size());
+        let vectorized = y.is_multiple_of(16) && [z.y.row, z.n].iter().all(|n| (n * size).is_multiple_of(16));
+        Ok(GroupedArgs {
+            segments,
+            x: l.address(2)?,
+            w: l.address(3)?,
+            y,
+            bias: if self.bias.is_some() { l.address(5)? } else { 0 },
+            n: z.n as i64,
+            k: z.k as i64,
+            ldx: z.x.row as i64,
+            ldw: z.w.row as i64,
+            ldy: z.y.row as i64,
+            step: z.w.matrix as i64,
+            as_stored: self.as_stored.into(),
+            vectorized: vectorized.into(),
+        })
+    }
+}
+
+impl GroupedWgrad<'_> {
+    /// The launch's arguments are offsets, counts, dy, x, dw.
+    pub(super) fn args(&self, l: &Launch, z: &GroupedSizes, segments: Segments) -> Result<GroupedWgradArgs> {
+        Ok(GroupedWgradArgs {
+            segments,
+            dy: l.address(2)?,
+            x: l.address(3)?,
+            dw: l.address(4)?,
+            n: z.n as i64,
+            k: z.k as i64,
+            ldy: z.y.row as i64,
+            ldx: z.x.row as i64,
+            ldw: z.w.row as i64,
+            step: z.w.matrix as i64,
+            accumulate: self.dw.1.into(),
+            pad: 0,
+        })
+    }
+}
+
 impl CudaKernels {
     /// The launch's arguments are offsets, counts, x, w, y and the bias if there is one.
     pub(super) fn generic_grouped(
@@ -77,26 +120,9 @@ impl CudaKernels {
         segments: Segments,
     ) -> Result<()> {
         let kernel = typed!(g.name(), g.x.dtype(), "grouped/generic", "grouped")?;
-        let size = g.x.dtype().size();
-        let y = l.address(4)?;
-        let vectorized = y.is_multiple_of(16) && [z.y.row, z.n].iter().all(|n| (n * size).is_multiple_of(16));
-        let args = GroupedArgs {
-            segments,
-            x: l.address(2)?,
-            w: l.address(3)?,
-            y,
-            bias: if g.bias.is_some() { l.address(5)? } else { 0 },
-            n: z.n as i64,
-            k: z.k as i64,
-            ldx: z.x.row as i64,
-            ldw: z.w.row as i64,
-            ldy: z.y.row as i64,
-            step: z.w.matrix as i64,
-            as_stored: g.as_stored.into(),
-            vectorized: vectorized.into(),
-        };
         let tiles = (z.rows / SIDE + z.segments) * z.n.div_ceil(SIDE);
-        self.launch_kernel(l, kernel, line(blocks(g.name(), tiles + ZERO_BLOCKS, 1)?, THREADS), &args)
+        let grid = line(blocks(g.name(), tiles + ZERO_BLOCKS, 1)?, THREADS);
+        self.launch_kernel(l, kernel, grid, &g.args(l, z, segments)?)
     }
 
     /// The launch's arguments are offsets, counts, dy, x, dw.
@@ -108,21 +134,8 @@ impl CudaKernels {
         segments: Segments,
     ) -> Result<()> {
         let kernel = typed!(GroupedWgrad::NAME, g.x.dtype(), "grouped/generic", "grouped_wgrad")?;
-        let args = GroupedWgradArgs {
-            segments,
-            dy: l.address(2)?,
-            x: l.address(3)?,
-            dw: l.address(4)?,
-            n: z.n as i64,
-            k: z.k as i64,
-            ldy: z.y.row as i64,
-            ldx: z.x.row as i64,
-            ldw: z.w.row as i64,
-            step: z.w.matrix as i64,
-            accumulate: g.dw.1.into(),
-            pad: 0,
-        };
         let tiles = z.segments * z.n.div_ceil(SIDE) * z.k.div_ceil(SIDE);
-        self.launch_kernel(l, kernel, line(blocks(GroupedWgrad::NAME, tiles, 1)?, THREADS), &args)
+        let grid = line(blocks(GroupedWgrad::NAME, tiles, 1)?, THREADS);
+        self.launch_kernel(l, kernel, grid, &g.args(l, z, segments)?)
     }
 }

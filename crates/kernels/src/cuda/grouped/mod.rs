@@ -1,12 +1,13 @@
-//! Grouped GEMM (one matrix for each segment of rows, as for experts): by WGMMA kernels on Hopper where operands allow
-//! it, otherwise by FMA instructions.
+//! Grouped GEMM (one matrix for each segment of rows, as for experts): by WGMMA kernels on Hopper and by mma.sync on other
+//! cards where operands allow it, otherwise by FMA instructions.
 
 pub(super) mod generic;
 pub(super) mod generic_fp8;
 pub(super) mod hopper;
 mod hopper_fp8;
+mod mma;
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;
 #[cfg(test)]
 mod tests_fp8;
 
@@ -17,6 +18,22 @@ use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, sh
 use generic::Segments;
 use hopper::{KernelVariant, wgrad_counters};
 use hopper_fp8::Fp8KernelVariant;
+use mma::MmaVariant;
+
+/// The kernel of a grouped GEMM.
+#[derive(Clone, Copy, Debug)]
+enum Chosen {
+    Hopper(&'static KernelVariant),
+    Mma(&'static MmaVariant),
+    Generic,
+}
+
+impl Chosen {
+    /// The first that there is.
+    fn first(hopper: Option<&'static KernelVariant>, mma: Option<&'static MmaVariant>) -> Chosen {
+        hopper.map(Chosen::Hopper).or(mma.map(Chosen::Mma)).unwrap_or(Chosen::Generic)
+    }
+}
 
 /// Offsets and counts are the launch's first two arguments.
 fn segments(l: &Launch, z: &GroupedSizes) -> Result<Segments> {
@@ -27,20 +44,15 @@ fn segments(l: &Launch, z: &GroupedSizes) -> Result<Segments> {
 }
 
 impl CudaKernels {
-    /// Launches fprop or dgrad by a Hopper kernel, or the generic one.
-    fn launch_grouped(
-        &self,
-        s: &Stream,
-        g: &GroupedGemm,
-        z: &GroupedSizes,
-        variant: Option<&KernelVariant>,
-    ) -> Result<()> {
+    /// Launches fprop or dgrad.
+    fn launch_grouped(&self, s: &Stream, g: &GroupedGemm, z: &GroupedSizes, chosen: Chosen) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.x), read(g.w), write(g.y)];
         args.extend(g.bias.map(read));
-        s.launch(g.name(), &args, |l| match variant {
-            Some(variant) => self.hopper_grouped(l, g, z, segments(l, z)?, variant),
-            None => self.generic_grouped(l, g, z, segments(l, z)?),
+        s.launch(g.name(), &args, |l| match chosen {
+            Chosen::Hopper(variant) => self.hopper_grouped(l, g, z, segments(l, z)?, variant),
+            Chosen::Mma(variant) => self.mma_grouped(l, g, z, segments(l, z)?, variant),
+            Chosen::Generic => self.generic_grouped(l, g, z, segments(l, z)?),
         })
     }
 
@@ -50,16 +62,20 @@ impl CudaKernels {
         s: &Stream,
         g: &GroupedWgrad,
         z: &GroupedSizes,
-        variant: Option<&KernelVariant>,
+        chosen: Chosen,
     ) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.dy), read(g.x), write(g.dw.0)];
-        let counters = variant.and_then(|variant| wgrad_counters(variant, z));
+        let counters = match chosen {
+            Chosen::Hopper(variant) => wgrad_counters(variant, z),
+            _ => None,
+        };
         let counters = counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         args.extend(counters.as_ref().map(write));
-        s.launch(GroupedWgrad::NAME, &args, |l| match variant {
-            Some(variant) => self.hopper_grouped_wgrad(l, g, z, segments(l, z)?, variant),
-            None => self.generic_grouped_wgrad(l, g, z, segments(l, z)?),
+        s.launch(GroupedWgrad::NAME, &args, |l| match chosen {
+            Chosen::Hopper(variant) => self.hopper_grouped_wgrad(l, g, z, segments(l, z)?, variant),
+            Chosen::Mma(variant) => self.mma_grouped_wgrad(l, g, z, segments(l, z)?, variant),
+            Chosen::Generic => self.generic_grouped_wgrad(l, g, z, segments(l, z)?),
         })
     }
 
@@ -119,7 +135,7 @@ impl GroupedGemmKernels for CudaKernels {
         if z.rows * z.n == 0 {
             return Ok(());
         }
-        self.launch_grouped(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped(s, g, &z, Chosen::first(g.hopper(self, &z), g.mma(&z)))
     }
 
     fn grouped_wgrad(&self, s: &Stream, g: &GroupedWgrad) -> Result<()> {
@@ -127,7 +143,7 @@ impl GroupedGemmKernels for CudaKernels {
         if z.segments * z.n * z.k == 0 {
             return Ok(());
         }
-        self.launch_grouped_wgrad(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped_wgrad(s, g, &z, Chosen::first(g.hopper(self, &z), g.mma(&z)))
     }
 
     fn fp8_grouped_gemm(&self, s: &Stream, g: &Fp8GroupedGemm) -> Result<()> {

@@ -37,24 +37,35 @@ __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y
 struct Place {
     i32 segment, tile;
 };
-// Tile `index` of all segments' tiles; segment E where there are fewer. Called by a whole warp.
+// Tile `index` of all segments' tiles; segment E where there are fewer. Called by a whole warp. A lane has four
+// neighbouring segments, whose counts are all in flight at once: this is where a block starts.
 template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
     const i32 lane = threadIdx.x & 31;
-    i32 before = 0;
-    for (i32 e0 = 0; e0 < z.count; e0 += 32) {
-        const i32 own = e0 + lane < z.count ? (segment_length(z, e0 + lane) + SIDE - 1) / SIDE : 0;
+    for (i32 e0 = 0; e0 < z.count; e0 += 128) {
+        i32 tiles[4], own = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const i32 e = e0 + lane * 4 + i;
+            tiles[i] = e < z.count ? (segment_length(z, e) + SIDE - 1) / SIDE : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) own += tiles[i];
         i32 upto = own;
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {
             const i32 got = __shfl_up_sync(~0u, upto, d);
             if (lane >= d) upto += got;
         }
-        const u32 found = __ballot_sync(~0u, index < before + upto);
+        const u32 found = __ballot_sync(~0u, index < upto);
         if (found) {
-            const i32 at = __ffs(found) - 1;
-            return {e0 + at, index - before - __shfl_sync(~0u, upto - own, at)};
+            i32 rest = index - (upto - own), at = e0 + lane * 4;
+#pragma unroll
+            for (int i = 0; i < 3; i++)
+                if (at == e0 + lane * 4 + i && rest >= tiles[i]) rest -= tiles[i], at++;
+            const int from = __ffs(found) - 1;
+            return {__shfl_sync(~0u, at, from), __shfl_sync(~0u, rest, from)};
         }
-        before += __shfl_sync(~0u, upto, 31);
+        index -= __shfl_sync(~0u, upto, 31);
     }
     return {z.count, 0};
 }

@@ -1,13 +1,15 @@
-//! On a GPU: every Hopper kernel, not only the one that would be chosen, gives what the generic kernel gives.
+//! On a GPU: every tensor-core kernel, not only the one that would be chosen, gives what the generic kernel gives.
 
+use super::Chosen;
 use super::hopper::{GroupedOp, VARIANTS};
+use super::mma;
 use crate::cuda::CudaKernels;
 use crate::cuda::occupy::Occupied;
 use crate::{GroupedGemm, GroupedWgrad, Segments};
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
 
 /// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
-pub(super) fn gpu() -> Option<(CudaKernels, Stream)> {
+pub(in crate::cuda) fn gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
@@ -32,7 +34,7 @@ fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
     s.upload(&v, shape, Category::Workspace).unwrap()
 }
 
-pub(super) fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
+pub(in crate::cuda) fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
     let n = shape.iter().product();
     match dtype {
         DType::BF16 => s.upload(&vec![bf16::NAN; n], shape, Category::Workspace).unwrap(),
@@ -40,7 +42,7 @@ pub(super) fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
     }
 }
 
-pub(super) fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
+pub(in crate::cuda) fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
     match t.dtype() {
         DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f32()).collect(),
         _ => s.download::<f32>(t).unwrap(),
@@ -75,12 +77,18 @@ pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) 
     ([up(&offsets), up(&lengths)], owned)
 }
 
+/// Every tensor-core kernel of this GPU with its GEMM.
+fn kernels(k: &CudaKernels) -> Vec<(GroupedOp, Chosen)> {
+    let hopper = VARIANTS.iter().filter(|_| k.has("grouped/hopper")).map(|v| (v.op, Chosen::Hopper(v)));
+    let mma =
+        [(GroupedOp::Fprop, &mma::FPROP), (GroupedOp::Dgrad, &mma::DGRAD), (GroupedOp::Wgrad, &mma::WGRAD)];
+    let mma = mma.into_iter().flat_map(|(op, all)| all.iter().map(move |v| (op, Chosen::Mma(v))));
+    hopper.chain(mma).collect()
+}
+
 #[test]
 fn every_variant_matches_the_generic_kernel() {
     let Some((k, s)) = gpu() else { return };
-    if !k.has("grouped/hopper") {
-        return;
-    }
     for (counts, align, behind) in layouts() {
         let (at, owned) = spread(&s, &counts, align, behind);
         let (rows, e) = (owned.len(), counts.len());
@@ -95,34 +103,34 @@ fn every_variant_matches_the_generic_kernel() {
             let w = numbers(3, e * width, depth, |_| true);
             let bias = upload(&s, &numbers(4, e, width, |_| true), &[e, width]);
             let old = numbers(5, e * width, depth, |_| true);
-            for variant in &VARIANTS {
-                let what = format!("{variant:?} {counts:?} {rows} rows, {depth} x {width}");
-                if variant.op == GroupedOp::Wgrad {
+            for (op, chosen) in kernels(&k) {
+                let what = format!("{chosen:?} {counts:?} {rows} rows, {depth} x {width}");
+                if op == GroupedOp::Wgrad {
                     for accumulate in [false, true] {
-                        let run = |variant| {
+                        let run = |chosen| {
                             let shape = [e, width, depth];
                             let dw = match accumulate {
                                 true => s.upload(&old, &shape, Category::Workspace).unwrap(),
                                 false => poisoned(&s, DType::F32, &shape),
                             };
                             let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, accumulate) };
-                            k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), variant).unwrap();
+                            k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), chosen).unwrap();
                             host(&s, &dw)
                         };
-                        assert!(run(Some(variant)) == run(None), "{what} accumulate {accumulate}");
+                        assert!(run(chosen) == run(Chosen::Generic), "{what} accumulate {accumulate}");
                     }
                     continue;
                 }
-                let as_stored = variant.op == GroupedOp::Dgrad;
+                let as_stored = op == GroupedOp::Dgrad;
                 let w = upload(&s, &w, &if as_stored { [e, depth, width] } else { [e, width, depth] });
                 for bias in [None, Some(&bias)] {
-                    let run = |variant| {
+                    let run = |chosen| {
                         let y = poisoned(&s, DType::BF16, &[rows, width]);
                         let g = GroupedGemm { x: &x, w: &w, as_stored, segments, bias, y: &y };
-                        k.launch_grouped(&s, &g, &g.sizes().unwrap(), variant).unwrap();
+                        k.launch_grouped(&s, &g, &g.sizes().unwrap(), chosen).unwrap();
                         host(&s, &y)
                     };
-                    assert!(run(Some(variant)) == run(None), "{what} bias {}", bias.is_some());
+                    assert!(run(chosen) == run(Chosen::Generic), "{what} bias {}", bias.is_some());
                 }
             }
         }
@@ -154,7 +162,7 @@ fn wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
     let run = |variant| {
         let dw = poisoned(&s, DType::F32, &[counts.len(), width, depth]);
         let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
-        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), Some(variant)).unwrap();
+        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), Chosen::Hopper(variant)).unwrap();
         host(&s, &dw)
     };
     for variant in VARIANTS.iter().filter(|v| v.op == GroupedOp::Wgrad) {
