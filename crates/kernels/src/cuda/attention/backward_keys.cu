@@ -244,6 +244,6 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
     }
 
 KEYS(attention_backward_keys_64, 64, 64, 2, 32, 4, 1, 2)
-KEYS(attention_backward_keys_128, 128, 128, 1, 64, 8, 1, 1)
+KEYS(attention_backward_keys_128, 128, 128, 1, 64, 4, 1, 2)
 KEYS(attention_backward_keys_192, 192, 128, 1, 32, 4, 1, 2)
-KEYS(attention_backward_keys_256, 256, 256, 1, 32, 4, 2, 1)
+KEYS(attention_backward_keys_256, 256, 256, 1, 16, 4, 2, 1)

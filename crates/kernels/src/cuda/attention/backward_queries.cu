@@ -200,4 +200,4 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
 QUERIES(attention_backward_queries_64, 64, 64, 2, 32, 4, 3)
 QUERIES(attention_backward_queries_128, 128, 128, 2, 32, 4, 2)
 QUERIES(attention_backward_queries_192, 192, 128, 1, 32, 4, 2)
-QUERIES(attention_backward_queries_256, 256, 256, 1, 32, 4, 1)
+QUERIES(attention_backward_queries_256, 256, 256, 1, 16, 4, 1)

@@ -4,6 +4,8 @@
 #include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
+    // By how much (in log2) a running maximum may lag behind: sums are rescaled only when it grows by more.
+    static constexpr float LAG = RESCALE_THRESHOLD(8.0f);
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
     static constexpr int Q_BYTES = BM * DQ * 2, K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
     static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + 2 * STAGE;
@@ -118,15 +120,18 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
             for (int m = 0; m < MT; m++)
 #pragma unroll
                 for (int r = 0; r < 2; r++) {
-                    float x = top[m][r];
+                    float x = fmaxf(s[m][0][r * 2], s[m][0][r * 2 + 1]);
 #pragma unroll
-                    for (int n = 0; n < BN / 8; n++) x = fmaxf(x, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
+                    for (int n = 1; n < BN / 8; n++) x = fmaxf(x, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                    const float old = top[m][r];
+                    const bool up = (x - old) * a.factor > LAG;
+                    x = up ? x : old;
+                    moved |= up;
                     // Until a query has seen a key its maximum is -inf, and -inf - -inf would be NaN.
                     const float origin = x == NEG_INF ? 0.0f : x * a.factor;
-                    shrink[m][r] = fast_exp2(top[m][r] * a.factor - origin);
-                    moved |= top[m][r] != x;
+                    shrink[m][r] = up ? fast_exp2(old * a.factor - origin) : 1.0f;
                     top[m][r] = x;
                     float total = 0.0f;
 #pragma unroll

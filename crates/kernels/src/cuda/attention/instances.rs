@@ -111,7 +111,7 @@ macro_rules! element_instances {
                     keys: keys(
                         element!($kernel, "backward_keys", "_128_", $suffix),
                         [128, 128],
-                        [1, 64, 8, 1],
+                        [1, 64, 4, 1],
                     ),
                     queries: queries(
                         element!($kernel, "backward_queries", "_128_", $suffix),
@@ -145,12 +145,12 @@ macro_rules! element_instances {
                     keys: keys(
                         element!($kernel, "backward_keys", "_256_", $suffix),
                         [256, 256],
-                        [1, 32, 4, 2],
+                        [1, 16, 4, 2],
                     ),
                     queries: queries(
                         element!($kernel, "backward_queries", "_256_", $suffix),
                         [256, 256],
-                        [1, 32, 4],
+                        [1, 16, 4],
                     ),
                 },
             ),
@@ -216,6 +216,21 @@ mod tests {
         let start = format!("{macro_name}({name}, ");
         let line = source.lines().find_map(|l| l.strip_prefix(&start)).unwrap();
         line.trim_end_matches(')').split(", ").map(|n| n.parse().unwrap()).collect()
+    }
+
+    /// The smallest of the cards that kernels compile for (sm_86, sm_89, sm_120) give a block 99 KiB.
+    #[test]
+    fn every_instance_fits_the_shared_memory_of_every_card() {
+        for (d_qk, d_v, i) in BF16.into_iter().chain(F16).chain(F32) {
+            for step in [i.forward, i.keys, i.queries] {
+                assert!(
+                    step.shared <= 99 << 10,
+                    "{} ({d_qk}, {d_v}): {} bytes",
+                    step.kernel.name,
+                    step.shared
+                );
+            }
+        }
     }
 
     #[test]

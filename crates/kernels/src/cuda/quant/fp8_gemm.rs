@@ -8,6 +8,13 @@ use crate::quant::check::matrix;
 use crate::{Fp8Gemm, Fp8Tensor, GemmSizes, ScalingMode};
 use ferrotron_tensor::{Result, Stream, Tensor, read};
 
+/// Whether cuBLASLt multiplies such operands on this card: FP8 tensor cores came with compute capability 8.9, scales of
+/// blocks of 128 are Hopper's alone. It is asked only there, so that a card that stands for an older one does as that would.
+fn has_tensor_cores(capability: (u32, u32), scaling: [ScalingMode; 2]) -> bool {
+    let per_tensor = scaling.iter().all(|s| *s == ScalingMode::PerTensor);
+    if per_tensor { capability >= (8, 9) } else { capability == (9, 0) }
+}
+
 /// Whether the library can read it: data, and scales where there are many, aligned to 16 bytes.
 fn readable(b: &Fp8Tensor) -> bool {
     b.data.alignment() >= 16 && (b.scaling == ScalingMode::PerTensor || b.scale_inv.alignment() >= 16)
@@ -48,7 +55,8 @@ impl CudaKernels {
         }
         let view = matrix(OP, g.c)?;
         let ldc = if m > 1 { view.outer_stride } else { n.next_multiple_of(16) };
-        let fits = readable(g.a)
+        let fits = has_tensor_cores(self.capability, [g.a.scaling, g.b.scaling])
+            && readable(g.a)
             && readable(g.b)
             && rows_aligned16(g.c, ldc)
             && g.bias.is_none_or(|t| rows_aligned16(t, 16));
@@ -68,5 +76,26 @@ impl CudaKernels {
             }
         }
         self.launch_generic_fp8_gemm(s, g, ldc)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ada_has_fp8_tensor_cores_with_scales_of_tensors() {
+        let (tensor, block) =
+            ([ScalingMode::PerTensor; 2], [ScalingMode::Block1x128, ScalingMode::Block128x128]);
+        for (capability, tensors, blocks) in [
+            ((8, 0), false, false),
+            ((8, 6), false, false),
+            ((8, 9), true, false),
+            ((9, 0), true, true),
+            ((12, 0), true, false),
+        ] {
+            assert_eq!(has_tensor_cores(capability, tensor), tensors, "{capability:?}");
+            assert_eq!(has_tensor_cores(capability, block), blocks, "{capability:?}");
+        }
     }
 }
