@@ -51,14 +51,14 @@ template <int SIDE, bool ACROSS, int THREADS> struct TileOperand {
     // Fragments of 64 rows of the side from `first` on, at 16·k of the step. LEFT: of the first operand, 16 rows to each;
     // otherwise two blocks of 8.
     template <bool LEFT> static __device__ __forceinline__ void fragments(u32 (&f)[4][4], u32 tile, int first, int k) {
-        const int lane = tid() & 31, low = lane & 15, high = lane >> 4, turned = (lane & 7) + high * 8, odd = lane >> 3 & 1;
+        const int lane = tid() & 31, low = lane & 15, high = lane >> 4, paired = (lane & 7) + high * 8, odd = lane >> 3 & 1;
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const int side = first + n * 16;
             if constexpr (ACROSS)
-                ldmatrix_trans(f[n], tile + place(k * 16 + (LEFT ? turned : low), side / 8 + (LEFT ? odd : high)));
+                ldmatrix_trans(f[n], tile + place(k * 16 + (LEFT ? paired : low), side / 8 + (LEFT ? odd : high)));
             else
-                ldmatrix(f[n], tile + place(side + (LEFT ? low : turned), k * 2 + (LEFT ? high : odd)));
+                ldmatrix(f[n], tile + place(side + (LEFT ? low : paired), k * 2 + (LEFT ? high : odd)));
         }
     }
 };
