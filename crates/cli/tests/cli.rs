@@ -222,7 +222,7 @@ fn options_that_some_commands_ignore_say_so() {
     let [every, compute] =
         ["Options of every command:", "Options of commands that compute"].map(|h| text.find(h).unwrap());
     let place = |option: &str| text.find(option).unwrap();
-    for option in ["--device", "--threads", "--check", "--timeout"] {
+    for option in ["--device", "--as", "--threads", "--check", "--timeout"] {
         let heading =
             if every < compute { place(option) > compute } else { (compute..every).contains(&place(option)) };
         assert!(heading, "{option}: {text}");
