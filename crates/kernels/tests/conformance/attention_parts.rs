@@ -6,10 +6,10 @@ use ferrotron_kernels::{AttentionBackward, AttentionForward, AttentionParams, Ma
 use ferrotron_tensor::{DType, Tensor};
 
 /// Queries, keys of a part, query and key heads.
-const TQ: usize = 150;
-const KEYS: usize = 70;
-const N: usize = 4;
-const G: usize = 2;
+const TQ: usize = 72;
+const KEYS: usize = 40;
+const N: usize = 2;
+const G: usize = 1;
 
 struct Case {
     d: usize,
