@@ -85,11 +85,12 @@ struct Gpu {
 
 impl From<GpuInfo> for Gpu {
     fn from(c: GpuInfo) -> Gpu {
+        let own = c.stands_for_another().then(|| format!("{}.{}", c.native.0, c.native.1));
         Gpu {
             name: c.name,
             memory: c.memory,
             compute_capability: format!("{}.{}", c.capability.0, c.capability.1),
-            own_compute_capability: c.stands_for_another().then(|| format!("{}.{}", c.native.0, c.native.1)),
+            own_compute_capability: own,
             multiprocessors: c.multiprocessors,
             driver: format!("{}.{}", c.driver / 1000, c.driver % 1000 / 10),
         }
