@@ -2,7 +2,8 @@
 # Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), a minute
 # of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
-# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI, tmux, Chromium and g++.
+# target/, so that every CUDA kernel is compiled here although no GPU is needed; TensorBoard's reader of event files, there
+# too; and, where it may, Open MPI, tmux, Chromium and g++.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,6 +27,18 @@ if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
     exit 1
   else
     echo "test.sh: SKIPPED: compiling the CUDA kernels (NVRTC could not be installed)"
+  fi
+fi
+
+# FERROTRON_TENSORBOARD names a folder with the Python package tensorboard.
+if [ -z "${FERROTRON_TENSORBOARD:-}" ]; then
+  if folder=$(scripts/tensorboard.sh); then
+    export FERROTRON_TENSORBOARD="$folder"
+  elif [ -n "${CI:-}" ]; then
+    echo "test.sh: event files can't be read without TensorBoard" >&2
+    exit 1
+  else
+    echo "test.sh: SKIPPED: reading event files with TensorBoard (it could not be installed)"
   fi
 fi
 

@@ -1,8 +1,8 @@
 //! The commands and the options every command takes.
 
 use crate::commands::{
-    bench, chat, convert, data, doctor, drill, eval, explain, forward, generate, kernels, launch, parity,
-    plan, recipes, replay, train, watch,
+    bench, chat, completions, convert, data, doctor, drill, eval, explain, forward, generate, kernels,
+    launch, parity, plan, recipes, replay, runs, train, watch,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -164,6 +164,9 @@ pub enum Command {
     /// Find the fastest layout of a recipe on some GPUs, before anything runs
     #[command(long_about = plan::LONG)]
     Plan(plan::Args),
+    /// List runs, compare two of them, export their metrics
+    #[command(long_about = runs::LONG)]
+    Runs(runs::Args),
     /// List or print the built-in recipes
     Recipes(recipes::Args),
     /// Show runs live, in the terminal or in a browser
@@ -171,4 +174,8 @@ pub enum Command {
     Watch(watch::Args),
     /// Explain a recipe key
     Explain(explain::Args),
+    /// Print a completion script for a shell
+    Completions(completions::CompletionsArgs),
+    /// Write man pages
+    Man(completions::ManArgs),
 }

@@ -53,9 +53,12 @@ fn main() -> ExitCode {
         Command::Kernels(args) => commands::kernels::run(args, &global),
         Command::Doctor(args) => commands::doctor::run(args, &global),
         Command::Plan(args) => commands::plan::run(args, &global),
+        Command::Runs(args) => commands::runs::run(args, &global),
         Command::Recipes(args) => commands::recipes::run(args, &global),
         Command::Watch(args) => commands::watch::run(args, &global),
         Command::Explain(args) => commands::explain::run(args, &global),
+        Command::Completions(args) => commands::completions::completions(args, &global),
+        Command::Man(args) => commands::completions::man(args, &global),
     };
     result.unwrap_or_else(|e| output::failure(&e, &global))
 }

@@ -37,9 +37,24 @@ fn fails(args: &[&str], code: i32) -> String {
     errors
 }
 
-const COMMANDS: [&str; 14] = [
-    "train", "forward", "parity", "convert", "eval", "generate", "chat", "data", "bench", "kernels",
-    "doctor", "plan", "recipes", "explain",
+const COMMANDS: [&str; 17] = [
+    "train",
+    "forward",
+    "parity",
+    "convert",
+    "eval",
+    "generate",
+    "chat",
+    "data",
+    "bench",
+    "kernels",
+    "doctor",
+    "plan",
+    "recipes",
+    "explain",
+    "runs",
+    "completions",
+    "man",
 ];
 
 #[test]

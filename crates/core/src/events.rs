@@ -8,9 +8,11 @@ mod decimate;
 mod fault;
 mod health;
 mod history;
+mod metrics;
 mod offload;
 mod run_reader;
 mod scan;
+mod tensorboard;
 
 use crate::error::{Error, Result};
 use crate::fs;
@@ -27,8 +29,10 @@ pub use decimate::decimate;
 pub use fault::{Fault, Rerun};
 pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
 pub use history::{ExpertLoads, Fp8Point, RunHistory, RunState};
+pub use metrics::Metrics;
 pub use offload::Offload;
 pub use run_reader::{Read, RunReader, is_run, runs_in};
+pub use tensorboard::{TENSORBOARD, TensorBoard};
 
 /// The name of the log in a run folder.
 pub const FILE_NAME: &str = "events.jsonl";
@@ -369,6 +373,18 @@ pub struct Line {
     pub time: f64,
 }
 
+impl Line {
+    /// The line of an event that happens now.
+    pub fn now(event: Event) -> Line {
+        Line { event, time: now() }
+    }
+}
+
+/// Seconds since 1970, to the millisecond.
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_millis() as f64 / 1e3)
+}
+
 /// The writer. Each event is one line, written at once.
 #[derive(Debug)]
 pub struct EventLog {
@@ -432,9 +448,12 @@ impl EventLog {
 
     /// Appends an event, stamped with the time. If it cannot be written whole, the log stays as it was.
     pub fn write(&mut self, event: &Event) -> Result<()> {
-        let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_millis() as f64 / 1e3);
-        let line = Line { event: event.clone(), time };
-        let mut text = serde_json::to_vec(&line).map_err(|e| io(&self.path, e.into()))?;
+        self.write_line(&Line::now(event.clone()))
+    }
+
+    /// [`EventLog::write`] with a time of its own.
+    pub fn write_line(&mut self, line: &Line) -> Result<()> {
+        let mut text = serde_json::to_vec(line).map_err(|e| io(&self.path, e.into()))?;
         text.push(b'\n');
         self.file.write_all(&text).map_err(|e| {
             // On a full disk part of the line may be there; it must not become part of the next.

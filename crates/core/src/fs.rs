@@ -204,6 +204,13 @@ impl FileLock {
         }
     }
 
+    /// True if a process holds the lock on the file `path`, which is neither created nor written.
+    pub fn is_held(path: &Path) -> bool {
+        let file = open_regular(path);
+        // A process that takes the lock meanwhile tries again.
+        file.is_ok_and(|file| matches!(file.try_lock_shared(), Err(TryLockError::WouldBlock)))
+    }
+
     /// True if the file `path` is no longer the one that was locked: it was deleted or replaced.
     pub fn is_lost(&self, path: &Path) -> bool {
         self.file.as_ref().is_some_and(|file| !is_at(file, path))
@@ -354,7 +361,9 @@ mod tests {
             matches!(&e, Error::Locked { path, holder } if path == dir.path() && holder.starts_with(&me))
         );
         assert!(e.to_string().contains(&me), "{e}");
+        assert!(FileLock::is_held(&path));
         drop(held);
+        assert!(!FileLock::is_held(&path) && !FileLock::is_held(&dir.path().join("none")));
         assert_eq!(fs::read(&path).unwrap(), b"");
         FileLock::take(&path).unwrap();
     }

@@ -51,6 +51,7 @@ const EFFECTS: &[(&str, ChangeEffect)] = &[
     ("train.loss_chunk", ChangeEffect::None),
     ("train.mlp_chunk", ChangeEffect::None),
     ("precision.stats_every", ChangeEffect::None),
+    ("logging.", ChangeEffect::None),
     ("eval.", ChangeEffect::None),
     ("checkpoint.", ChangeEffect::None),
     ("parallel.", ChangeEffect::None),
@@ -82,6 +83,15 @@ impl Config {
     pub fn recorded(&self) -> BTreeMap<String, String> {
         let recorded = KEYS.iter().filter(|k| change_effect(k.key) != ChangeEffect::None);
         recorded.filter_map(|k| Some((k.key.to_string(), shown(self, k)?))).collect()
+    }
+}
+
+impl Config {
+    /// Keys whose values differ from those of `other`, with both values in TOML.
+    pub fn differing(&self, other: &Config) -> Vec<(&'static str, String, String)> {
+        let value = |c: &Config, k: &KeyInfo| shown(c, k).unwrap_or_else(|| "unset".into());
+        let all = KEYS.iter().map(|k| (k.key, value(self, k), value(other, k)));
+        all.filter(|(_, a, b)| a != b).collect()
     }
 }
 

@@ -160,7 +160,7 @@ keys! {
         /// Blend weight of each path; derived as equal weights.
         weights: Vec<f64> = Vec::new(), "blend_weights", "data_weights";
         /// Tokenizer folder or tokenizer.json; unset means byte-level tokens.
-        tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "vocab_file";
+        tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "tokenizer_path", "vocab_file";
         /// What lines of a .jsonl are: text in data.field, or chat, which are conversations (messages, ShareGPT conversations,
         /// or prompt and completion) with a loss on the assistant's turns; auto goes by the first line.
         format: DataFormat = DataFormat::Auto, "dataset_type", "dataset_format", "data_format";
@@ -235,10 +235,17 @@ keys! {
         energy: bool = false, "log_energy", "energy_monitor";
     }
 
+    /// Views of the run beside events.jsonl.
+    logging: LoggingSection {
+        /// Write TensorBoard event files to the folder tensorboard of the run: scalars of every event, histograms of tokens per
+        /// expert, of FP8 operands and of ranks.
+        tensorboard: bool = false, "tensorboard_dir", "enable_tensorboard", "log_to_tensorboard", "use_tensorboard", "tensorboard_log_dir", "save_tb_folder";
+    }
+
     /// Evaluation on validation data during training.
     eval: EvalSection {
         /// Steps between evaluations; 0 means never.
-        every: u64 = 0, "eval_interval", "eval_steps", "val_check_interval", "eval_freq", "evaluation_interval";
+        every: u64 = 0, "eval_interval", "eval_steps", "val_check_interval", "eval_freq", "evaluation_interval", "interval", "freq";
         /// Global batches per evaluation.
         batches: u64 = 8, "eval_iters", "limit_val_batches", "eval_batches";
         /// Early stopping: end the run after this many evaluations in a row without a lower loss; 0 means never.
@@ -363,7 +370,7 @@ keys! {
     /// Checkpoints.
     checkpoint: CheckpointSection {
         /// Steps between checkpoints; 0 means none during the run.
-        every: u64 = 0, "save_interval", "save_steps", "save_every", "checkpoint_interval", "ckpt_interval";
+        every: u64 = 0, "save_interval", "save_steps", "save_every", "checkpoint_interval", "ckpt_interval", "interval";
         /// Number of newest checkpoints to keep; 0 means all.
         keep: u64 = 2, "save_total_limit", "keep_last_k", "most_recent_k", "save_top_k", "keep_latest_k", "max_to_keep";
         /// Keep the checkpoint with the lowest validation loss, too, as checkpoints/best; it is saved after the evaluation.

@@ -5,7 +5,7 @@ use super::{KEYS, KeyInfo, SECTIONS, renamed};
 /// Options of other frameworks that have no key here, and what to do instead.
 const ELSEWHERE: &[(&[&str], &str)] = &[
     (
-        &["save", "save_dir", "output_dir", "out_dir", "out", "checkpoint_dir", "log_dir", "tensorboard_dir"],
+        &["save", "save_dir", "output_dir", "out_dir", "out", "checkpoint_dir", "log_dir"],
         "the run folder is given on the command line: --out DIR",
     ),
     (
@@ -38,16 +38,9 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "the loss is always the mean over tokens and gradients are always summed in f32; leave it out",
     ),
     (
-        &[
-            "wandb",
-            "wandb_project",
-            "use_wandb",
-            "log_wandb",
-            "report_to",
-            "enable_tensorboard",
-            "log_to_tensorboard",
-        ],
-        "metrics are logged to events.jsonl in the run folder; leave it out",
+        &["wandb", "wandb_project", "use_wandb", "log_wandb", "report_to"],
+        "metrics are logged to events.jsonl in the run folder, and with logging.tensorboard = true to TensorBoard files; \
+         leave it out",
     ),
     (
         &["lora", "peft", "lora_rank", "lora_alpha", "lora_r"],
@@ -104,6 +97,8 @@ const SECTION_ALIASES: &[(&str, &str)] = &[
     ("dataset", "data"),
     ("training", "train"),
     ("trainer", "train"),
+    ("metrics", "logging"),
+    ("logger", "logging"),
     ("validation", "eval"),
     ("evaluation", "eval"),
     ("optim", "optimizer"),

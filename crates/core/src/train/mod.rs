@@ -52,7 +52,7 @@ pub use model_state::ModelState;
 pub use moe_metrics::StepMetrics;
 pub use mtp::upload as upload_mtp_inputs;
 pub use run::{InitialWeights, Observer, OpenOptions, Outcome, Restarted, Run};
-pub use run_folder::{CHECKPOINTS, CONFIG, LOGS};
+pub use run_folder::{CHECKPOINTS, CONFIG, LOGS, is_running, lock_run};
 pub use saved_batch::{SavedBatch, replay_folder};
 pub use snapshots::Snapshots;
 pub use state::{model_of, weights_only};

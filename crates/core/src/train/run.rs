@@ -11,7 +11,7 @@ use crate::checkpoint::{self, Loaded, Saver};
 use crate::config::Resolved;
 use crate::cost::Traffic;
 use crate::data::{Batches, digest};
-use crate::events::{self, Change, Event, EventLog, Resume};
+use crate::events::{self, Change, Event, EventLog, Resume, TENSORBOARD, TensorBoard};
 use crate::fault::stragglers::Stragglers;
 use crate::fault::timeouts::Timeouts;
 use crate::{Error, Result};
@@ -168,6 +168,8 @@ pub struct Run {
 pub(super) struct RunFolderWriter {
     pub(super) log: EventLog,
     pub(super) folder: RunFolder,
+    /// TensorBoard event files, with `logging.tensorboard`.
+    pub(super) tensorboard: Option<TensorBoard>,
     /// A failed write of the log has been reported.
     pub(super) log_failed: bool,
 }
@@ -421,6 +423,14 @@ impl Run {
             self.notes.push(what);
         }
         folder.write_config(&self.resolved, step)?;
+        let mut tensorboard = None;
+        if self.resolved.config.logging.tensorboard {
+            match TensorBoard::create(&self.dir, &self.dir.join(TENSORBOARD)) {
+                Ok(writer) => tensorboard = Some(writer),
+                // The run is worth more than a view of it.
+                Err(e) => self.notes.push(format!("{e}; the run goes on without TensorBoard files")),
+            }
+        }
         if let Some(resume) = &mut self.resumed {
             resume.notes.append(&mut self.notes);
         }
@@ -433,7 +443,7 @@ impl Run {
         if let Some(event) = event.filter(|_| says) {
             log.write(&event)?;
         }
-        self.writer = Some(RunFolderWriter { log, folder, log_failed: false });
+        self.writer = Some(RunFolderWriter { log, folder, tensorboard, log_failed: false });
         Ok(())
     }
 

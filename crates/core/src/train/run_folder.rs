@@ -31,6 +31,16 @@ const GEMMS: &str = "gemm-algorithms.json";
 const MAX_GEMMS: u64 = 64 << 20;
 const LOCK: &str = ".lock";
 
+/// True if a process is writing the run in `dir`.
+pub fn is_running(dir: &Path) -> bool {
+    fs::FileLock::is_held(&dir.join(LOCK))
+}
+
+/// Keeps runs out of the folder `dir` until the lock is dropped.
+pub fn lock_run(dir: &Path) -> Result<fs::FileLock> {
+    fs::FileLock::take(&dir.join(LOCK))
+}
+
 /// A run folder that this process has locked.
 pub(super) struct RunFolder {
     dir: PathBuf,
@@ -56,7 +66,7 @@ impl RunFolder {
                 checkpoints.display()
             )));
         }
-        let lock = fs::FileLock::take(&dir.join(LOCK))?;
+        let lock = lock_run(dir)?;
         let mut folder = RunFolder {
             dir: dir.to_path_buf(),
             has_replaced: false,
@@ -163,7 +173,7 @@ impl RunFolder {
             let Some(name) = path.file_name() else { continue };
             let to = self.at(name);
             // A folder does not replace another.
-            if name == LOGS && fs::exists(&to) {
+            if (name == LOGS || name == events::TENSORBOARD) && fs::exists(&to) {
                 fs::remove(&to)?;
             }
             fs::rename(&path, &to)?;
@@ -219,6 +229,7 @@ fn is_run_file(name: &str) -> bool {
         || name == CONFIG
         || name == GEMMS
         || name == LOGS
+        || name == events::TENSORBOARD
         || segment.is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
 }
 

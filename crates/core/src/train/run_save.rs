@@ -8,7 +8,7 @@ use super::state;
 use crate::checkpoint::{self, Staged};
 use crate::config::SaveFailurePolicy;
 use crate::data::Batches;
-use crate::events::{self, Event};
+use crate::events::{self, Event, Line};
 use crate::fault::timeouts::Section;
 use crate::{Error, Result};
 use serde_json::Value;
@@ -23,7 +23,14 @@ impl Run {
         if !matches!(event, Event::Step(_)) {
             tracing::info!(shown = true, event = %serde_json::to_string(&event).unwrap_or_default(), "event");
         }
-        match writer.log.write(&event) {
+        let line = Line::now(event);
+        if let Some(Err(e)) = writer.tensorboard.as_mut().map(|t| t.write(&line)) {
+            writer.tensorboard = None;
+            observer.warning(&format!(
+                "{e}; TensorBoard gets no more of this run until it resumes, or `ferrotron runs export` writes its files"
+            ));
+        }
+        match writer.log.write_line(&line) {
             Ok(()) => writer.log_failed = false,
             Err(e) if !goes_on => return Err(e),
             Err(e) if !std::mem::replace(&mut writer.log_failed, true) => {
@@ -32,7 +39,7 @@ impl Run {
             }
             Err(_) => {}
         }
-        observer.event(&event);
+        observer.event(&line.event);
         Ok(())
     }
 
