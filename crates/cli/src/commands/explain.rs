@@ -14,7 +14,8 @@ Examples:
   ferrotron explain                        list every key
   ferrotron explain optimizer              list the keys of a section
   ferrotron explain train.micro_batch      explain one key
-  ferrotron explain global_batch_size      find the key for a name of another system";
+  ferrotron explain global_batch_size      find the key for a name of another system
+  ferrotron explain --markdown             the reference of every key, docs/reference.md";
 
 /// Arguments of `explain`.
 #[derive(Debug, clap::Args)]
@@ -23,10 +24,17 @@ pub struct Args {
     /// Key, section, or the name another system uses; without it, list every key
     #[arg(value_name = "KEY")]
     pub key: Option<String>,
+    /// Write the reference of every key as Markdown
+    #[arg(long, conflicts_with_all = ["key", "json"])]
+    pub markdown: bool,
 }
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    if args.markdown {
+        output::print(&markdown())?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let Some(key) = args.key else {
         let keys: Vec<&KeyInfo> = KEYS.iter().collect();
         return list(&keys, global);
@@ -132,4 +140,47 @@ fn list(keys: &[&KeyInfo], global: &Global) -> Result<ExitCode> {
     }
     output::print(&format!("{out}`ferrotron explain SECTION.KEY` explains one key.\n"))?;
     Ok(ExitCode::SUCCESS)
+}
+
+const REFERENCE: &str = "\
+# Reference of recipe keys
+
+<!-- Written by `ferrotron explain --markdown > docs/reference.md`; a test compares. -->
+
+Every key of a recipe, by section, with the names that other systems use for it. `ferrotron explain KEY` prints one of them, also by another
+system's name. In a recipe a section is a TOML table; on the command line a key is set by `--set section.key=value`.
+";
+
+/// A heading for every key, so that links and searches find it.
+fn markdown() -> String {
+    let mut out = REFERENCE.to_string();
+    for section in SECTIONS {
+        out += &format!("\n## {}\n{}\n", section.name, escaped(section.doc));
+        for k in KEYS.iter().filter(|k| k.section == section.name) {
+            let default = match default(k).as_str() {
+                word @ ("derived" | "unset") => word.to_string(),
+                value => code(value),
+            };
+            out += &format!("\n### {}\n{}\n\n", k.key, escaped(k.doc));
+            out += &format!("- takes {}\n- default: {default}\n", escaped(&(k.expects)()));
+            if k.key == "model.preset" {
+                let names: Vec<String> = PRESETS.iter().map(|name| code(name)).collect();
+                out += &format!("- presets: {}\n", names.join(", "));
+            }
+            if !k.aliases.is_empty() {
+                let names: Vec<String> = k.aliases.iter().map(|name| code(name)).collect();
+                out += &format!("- elsewhere: {}\n", names.join(", "));
+            }
+        }
+    }
+    out
+}
+
+fn code(text: &str) -> String {
+    format!("`{text}`")
+}
+
+/// Text in which Markdown sees no emphasis and no HTML.
+fn escaped(text: &str) -> String {
+    text.replace('*', "\\*").replace('<', "&lt;")
 }
