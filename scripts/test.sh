@@ -3,7 +3,7 @@
 # of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
 # target/, so that every CUDA kernel is compiled here although no GPU is needed; TensorBoard's reader of event files, there
-# too; and, where it may, Open MPI, tmux, Chromium and g++.
+# too; and, where it may, Open MPI, tmux, Chromium, g++ and Python's venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -58,6 +58,12 @@ for tool in tmux chromium; do
   fi
 done
 
+# The test of the wheel installs it into a virtual environment.
+if ! python3 -c 'import venv, ensurepip' 2>/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3-venv >/dev/null; }
+  install 2>/dev/null || { apt-get update >/dev/null && install; } || echo "test.sh: python3-venv could not be installed" >&2
+fi
+
 # libFuzzer is C++.
 if ! command -v c++ >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ >/dev/null; }
@@ -67,6 +73,12 @@ fi
 step scripts/words.sh
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+# Links and commands of the documentation are among the tests; the site needs mdBook.
+if command -v mdbook >/dev/null || [ -x target/mdbook/bin/mdbook ]; then
+  step scripts/book.sh
+else
+  echo "test.sh: SKIPPED: building the documentation site (no mdbook; scripts/book.sh --install)"
+fi
 step cargo test --workspace --locked --quiet --no-fail-fast
 
 # A minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
