@@ -214,6 +214,7 @@ pages_with_commands! {
     recipes: "docs/recipes.md", 3;
     runs: "docs/runs.md", 4;
     scale_out: "docs/scale-out.md", 2;
+    watch: "docs/watch.md", 1;
 }
 
 #[test]
