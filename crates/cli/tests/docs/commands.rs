@@ -102,9 +102,8 @@ impl Scene {
         for folder in ["docs", "tests/data", "runs"] {
             std::fs::create_dir_all(at(folder)).unwrap();
         }
-        for file in ["tests/data/published-rows.csv"] {
-            std::fs::copy(root().join(file), at(file)).unwrap();
-        }
+        let rows = "tests/data/published-rows.csv";
+        std::fs::copy(root().join(rows), at(rows)).unwrap();
         // The page evaluates runs that are there.
         if page == "docs/evaluate.md" {
             for run in ["runs/tiny", "runs/big"] {
