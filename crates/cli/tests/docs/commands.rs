@@ -193,6 +193,7 @@ macro_rules! pages_with_commands {
 }
 pages_with_commands! {
     readme: "README.md", 1;
+    cards: "docs/cards.md", 1;
     checkpoints: "docs/checkpoints.md", 1;
     errors: "docs/errors.md", 6;
     evaluate: "docs/evaluate.md", 1;
