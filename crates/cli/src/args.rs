@@ -56,7 +56,7 @@ pub struct Global {
     /// Device to compute on: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
-    /// Let the GPU stand for an older one (sm_80, sm_86, sm_89): its kernels, within its limits; also FERROTRON_AS
+    /// Let the GPU stand for an older one (sm_80, sm_86, sm_89): its kernels and limits; also FERROTRON_AS
     #[arg(long = "as", global = true, value_name = "ARCH")]
     pub stand_in: Option<String>,
     /// Check that events order every conflicting memory access of different streams; slower

@@ -37,7 +37,7 @@ fn fails(args: &[&str], code: i32) -> String {
     errors
 }
 
-const COMMANDS: [&str; 17] = [
+const COMMANDS: [&str; 21] = [
     "train",
     "forward",
     "parity",
@@ -55,6 +55,10 @@ const COMMANDS: [&str; 17] = [
     "runs",
     "completions",
     "man",
+    "watch",
+    "launch",
+    "drill",
+    "replay",
 ];
 
 #[test]

@@ -22,7 +22,7 @@ use view::Choices;
 
 /// The long help.
 pub const LONG: &str = "\
-Show runs while they train, or after: loss, learning rate, throughput, memory, expert load and energy, several runs overlaid. \
+Show runs while they train, or after: loss, learning rate, throughput, memory, expert load and energy, several runs overlaid.
 Everything comes from events.jsonl of the run folders.
 
 A RUN is a run folder or a folder of runs, in which new ones appear by themselves.";
