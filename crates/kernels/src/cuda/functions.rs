@@ -97,9 +97,9 @@ mod tests {
     const TOUCH: &str = "
         struct Touch { unsigned long long to, words; };
         extern \"C\" __global__ void touch(const Touch a) {
-            extern __shared__ float all[];
-            all[a.words - 1] = float(a.words);
-            *reinterpret_cast<float*>(a.to) = all[a.words - 1];
+            extern __shared__ float dynamic_words[];
+            dynamic_words[a.words - 1] = float(a.words);
+            *reinterpret_cast<float*>(a.to) = dynamic_words[a.words - 1];
         }";
 
     /// On a GPU: first launches of one kernel from many threads, each with another size.
