@@ -143,6 +143,11 @@ impl Modules {
         self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(&(source, Variant::Base))
     }
 
+    /// Shared memory that a block may have, in bytes.
+    pub(super) fn shared_memory(&self) -> usize {
+        self.shared_memory as usize
+    }
+
     pub(super) fn cache_stats(&self) -> KernelCacheStats {
         self.cache_stats
     }

@@ -138,7 +138,13 @@ impl CudaKernels {
                 a.flags |= VECTORIZED_GAIN;
             }
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
-            let Some(teams) = Teams::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) else {
+            let mut fitting = None;
+            if let Some(teams) = Teams::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) {
+                let (kernel, stages) = kernel_for_chunks(OP, dtype, norm.subtract_mean, teams.chunks)?;
+                let teams = teams.within(self.modules.shared_memory(), stages, 3);
+                fitting = teams.map(|teams| (teams, kernel, stages));
+            }
+            let Some((teams, kernel, stages)) = fitting else {
                 let threads = threads_for_any_width(dtype, x_rows.width);
                 self.launch_kernel(
                     l,
@@ -150,7 +156,6 @@ impl CudaKernels {
                 let grid = LaunchConfig { blocks: [across, groups, 1], threads: 256, shared: 0 };
                 return self.launch_kernel(l, general_parts, grid, &a);
             };
-            let (kernel, stages) = kernel_for_chunks(OP, dtype, norm.subtract_mean, teams.chunks)?;
             a.lanes = teams.lanes as u32;
             let shared = teams.ring(stages, 3) as u32;
             let grid = LaunchConfig { blocks: [groups, 1, 1], threads: teams.threads() as u32, shared };

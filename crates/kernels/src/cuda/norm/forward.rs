@@ -176,18 +176,22 @@ impl CudaKernels {
             let add = fused.is_some();
             let teams = Teams::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
-            let Some(teams) = teams.filter(|_| aligned) else {
+            let (tensors, mut fitting) = (if add { 2 } else { 1 }, None);
+            if let Some(teams) = teams.filter(|_| aligned) {
+                let (kernel, stages) = kernel_for_chunks(op, dtype, add, teams.chunks)?;
+                let teams = teams.within(self.modules.shared_memory(), stages, tensors);
+                fitting = teams.map(|teams| (teams, with_amax(kernel, amax.is_some()), stages));
+            }
+            let Some((teams, kernel, stages)) = fitting else {
                 let threads = threads_for_any_width(dtype, x_rows.width);
                 let grid = LaunchConfig { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
                 return self.launch_kernel(l, general, grid, &a);
             };
-            let (kernel, stages) = kernel_for_chunks(op, dtype, add, teams.chunks)?;
-            let kernel = with_amax(kernel, amax.is_some());
             a.lanes = teams.lanes as u32;
             let grid = LaunchConfig {
                 blocks: [blocks(op, count(teams, rows, add))?, 1, 1],
                 threads: teams.threads() as u32,
-                shared: teams.ring(stages, if add { 2 } else { 1 }) as u32,
+                shared: teams.ring(stages, tensors) as u32,
             };
             self.launch_kernel(l, kernel, grid, &a)
         })

@@ -14,6 +14,9 @@ const CENTRED: u32 = 1;
 const VECTORIZED: u32 = 2;
 const VECTORIZED_GAIN: u32 = 4;
 
+/// Static shared memory of the kernels, at most.
+const STATIC_SHARED: usize = 2 << 10;
+
 /// The threads of a block in teams that have a row each, every thread with so many 16-byte chunks of it. Depends on
 /// the width alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -48,6 +51,16 @@ impl Teams {
 
     fn threads(self) -> usize {
         self.lanes * self.count
+    }
+
+    /// The same with as many teams as have a prefetch ring of so many stages of so many tensors in the shared memory of a
+    /// block; none where not even one has.
+    fn within(mut self, shared_memory: usize, stages: usize, tensors: usize) -> Option<Teams> {
+        let room = shared_memory.saturating_sub(STATIC_SHARED);
+        while self.ring(stages, tensors) > room && self.count > 1 {
+            self.count /= 2;
+        }
+        (self.ring(stages, tensors) <= room).then_some(self)
     }
 
     /// Bytes of a prefetch ring of so many stages of so many tensors.
@@ -170,5 +183,23 @@ mod tests {
         assert_eq!(Teams::of(DType::BF16, 128, 3, 512), Some(Teams { chunks: 1, lanes: 16, count: 32 }));
         assert_eq!(Teams::of(DType::BF16, 100, 3, 512), None);
         assert_eq!(Teams::of(DType::BF16, 12_296, 3, 512), None);
+    }
+
+    /// Three tensors in four stages, as backward has at most.
+    #[test]
+    fn rings_fit_the_shared_memory_of_every_card() {
+        for kib in [99, 163, 227] {
+            for width in (8..20_000).step_by(8) {
+                let Some(t) = Teams::of(DType::BF16, width, 3, 512) else { continue };
+                let Some(fits) = t.within(kib << 10, 4, 3) else {
+                    assert!(Teams { count: 1, ..t }.ring(4, 3) > (kib - 2) << 10, "{width}: {t:?}");
+                    continue;
+                };
+                assert!(
+                    fits.ring(4, 3) <= (kib - 2) << 10 && fits.threads().is_multiple_of(32),
+                    "{width}: {fits:?}"
+                );
+            }
+        }
     }
 }
