@@ -1,12 +1,28 @@
 //! Every CUDA source compiles, on a machine without a GPU too, and has the kernels that the host launches by name.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ferrotron_kernels::cuda::{Compiler, SOURCES, Source, Variant, variants};
+use ferrotron_kernels::cuda::{Compiler, KernelResources, SOURCES, Source, Variant, variants};
 use std::collections::{BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
-/// Kernel names of each compiled source.
-type Kernels = HashMap<(&'static str, Variant), BTreeSet<String>>;
+/// Architectures of the cards that kernels run on, and KiB of shared memory of a block there.
+const CARDS: [(&str, usize); 6] =
+    [("sm_80", 163), ("sm_86", 99), ("sm_89", 99), ("sm_90a", 227), ("sm_100", 227), ("sm_120", 99)];
+
+/// Most registers of a thread, and bytes of static shared memory, that kernels of a source may use, by the start of its
+/// name; the first that fits counts. More would let fewer blocks run at a time than the launches are planned for.
+const LIMITS: [(&str, usize, usize); 4] = [
+    // One or two blocks to a multiprocessor: accumulators fill the registers.
+    ("attention/", 255, 32 << 10),
+    ("grouped/mma", 255, 128),
+    ("grouped/hopper", 168, 1 << 10),
+    ("", 128, 36 << 10),
+];
+
+/// A compiled source, by name and variant, for an architecture.
+type Key = (&'static str, Variant, &'static str);
 
 /// NVRTC, or nothing where it is not installed; CI must have it.
 fn compiler() -> Option<Compiler> {
@@ -20,34 +36,103 @@ fn compiler() -> Option<Compiler> {
     }
 }
 
-/// Compiles the sources of an architecture and checks that no kernel spills registers unless its source allows it.
-fn compiles_for(compiler: &Compiler, arch: &str, sources: impl Iterator<Item = Source>) -> Kernels {
-    let mut all = Kernels::new();
-    for source in sources.filter(|s| s.is_for(arch)) {
-        let compiled = compiler.compile(&source, arch).unwrap();
-        assert!(!compiled.kernels.is_empty(), "{}.cu has no kernel", source.name);
-        for kernel in &compiled.kernels {
-            assert!(kernel.registers > 0, "{}: the report of ptxas was not understood", kernel.name);
-            let may = source.may_spill.iter().any(|start| kernel.name.starts_with(start));
-            assert!(may || kernel.spills == 0, "{} spills {} bytes on {arch}", kernel.name, kernel.spills);
-        }
-        let names = compiled.kernels.into_iter().map(|k| k.name).collect();
-        all.insert((source.name, source.variant), names);
+/// The resources of a source's kernels: as compiled now, or as an earlier run found them for the same text and compiler.
+fn resources(compiler: &Compiler, source: &Source, arch: &str) -> Vec<KernelResources> {
+    let mut hasher = DefaultHasher::new();
+    compiler.key(source, arch).unwrap().hash(&mut hasher);
+    let name = format!(
+        "{}{}-{arch}-{:016x}",
+        source.name.replace('/', "-"),
+        source.variant.suffix(),
+        hasher.finish()
+    );
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_sources");
+    let known = std::fs::read_to_string(folder.join(&name)).unwrap_or_default();
+    // A file that was not written to its end has no last line.
+    if let Some(lines) = known.strip_suffix("end\n") {
+        let kernel = |line: &str| {
+            let words: Vec<&str> = line.split(' ').collect();
+            let number = |i: usize| words[i].parse().unwrap();
+            KernelResources {
+                name: words[0].into(),
+                registers: number(1),
+                spills: number(2),
+                shared: number(3),
+            }
+        };
+        return lines.lines().map(kernel).collect();
     }
-    all
+    let kernels = compiler.compile(source, arch).unwrap().kernels;
+    let line = |k: &KernelResources| format!("{} {} {} {}\n", k.name, k.registers, k.spills, k.shared);
+    let text = kernels.iter().map(line).collect::<String>() + "end\n";
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(&name), text).unwrap();
+    kernels
+}
+
+/// Compiles every source for every card, and every variant for Hopper, on all cores.
+fn compile_all(compiler: &Compiler) -> HashMap<Key, Vec<KernelResources>> {
+    let base = CARDS.iter().flat_map(|(arch, _)| SOURCES.iter().map(move |s| (*s, *arch)));
+    let all = base.chain(variants().map(|s| (s, "sm_90a")));
+    let mut jobs: Vec<(Source, &str)> = all.filter(|(s, arch)| s.is_for(arch)).collect();
+    // From the last: those that take long.
+    jobs.sort_by_key(|(s, _)| (s.name.starts_with("attention/"), s.text.len()));
+    let (jobs, done) = (Mutex::new(jobs), Mutex::new(HashMap::new()));
+    let work = || {
+        while let Some((source, arch)) = { jobs.lock().unwrap().pop() } {
+            let kernels = resources(compiler, &source, arch);
+            done.lock().unwrap().insert((source.name, source.variant, arch), kernels);
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|s| (0..threads).for_each(|_| drop(s.spawn(work))));
+    done.into_inner().unwrap()
+}
+
+/// Checks registers, spills and shared memory of a source's kernels.
+fn check_limits(source: &Source, arch: &str, kernels: &[KernelResources]) -> Vec<String> {
+    let (_, registers, shared) = LIMITS.iter().find(|(start, ..)| source.name.starts_with(start)).unwrap();
+    let card = CARDS.iter().find(|(known, _)| *known == arch).unwrap().1 << 10;
+    let mut wrong = Vec::new();
+    for k in kernels {
+        let what = format!("{}{} {} on {arch}", source.name, source.variant.suffix(), k.name);
+        let may_spill = source.may_spill.iter().any(|start| k.name.starts_with(start));
+        assert!(k.registers > 0, "{what}: the report of ptxas was not understood");
+        if k.registers > *registers {
+            wrong.push(format!("{what}: {} registers of {registers}", k.registers));
+        }
+        if k.spills > 0 && !may_spill {
+            wrong.push(format!("{what}: {} bytes spilled", k.spills));
+        }
+        if k.shared > (*shared).min(card) {
+            wrong.push(format!("{what}: {} bytes of static shared memory of {shared}", k.shared));
+        }
+    }
+    wrong
 }
 
 #[test]
-fn every_source_and_variant_compiles_for_hopper_and_has_the_kernels_that_are_launched() {
+fn every_kernel_compiles_for_every_card_within_its_limits_and_those_that_are_launched_exist() {
     let Some(compiler) = compiler() else { return };
     let count = |v| variants().filter(|s| s.variant == v).count();
     assert_eq!([Variant::F16, Variant::Fp8Probs, Variant::Base].map(count), [21, 4, 0]);
-    let kernels = compiles_for(&compiler, "sm_90a", SOURCES.iter().copied().chain(variants()));
+    let all = compile_all(&compiler);
+    let mut wrong = Vec::new();
+    for source in SOURCES.iter().copied().chain(variants()) {
+        for (arch, _) in CARDS {
+            if let Some(kernels) = all.get(&(source.name, source.variant, arch)) {
+                assert!(!kernels.is_empty(), "{}.cu has no kernel", source.name);
+                wrong.extend(check_limits(&source, arch, kernels));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
     let launched = launched();
     assert!(launched.len() > 200, "only {} launches were found", launched.len());
     for (source, variant, name, place) in launched {
+        let found = all.iter().find(|((s, v, arch), _)| *s == source && *v == variant && *arch == "sm_90a");
         // The host refuses types that a source has no variant for.
-        let Some(names) = kernels.get(&(source.as_str(), variant) as &(&str, Variant)) else {
+        let Some((_, kernels)) = found else {
             assert!(variant != Variant::Base, "{place}: there is no {source}.cu");
             continue;
         };
@@ -55,14 +140,19 @@ fn every_source_and_variant_compiles_for_hopper_and_has_the_kernels_that_are_lau
         if name.ends_with("_bf16_f16") {
             continue;
         }
-        assert!(names.contains(&name), "{place}: {source}.cu ({variant:?}) has no kernel {name}");
+        let names: BTreeSet<&str> = kernels.iter().map(|k| &*k.name).collect();
+        assert!(names.contains(&*name), "{place}: {source}.cu ({variant:?}) has no kernel {name}");
     }
 }
 
+/// What a card that stands for an older one runs.
 #[test]
-fn every_source_compiles_for_the_oldest_supported_gpu() {
+fn a_source_compiles_to_ptx_of_an_older_architecture() {
     let Some(compiler) = compiler() else { return };
-    compiles_for(&compiler, "sm_80", SOURCES.iter().copied());
+    let source = SOURCES.iter().find(|s| s.name == "copy").unwrap();
+    let code = compiler.compile(source, "compute_86").unwrap().code;
+    let text = std::str::from_utf8(&code).unwrap();
+    assert!(text.contains(".target sm_86") && text.contains(".entry") && text.ends_with('\0'));
 }
 
 #[test]
