@@ -277,10 +277,9 @@ impl ExpertAdapter {
 
 /// `sums[e] (+)= Σ x[r]` over the rows r of expert e, f32 `[experts, n]`: the gradient of a bias.
 fn segment_sums(rank: &Rank, x: &Tensor, map: &RowMap, sums: (&Tensor, bool)) -> Result<()> {
-    let (s, rows) = (&rank.compute, x.shape()[0]);
+    let s = &rank.compute;
     let bias = s.zeros(sums.0.shape(), x.dtype(), Category::Workspace)?;
-    let weights = s.constant(&vec![1f32; rows], &[rows], Category::Workspace)?;
-    let b = GroupedBias { segments: segments(map), bias: &bias, weights: &weights };
+    let b = GroupedBias { segments: segments(map), bias: &bias, weights: None };
     rank.kernels.grouped_bias_backward(s, &b, x, sums, None)
 }
 

@@ -332,8 +332,7 @@ impl Experts {
         };
         let up_unscaled = self.rescale(p, 0, &mut h, segments)?;
         if let Some(bias) = up_bias.filter(|_| self.is_dora(0)) {
-            let ones = s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
-            k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: &ones }, &h)?;
+            k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: None }, &h)?;
         }
         drop((x, w, sorted_rows));
         let recompute = p.recompute.activation;
@@ -357,7 +356,7 @@ impl Experts {
         };
         let down_unscaled = self.rescale(p, 1, &mut y, segments)?;
         if let Some(bias) = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0) {
-            k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: &probs }, &y)?;
+            k.grouped_bias(s, &GroupedBias { segments, bias: &bias, weights: Some(&probs) }, &y)?;
         }
         let saved = ExpertsSaved {
             a: (!recompute).then(|| SavedOperand::of(&cols)),
@@ -507,7 +506,7 @@ impl Experts {
         if let Some((bias, dy)) = bias.zip(dy) {
             // The bias gradient is stored later, that of the probabilities is needed now.
             let sums = Tensor::empty(s, &[self.count, self.width], DType::F32, Category::Workspace)?;
-            let b = GroupedBias { segments, bias: &bias, weights: &probs };
+            let b = GroupedBias { segments, bias: &bias, weights: Some(&probs) };
             k.grouped_bias_backward(s, &b, &dy, (&sums, false), Some(&dp))?;
             grads = grads.and(self.down_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         } else if let Some(id) = self.down_bias {
@@ -517,8 +516,7 @@ impl Experts {
         }
         if let Some(bias) = self.bias(p, self.up_bias, self.inner())? {
             let sums = Tensor::empty(s, &[self.count, self.inner()], DType::F32, Category::Workspace)?;
-            let ones = s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
-            let b = GroupedBias { segments, bias: &bias, weights: &ones };
+            let b = GroupedBias { segments, bias: &bias, weights: None };
             k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         }

@@ -226,9 +226,7 @@ impl GemmOperand {
             (GemmOperand::Fp8(x), GemmOperand::Fp8(w)) => {
                 k.fp8_grouped_gemm(s, &Fp8GroupedGemm { x, w, segments, y, fast, name: product.grouped() })?;
                 let Some(bias) = bias else { return Ok(()) };
-                let n = y.shape()[0];
-                let weights = &s.constant(&vec![1f32; n], &[n], Category::Workspace)?;
-                k.grouped_bias(s, &GroupedBias { segments, bias, weights }, y)
+                k.grouped_bias(s, &GroupedBias { segments, bias, weights: None }, y)
             }
             _ => shape_error(product.grouped(), "one operand is FP8 and the other is not"),
         }

@@ -35,20 +35,20 @@ impl Segments<'_> {
     }
 }
 
-/// `y[r] += weights[r]·bias[e]`: y is `[N, n]`, bias is `[E, n]`.
+/// `y[r] += weights[r]·bias[e]`: y is `[N, n]`, bias is `[E, n]`. Without weights, all are 1.
 pub fn add_bias<T: Float>(
     cpu: CpuContext,
     segments: Segments,
     n: usize,
     bias: &[T],
-    weights: &[f32],
+    weights: Option<&[f32]>,
     y: &mut [T],
 ) {
     let grain = (PIECE / n.max(1)).max(1);
     cpu.threads.parallel_chunks(y, grain * n, &|i, y| {
         for (r, y) in (i * grain..).zip(y.chunks_exact_mut(n)) {
             if let Some(e) = segments.of(r) {
-                add_weighted(cpu.isa, &bias[e * n..][..n], weights[r], y);
+                add_weighted(cpu.isa, &bias[e * n..][..n], weights.map_or(1.0, |w| w[r]), y);
             }
         }
     });
@@ -59,7 +59,7 @@ pub fn bias_gradient<T: Float>(
     cpu: CpuContext,
     segments: Segments,
     n: usize,
-    weights: &[f32],
+    weights: Option<&[f32]>,
     dy: &[T],
     (dbias, accumulate): (&mut [f32], bool),
 ) {
@@ -70,14 +70,14 @@ pub fn bias_gradient<T: Float>(
     cpu.threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for (e, column, out) in pieces {
             let mut total = [0f32; COLUMNS];
-            let rows = segments.rows(*e, weights.len());
+            let rows = segments.rows(*e, dy.len() / n.max(1));
             for first in rows.clone().step_by(PART) {
                 let mut part = [0f32; COLUMNS];
                 for r in first..rows.end.min(first + PART) {
                     add_weighted(
                         cpu.isa,
                         &dy[r * n + *column..][..out.len()],
-                        weights[r],
+                        weights.map_or(1.0, |w| w[r]),
                         &mut part[..out.len()],
                     );
                 }

@@ -27,13 +27,17 @@ __device__ __forceinline__ i32 own_row(const GroupedBiasArgs& a, i64& row) {
     return e >= 0 && row < segment_end(a, e) ? e : -1;
 }
 
+__device__ __forceinline__ float row_weight(const GroupedBiasArgs& a, i64 row) {
+    return a.weights ? reinterpret_cast<const float*>(a.weights)[row] : 1.0f;
+}
+
 // y[r] += weights[r]·bias[e]
 template <class T> __device__ __forceinline__ void add_bias(const GroupedBiasArgs& a) {
     constexpr int V = VecWidth<T>::count;
     i64 row;
     const i32 e = own_row(a, row);
     if (e < 0) return;
-    const float weight = reinterpret_cast<const float*>(a.weights)[row];
+    const float weight = row_weight(a, row);
     T* y = reinterpret_cast<T*>(a.y) + row * a.width;
     const T* bias = reinterpret_cast<const T*>(a.bias) + i64(e) * a.width;
 #pragma unroll 1
@@ -85,7 +89,6 @@ template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasA
     const i32 base = i32(blockIdx.y) * 32 * V, at = base + lane * V;
     const i64 begin = i64(blockIdx.x) * a.part_rows, end = min(begin + a.part_rows, a.rows);
     const T* dy = reinterpret_cast<const T*>(a.y);
-    const float* weights = reinterpret_cast<const float*>(a.weights);
     const i32* offsets = reinterpret_cast<const i32*>(a.offsets);
     for (i32 e = max(segment_at(a, begin), 0); e < i32(a.experts); e++) {
         const i64 start = offsets[e];
@@ -107,7 +110,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasA
 #pragma unroll
                 for (int u = 0; u < AHEAD; u++) {
                     p[u] = *reinterpret_cast<const Packed<T>*>(dy + (r + u * WARPS) * a.width + at);
-                    weight[u] = weights[r + u * WARPS];
+                    weight[u] = row_weight(a, r + u * WARPS);
                 }
 #pragma unroll
                 for (int u = 0; u < AHEAD; u++) add(p[u], weight[u]);
@@ -115,7 +118,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasA
         }
         if (at < a.width) {
 #pragma unroll 1
-            for (; r < last; r += WARPS) add(load_guarded(dy + r * a.width, at, a.width, a.vectorized), weights[r]);
+            for (; r < last; r += WARPS) add(load_guarded(dy + r * a.width, at, a.width, a.vectorized), row_weight(a, r));
         }
         // Column i of lane l lies at i·32 + l, so that the lanes of a warp use different banks.
 #pragma unroll

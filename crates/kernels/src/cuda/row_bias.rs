@@ -25,7 +25,7 @@ kernel_args! {
         counts: u64,
         /// `[experts, width]`.
         bias: u64,
-        /// f32 `[rows]`.
+        /// f32 `[rows]`, or 0: all are 1.
         weights: u64,
         /// y, or dy: `[rows, width]`.
         y: u64,
@@ -47,20 +47,21 @@ kernel_args! {
 }
 
 impl GroupedBiasArgs {
-    /// For a launch whose first arguments are the segments, the bias, the weights and the rows.
+    /// For a launch whose first arguments are the segments, the bias and the rows; `weights` is the argument with the weights.
     fn new(
         op: &'static str,
         l: &Launch,
         dtype: DType,
         [rows, n, experts]: [usize; 3],
+        weights: Option<usize>,
     ) -> Result<GroupedBiasArgs> {
-        let (bias, y) = (l.address(2)?, l.address(4)?);
+        let (bias, y) = (l.address(2)?, l.address(3)?);
         let whole = n.is_multiple_of(vec_width(dtype));
         Ok(GroupedBiasArgs {
             offsets: l.address(0)?,
             counts: l.address(1)?,
             bias,
-            weights: l.address(3)?,
+            weights: weights.map_or(Ok(0), |at| l.address(at))?,
             y,
             dweights: 0,
             dbias: 0,
@@ -89,10 +90,10 @@ impl CudaKernels {
         const OP: &str = "grouped_bias";
         let z = sizes(OP, b, y)?;
         let kernel = typed!(OP, y.dtype(), "row_bias", "row_bias_add")?;
-        let args =
-            [read(b.segments.offsets), read(b.segments.counts), read(b.bias), read(b.weights), write(y)];
+        let args = [read(b.segments.offsets), read(b.segments.counts), read(b.bias), write(y)];
+        let args: Vec<_> = args.into_iter().chain(b.weights.map(read)).collect();
         s.launch(OP, &args, |l| {
-            let a = GroupedBiasArgs::new(OP, l, y.dtype(), z)?;
+            let a = GroupedBiasArgs::new(OP, l, y.dtype(), z, b.weights.map(|_| 4))?;
             self.launch_kernel(l, kernel, line(blocks(OP, z[0], WARPS)?, THREADS), &a)
         })
     }
@@ -113,25 +114,26 @@ impl CudaKernels {
         let each = rows.div_ceil(MAX_PARTS).max(PART_ROWS);
         let count = rows.div_ceil(each);
         let parts = Tensor::empty(s, &[count + experts, n], DType::F32, Category::Workspace)?;
-        let args = [
+        let mut args = vec![
             read(b.segments.offsets),
             read(b.segments.counts),
             read(b.bias),
-            read(b.weights),
             read(dy),
             write(dbias),
             write(&parts),
-            write(dweights.unwrap_or(dbias)),
         ];
-        s.launch(OP, &args[..if dweights.is_some() { 8 } else { 7 }], |l| {
-            let mut a = GroupedBiasArgs::new(OP, l, dtype, z)?;
-            (a.dbias, a.parts) = (l.address(5)?, l.address(6)?);
+        args.extend(dweights.map(write));
+        args.extend(b.weights.map(read));
+        let last = args.len() - 1;
+        s.launch(OP, &args, |l| {
+            let mut a = GroupedBiasArgs::new(OP, l, dtype, z, b.weights.map(|_| last))?;
+            (a.dbias, a.parts) = (l.address(4)?, l.address(5)?);
             (a.accumulate, a.part_rows) = (accumulate.into(), each as u32);
             self.launch_kernel(l, sums, plane(OP, count, n.div_ceil(32 * vec_width(dtype)))?, &a)?;
             let join = Kernel::new("row_bias", "row_bias_join");
             self.launch_kernel(l, join, plane(OP, experts, n.div_ceil(THREADS as usize))?, &a)?;
             if dweights.is_some() {
-                a.dweights = l.address(7)?;
+                a.dweights = l.address(6)?;
                 self.launch_kernel(l, products, line(blocks(OP, rows, WARPS)?, THREADS), &a)?;
             }
             Ok(())

@@ -11,21 +11,24 @@ pub struct GroupedBias<'a> {
     pub segments: Segments<'a>,
     /// `[E, n]`, of the rows' type
     pub bias: &'a Tensor,
-    /// f32 `[N]`: weight of each row, its routing probability.
-    pub weights: &'a Tensor,
+    /// f32 `[N]`: weight of each row, its routing probability; none if all are 1.
+    pub weights: Option<&'a Tensor>,
 }
 
 /// Checks a bias and its rows `y [N, n]`; returns N, n and E.
 pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[usize; 3]> {
     let (offsets, counts) = (b.segments.offsets, b.segments.counts);
-    contiguous(op, &[offsets, counts, b.bias, b.weights, y])?;
+    contiguous(op, &[offsets, counts, b.bias, y])?;
     dtypes(op, DType::I32, &[offsets, counts])?;
-    dtypes(op, DType::F32, &[b.weights])?;
+    if let Some(weights) = b.weights {
+        contiguous(op, &[weights])?;
+        dtypes(op, DType::F32, &[weights])?;
+    }
     dtypes(op, y.dtype(), &[b.bias])?;
     match (y.shape(), b.bias.shape()) {
         ([rows, n], [experts, m])
             if n == m
-                && b.weights.shape() == [*rows]
+                && b.weights.is_none_or(|w| w.shape() == [*rows])
                 && counts.shape() == [*experts]
                 && offsets.shape() == [experts + 1]
                 && i32::try_from(*rows).is_ok() =>
@@ -36,7 +39,7 @@ pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[us
             op,
             format!(
                 "rows {y:?}, bias {bias:?}, weights {:?}, offsets {:?}, counts {:?} have inconsistent shapes",
-                b.weights.shape(),
+                b.weights.map(|w| w.shape()),
                 offsets.shape(),
                 counts.shape()
             ),

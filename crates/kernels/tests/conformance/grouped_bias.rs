@@ -37,7 +37,7 @@ fn grouped_bias_and_its_gradients() {
                     let (offsets, counts) =
                         (ints(h, &[experts + 1], &plan.offsets), ints(h, &[experts], &plan.counts));
                     let segments = Segments { offsets: &offsets, counts: &counts };
-                    let rb = GroupedBias { segments, bias: &bias, weights: &weights };
+                    let rb = GroupedBias { segments, bias: &bias, weights: Some(&weights) };
 
                     let y = numbers(dtype, 4, rows * n);
                     let yt = t(dtype, &[rows, n], &y);
@@ -45,6 +45,17 @@ fn grouped_bias_and_its_gradients() {
                     let term = |i: usize| owners[i / n].map_or(0.0, |e| w[i / n] * b[e * n + i % n]);
                     let want: Vec<f64> = (0..rows * n).map(|i| y[i] + term(i)).collect();
                     close(&what, dtype, &h.host(&yt), &want, 1.3e-7);
+
+                    // Without weights, all are 1.
+                    let ones = t(DType::F32, &[rows], &vec![1.0; rows]);
+                    let plain = [Some(&ones), None].map(|weights| {
+                        let (rb, yt) = (GroupedBias { weights, ..rb }, t(dtype, &[rows, n], &y));
+                        h.k.grouped_bias(&h.s, &rb, &yt).unwrap();
+                        let dbias = t(DType::F32, &[experts, n], &vec![f64::NAN; experts * n]);
+                        h.k.grouped_bias_backward(&h.s, &rb, &yt, (&dbias, false), None).unwrap();
+                        (h.host(&yt), h.host(&dbias))
+                    });
+                    assert!(plain[0] == plain[1], "{what}");
 
                     // Padding rows are uninitialized.
                     let mut dy = numbers(dtype, 5, rows * n);
@@ -103,7 +114,7 @@ fn invalid_biases_are_errors() {
                   y: &[usize]| {
             let (offsets, counts, bias, weights) = (z(i, o), z(i, c), z(b.0, b.1), z(w.0, w.1));
             let segments = Segments { offsets: &offsets, counts: &counts };
-            let rb = GroupedBias { segments, bias: &bias, weights: &weights };
+            let rb = GroupedBias { segments, bias: &bias, weights: Some(&weights) };
             assert!(h.k.grouped_bias(&h.s, &rb, &z(dtype, y)).is_err(), "{} {what}", h.name);
         };
         go("offsets", &[3], &[3], (dtype, &[3, 5]), (f, &[9]), &[9, 5]);
@@ -116,7 +127,7 @@ fn invalid_biases_are_errors() {
         let (offsets, counts) = (z(i, &[4]), z(i, &[3]));
         let (bias, weights, dy) = (z(dtype, &[3, 5]), z(f, &[9]), z(dtype, &[9, 5]));
         let segments = Segments { offsets: &offsets, counts: &counts };
-        let rb = GroupedBias { segments, bias: &bias, weights: &weights };
+        let rb = GroupedBias { segments, bias: &bias, weights: Some(&weights) };
         let back = |dbias: &Tensor, dweights: &Tensor| {
             h.k.grouped_bias_backward(&h.s, &rb, &dy, (dbias, true), Some(dweights))
         };
@@ -125,7 +136,7 @@ fn invalid_biases_are_errors() {
         assert!(back(&z(f, &[3, 5]), &z(f, &[8])).is_err(), "{}", h.name);
         assert!(back(&z(f, &[3, 5]), &z(DType::BF16, &[9])).is_err(), "{}", h.name);
         let same = z(f, &[9]);
-        let rb = GroupedBias { weights: &same, ..rb };
+        let rb = GroupedBias { weights: Some(&same), ..rb };
         let go = h.k.grouped_bias_backward(&h.s, &rb, &dy, (&z(f, &[3, 5]), true), Some(&same));
         assert!(go.is_err(), "{}: weights over their gradient", h.name);
     });
