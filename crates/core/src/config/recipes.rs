@@ -31,6 +31,7 @@ recipes!(
     "llama-1b",
     "llama-3b",
     "llama-8b",
+    "llama-8b-one-gpu",
     "llama-8b-16k",
     "llama-8b-64k",
     "llama-8b-128k",
