@@ -9,7 +9,7 @@ use ferrotron_core::model::{ForwardMode, ModelConfig};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Trainer, sequence_layout, upload_mtp_inputs, upload_targets};
 use ferrotron_engine::moe::MoeBatch;
-use ferrotron_engine::{Rank, StepContext};
+use ferrotron_engine::{Rank, StepContext, StepNumber};
 use ferrotron_tensor::{Category, DType};
 use std::collections::{BTreeMap, HashSet};
 
@@ -52,8 +52,12 @@ fn counted(rank: &Rank, resolved: &Resolved, shape: &StepShape) -> ferrotron_cor
     input.mtp = upload_mtp_inputs(rank, &trainer.model.decoder, &batch, (SEQ, &input), &weights)?;
     let targets = upload_targets(rank, &input.tokens, &batch.labels, 1.0)?;
     let rows = rank.compute.zeros(&[input.rows], DType::I32, Category::Workspace)?;
-    let moe =
-        input.moe.as_ref().map(|moe| MoeBatch { input: moe, step: 0, rows: &rows, micro_batch_weight: 1.0 });
+    let moe = input.moe.as_ref().map(|moe| MoeBatch {
+        input: moe,
+        step: StepNumber::Known(0),
+        rows: &rows,
+        micro_batch_weight: 1.0,
+    });
     let context = StepContext {
         recompute: shape.recompute,
         mlp_chunk: shape.mlp_chunk,

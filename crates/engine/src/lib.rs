@@ -47,7 +47,7 @@ pub use pattern::matches_pattern;
 pub use rank::Rank;
 pub use saved::{Module, OffloadClass, Saved, SavedTensor};
 pub use shard::{GroupRank, Shard, Split};
-pub use step_context::{Checkpointed, Dropout, Recompute, StepContext};
+pub use step_context::{Checkpointed, Dropout, Recompute, StepContext, StepNumber};
 pub use step_state::StepState;
 pub use tokens::Tokens;
 pub use weight_grad::WeightGrad;

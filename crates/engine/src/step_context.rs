@@ -3,7 +3,7 @@
 use crate::moe::{MoeBatch, SavedRouting};
 use crate::offload::ActivationOffload;
 use crate::{Module, ParamId, Params, Rank, Saved, SavedTensor, StepState, UnitGuard, UnitId, Weight};
-use ferrotron_kernels::RngKey;
+use ferrotron_kernels::{RngKey, StepKey};
 use ferrotron_tensor::{DType, Result, Tensor};
 
 /// What every module needs besides its inputs: the rank, the weights, the state of the step and the pass' options.
@@ -36,6 +36,15 @@ pub struct StepContext<'a> {
     pub repeat: u32,
 }
 
+/// The number of a step, on which random draws depend.
+#[derive(Clone, Copy, Debug)]
+pub enum StepNumber<'a> {
+    /// Steps done before this one.
+    Known(u64),
+    /// The same as i32 `[1]` on the device: the pass is captured, and replayed in many steps.
+    OnDevice(&'a Tensor),
+}
+
 /// Dropout of one micro-batch. The mask depends on the seed, the step, the layer, the site in it and the token's index in
 /// the step; it does not depend on the layout or the micro-batch size.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +52,7 @@ pub struct Dropout<'a> {
     /// Probability that an activation is dropped.
     pub p: f32,
     /// Step of the run.
-    pub step: u64,
+    pub step: StepNumber<'a>,
     /// i32: index in the step of the token of each of this rank's rows of the residual stream.
     pub rows: &'a Tensor,
 }
@@ -112,10 +121,20 @@ impl<'a> StepContext<'a> {
         self.rank.activation(shape, self.dtype())
     }
 
+    /// Key of the random draws at a site of a layer.
+    pub(crate) fn random_key<'s>(&self, step: StepNumber<'s>, layer: u32, site: u32) -> StepKey<'s> {
+        let (number, step) = match step {
+            StepNumber::Known(number) => (number, None),
+            StepNumber::OnDevice(step) => (0, Some(step)),
+        };
+        let key = RngKey { seed: self.rank.seed, step: number, layer: layer + self.repeat, site };
+        StepKey { key, step }
+    }
+
     /// Applies dropout at a site of a layer, in forward and backward alike: the mask depends on the site only.
     pub fn dropout(&self, layer: u32, site: u32, x: Tensor) -> Result<Tensor> {
         let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
-        let key = RngKey { seed: self.rank.seed, step: d.step, layer: layer + self.repeat, site };
+        let key = self.random_key(d.step, layer, site);
         let y = self.rank.activation(x.shape(), x.dtype())?;
         self.rank.kernels.dropout(
             &self.rank.compute,

@@ -17,6 +17,39 @@ pub struct RngKey {
     pub site: u32,
 }
 
+/// Key of a random stream whose step may be known on the device only: a CUDA graph replays the same launch in every step.
+#[derive(Clone, Copy)]
+pub struct StepKey<'a> {
+    /// The key.
+    pub key: RngKey,
+    /// i32 `[1]`, added to the step of the key.
+    pub step: Option<&'a Tensor>,
+}
+
+impl From<RngKey> for StepKey<'_> {
+    fn from(key: RngKey) -> Self {
+        StepKey { key, step: None }
+    }
+}
+
+impl StepKey<'_> {
+    /// The key, given the number on the device.
+    pub(crate) fn at(&self, step: Option<&[i32]>) -> RngKey {
+        let later = step.and_then(|s| s.first()).map_or(0, |n| *n as u64);
+        RngKey { step: self.key.step.wrapping_add(later), ..self.key }
+    }
+
+    /// Checks the number on the device.
+    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
+        let Some(step) = self.step else { return Ok(()) };
+        dtypes(op, DType::I32, &[step])?;
+        match step.numel() {
+            1 => Ok(()),
+            _ => shape_error(op, format!("the number of the step must be one i32, not {step:?}")),
+        }
+    }
+}
+
 /// Normal values of a random stream by rows: row r holds values `first + r·stride` and following.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormalFill {
@@ -44,7 +77,7 @@ pub struct Dropout<'a> {
     /// Probability of dropping an element, in `[0, 1)`.
     pub p: f32,
     /// Random stream.
-    pub key: RngKey,
+    pub key: StepKey<'a>,
     /// i32 `[rows]`: number of each row among all rows of the step.
     pub rows: &'a Tensor,
     /// `[rows, n]`

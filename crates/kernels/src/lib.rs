@@ -39,7 +39,7 @@ pub use cross_entropy::{
 };
 pub use digest::{DigestKernels, digest_of_bytes};
 pub use dora::{DoraFactor, DoraKernels, DoraUpdate, ScaleColumns, ScaleColumnsBackward};
-pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
+pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey, StepKey};
 pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
 pub use gemm::batched::BatchedGemm;
 pub use gemm::choices::{GemmChoice, GemmLibrary, NewChoices};

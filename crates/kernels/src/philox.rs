@@ -18,8 +18,8 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
 
 /// Domain separation between initial values, dropout masks and random routing of one seed.
 const DOMAIN_INIT: u32 = 0x696e_6974;
-const DOMAIN_DROPOUT: u32 = 0x6472_6f70;
-const DOMAIN_ROUTING: u32 = 0x726f_7574;
+pub(crate) const DOMAIN_DROPOUT: u32 = 0x6472_6f70;
+pub(crate) const DOMAIN_ROUTING: u32 = 0x726f_7574;
 
 /// A stream of random words: words `4i..4i+4` are Philox of the counter `(i, lane)` under `key`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

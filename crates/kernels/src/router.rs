@@ -8,7 +8,7 @@
 
 pub(crate) mod check;
 
-use crate::RngKey;
+use crate::StepKey;
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// Largest number of experts of a layer.
@@ -151,7 +151,7 @@ pub struct Jitter<'a> {
     /// Half the width of the interval.
     pub eps: f32,
     /// Random stream.
-    pub key: RngKey,
+    pub key: StepKey<'a>,
     /// i32 `[T]`: number of each row among all rows of the step, so that values do not depend on the layout.
     pub rows: &'a Tensor,
     /// `[T, h]`
@@ -220,5 +220,5 @@ pub trait RouterKernels {
     /// Random logits for forced balance: element e of row r of `logits` f32 `[T, E]` is standard normal value `rows[r]·E + e`
     /// of the stream of `key` ([`RandomStream::routing`](crate::philox::RandomStream::routing)). `rows` i32 `[T]` is the number of
     /// each row among all rows of the step. The same bits on every device and under every layout.
-    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()>;
+    fn fill_normal_logits(&self, s: &Stream, key: StepKey, rows: &Tensor, logits: &Tensor) -> Result<()>;
 }

@@ -27,8 +27,6 @@ impl Config {
             Some("with fault.inject, a step may be disturbed at every launch")
         } else if p.pp > 1 {
             Some("pipeline stages exchange activations on streams of their own")
-        } else if self.dropout.hidden > 0.0 {
-            Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
             Some("with data.reset_at_documents, launches depend on where documents begin")
         } else if self.data.packing != Packing::None {
@@ -39,8 +37,6 @@ impl Config {
             Some("with offload.optimizer, copies of the last step run beside the next")
         } else if self.offload.host_shards().any() {
             Some("with offload.weights or offload.gradients, copies of the last step run beside the next")
-        } else if self.mtp.layers > 0 {
-            Some("with mtp.layers, a step has inputs and losses that a captured step lacks")
         } else if self.moe.experts.is_some() {
             self.moe_cuda_graph_blocker()
         } else {
@@ -52,11 +48,7 @@ impl Config {
         let (m, p) = (&self.moe, &self.parallel);
         let fixed_sizes =
             m.dispatcher == DispatcherType::AllGather || m.pad_to_capacity && m.capacity_per_rank;
-        if m.jitter > 0.0 {
-            Some("with moe.jitter, launches depend on the number of the step")
-        } else if m.force_balance.is_some() {
-            Some("with moe.force_balance, launches depend on the number of the step")
-        } else if m.record.is_some() || m.replay.is_some() {
+        if m.record.is_some() || m.replay.is_some() {
             Some("recorded routing is copied from and to the host in every step")
         } else if p.ep * p.etp.unwrap_or(1) > 1 && !fixed_sizes {
             Some(

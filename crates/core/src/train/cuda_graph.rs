@@ -42,8 +42,11 @@ struct CapturedStep {
     shape: StepShape,
     graph: Graph,
     inputs: GraphInputs,
-    /// f32 `[outcome::COUNT + micro-batches]`: the optimizer's outcome, then the loss of each micro-batch.
+    /// f32 `[outcome::COUNT + micro-batches·(1 + D)]`: the optimizer's outcome, then the losses of each micro-batch: of the
+    /// language model and of each MTP depth.
     results: Tensor,
+    /// Losses of a micro-batch: `1 + D`.
+    losses: usize,
     /// The counters of MoE layers.
     moe_counters: Option<MoeCounters>,
     /// What its collectives send.
@@ -123,7 +126,7 @@ impl CudaGraph {
             }
         }
         let Some(step) = &self.captured else { return Ok(None) };
-        let launched = step.replay(model, optimizer, batch, rates)?;
+        let launched = step.replay(model, optimizer, (batch, runner.progress.step), rates)?;
         if mode == LaunchMode::Replay {
             step.sent.add_replayed(rank);
         }
@@ -174,8 +177,11 @@ impl CapturedStep {
         let rank = Rank { overlap: false, ..rank.clone() };
         let s = &rank.compute;
         let before = Traffic::of(&rank);
-        let inputs = GraphInputs::new(&rank, shape)?.with_moe(&rank, &model.decoder, batch)?;
-        let words = outcome::COUNT + shape.micro_batches;
+        let depth = model.decoder.config().mtp_depth();
+        let inputs = GraphInputs::new(&rank, shape, depth)?;
+        let inputs = inputs.with_positions(&rank, &model.decoder, batch, runner.dropout)?;
+        let losses = 1 + depth;
+        let words = outcome::COUNT + shape.micro_batches * losses;
         let results = Tensor::empty(s, &[words], DType::F32, Category::Workspace)?;
         let moe_counters = model.step_state.moe().map(|moe| moe.empty_counters(s)).transpose()?;
         // Ranks must replay together, so that a replay must not depend on what else a rank does with the memory.
@@ -196,7 +202,7 @@ impl CapturedStep {
             let outcome = optimizer.apply(&rank, &model.params, &model.step_state, &model.grads)?;
             s.copy(&outcome, &results.narrow(0, 0, outcome::COUNT)?)?;
             for (i, loss) in passes.losses.iter().enumerate() {
-                s.copy(loss, &results.narrow(0, outcome::COUNT + i, 1)?)?;
+                s.copy(loss, &results.narrow(0, outcome::COUNT + i * losses, losses)?)?;
             }
             if let (Some(from), Some(to)) = (&passes.moe_counters, &moe_counters) {
                 from.copy_to(s, to)?;
@@ -204,24 +210,25 @@ impl CapturedStep {
             Ok(())
         })?;
         let sent = Traffic::of(&rank).since(&before);
-        Ok(CapturedStep { shape, graph, inputs, results, moe_counters, sent, _host_slots: host_slots, rank })
+        let _host_slots = host_slots;
+        Ok(CapturedStep { shape, graph, inputs, results, losses, moe_counters, sent, _host_slots, rank })
     }
 
     fn replay(
         &self,
         model: &ModelState,
         optimizer: &Optimizer,
-        batch: &GlobalBatch,
+        (batch, step): (&GlobalBatch, u64),
         rates: StepRates,
     ) -> Result<LaunchedStep> {
         let (rank, s) = (&self.rank, &self.rank.compute);
         let scalars = optimizer.scalar_values(rates);
-        self.inputs.fill(rank, &model.decoder, &batch.micro_batches, batch.label_weights[0], &scalars)?;
+        self.inputs.fill(rank, &model.decoder, batch, step, &scalars)?;
         rank.world.replay(s, || self.graph.replay())?;
         // Copied, because the next replay overwrites them.
         let out = Tensor::empty(s, self.results.shape(), DType::F32, Category::Workspace)?;
         s.copy(&self.results, &out)?;
-        let loss = |i: usize| Ok(out.narrow(0, outcome::COUNT + i, 1)?);
+        let loss = |i: usize| Ok(out.narrow(0, outcome::COUNT + i * self.losses, self.losses)?);
         let losses = (0..self.shape.micro_batches).map(loss).collect::<Result<_>>()?;
         let moe_counters = self.moe_counters.as_ref().map(|c| c.copied(s)).transpose()?;
         Ok(LaunchedStep { losses, outcome: out.narrow(0, 0, outcome::COUNT)?, moe_counters })

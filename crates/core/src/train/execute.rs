@@ -12,7 +12,7 @@ use crate::pipeline::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleSt
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, SendRecv};
 use ferrotron_engine::moe::MoeBatch;
-use ferrotron_engine::{Dropout, GradBuffer, StepContext, Targets, WeightGrad, interleave};
+use ferrotron_engine::{Dropout, GradBuffer, StepContext, StepNumber, Targets, WeightGrad, interleave};
 use ferrotron_tensor::{Event, Tensor};
 use std::collections::HashMap;
 
@@ -28,14 +28,22 @@ pub struct MicroBatch {
 
 /// The place of a micro-batch in its step. Dropout and MoE jitter are functions of it, whatever the layout.
 pub struct StepPosition {
-    /// Steps done before this one.
+    /// Steps done before this one; not used where `device_step` is given.
     pub step: u64,
+    /// i32 `[1]`: the same where the step is captured, and replayed in many steps.
+    pub device_step: Option<Tensor>,
     /// i32 `[rows]`: index in the step of each token of the residual stream on this rank.
     pub rows: Tensor,
     /// Weight of the micro-batch in means over the step.
     pub share: f32,
     /// Probability that an activation is dropped.
     pub dropout: f32,
+}
+
+impl StepPosition {
+    fn number(&self) -> StepNumber<'_> {
+        self.device_step.as_ref().map_or(StepNumber::Known(self.step), StepNumber::OnDevice)
+    }
 }
 
 impl MicroBatch {
@@ -46,14 +54,17 @@ impl MicroBatch {
 
     fn dropout(&self) -> Option<Dropout<'_>> {
         let at = self.position.as_ref().filter(|at| at.dropout > 0.0)?;
-        Some(Dropout { p: at.dropout, step: at.step, rows: &at.rows })
+        Some(Dropout { p: at.dropout, step: at.number(), rows: &at.rows })
     }
 
     fn moe(&self) -> Option<MoeBatch<'_>> {
         let input = self.input.moe.as_ref()?;
         Some(match &self.position {
-            Some(at) => MoeBatch { input, step: at.step, rows: &at.rows, micro_batch_weight: at.share },
-            None => MoeBatch { input, step: 0, rows: &input.token_index, micro_batch_weight: 1.0 },
+            Some(at) => MoeBatch { input, step: at.number(), rows: &at.rows, micro_batch_weight: at.share },
+            None => {
+                let step = StepNumber::Known(0);
+                MoeBatch { input, step, rows: &input.token_index, micro_batch_weight: 1.0 }
+            }
         })
     }
 }

@@ -4,9 +4,10 @@ use super::cuda_graph::StepShape;
 use super::execute::{MicroBatch, StepPosition};
 use super::global_batch::GlobalBatch;
 use super::micro_batch::{sequence_layout, token_indices};
+use super::mtp::shifted;
 use crate::Result;
 use crate::data::Batch;
-use crate::model::{Decoder, Input};
+use crate::model::{Decoder, Input, MtpInput};
 use ferrotron_engine::moe::MoeInput;
 use ferrotron_engine::{Rank, Targets, Tokens};
 use ferrotron_kernels::{IGNORE, scalars};
@@ -19,57 +20,86 @@ const BOUNDARY: usize = 64;
 /// ordered after the previous replay on the stream, so the host may run ahead.
 pub(super) struct GraphInputs {
     shape: StepShape,
+    /// MTP depths.
+    depth: usize,
     /// This rank's tokens of a micro-batch.
     tokens: Tokens,
-    /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, then scalars.
+    /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, of the language model and of each MTP depth; then
+    /// scalars; then the number of steps done before this one.
     all: Tensor,
     /// What MoE layers need to know of a micro-batch: the same in every step.
     moe: Option<MoeInput>,
-    /// Of each micro-batch of a model with MoE layers, i32 `[rows]`: index in the step of each row's token.
+    /// Of each micro-batch of a model with dropout or MoE layers, i32 `[rows]`: index in the step of each row's token.
     rows: Vec<Tensor>,
     /// Weight of a micro-batch in means over the step.
     share: f32,
+    /// Probability that an activation is dropped.
+    dropout: f32,
 }
 
 impl GraphInputs {
-    /// Memory for steps of this shape.
-    pub(super) fn new(rank: &Rank, shape: StepShape) -> Result<GraphInputs> {
+    /// Memory for steps of this shape, of a model with so many MTP depths.
+    pub(super) fn new(rank: &Rank, shape: StepShape, depth: usize) -> Result<GraphInputs> {
         let tokens = rank.tokens(&shape.layout())?;
-        let words = shape.micro_batches * 4 * pitch(&tokens) + scalars::COUNT;
+        let words = scalars_at(&shape, depth, &tokens) + scalars::COUNT + 1;
         let all = Tensor::empty(&rank.compute, &[words], DType::I32, Category::Activations)?;
-        Ok(GraphInputs { shape, tokens, all, moe: None, rows: Vec::new(), share: 0.0 })
+        Ok(GraphInputs { shape, depth, tokens, all, moe: None, rows: Vec::new(), share: 0.0, dropout: 0.0 })
     }
 
-    /// Adds what MoE layers need, the same in every step of the shape of `batch`. Collective over a pipeline stage.
-    pub(super) fn with_moe(self, rank: &Rank, decoder: &Decoder, batch: &GlobalBatch) -> Result<GraphInputs> {
+    /// Adds what MoE layers and dropout need, the same in every step of the shape of `batch`. Collective over a pipeline stage.
+    pub(super) fn with_positions(
+        self,
+        rank: &Rank,
+        decoder: &Decoder,
+        batch: &GlobalBatch,
+        dropout: f32,
+    ) -> Result<GraphInputs> {
         let moe = decoder.moe_input(rank, &self.shape.layout(), &self.tokens, None)?;
         let index = |i| token_indices(rank, &self.tokens, batch.first_token(i));
-        let count = if moe.is_some() { self.shape.micro_batches } else { 0 };
+        let count = if moe.is_some() || dropout > 0.0 { self.shape.micro_batches } else { 0 };
         let rows = (0..count).map(index).collect::<Result<_>>()?;
-        Ok(GraphInputs { moe, rows, share: batch.micro_batch_share(), ..self })
+        Ok(GraphInputs { moe, rows, share: batch.micro_batch_share(), dropout, ..self })
     }
 
-    /// Row `row` (ids, positions, labels, weights) of micro-batch `i`: i32 `[tokens of this rank]`.
-    fn row(&self, i: usize, row: usize) -> Result<Tensor> {
-        Ok(self.all.narrow(0, (4 * i + row) * pitch(&self.tokens), self.tokens.rows().len())?)
+    /// Row `row` (ids, positions, labels, weights) of depth `d` (0 is the language model) of micro-batch `i`:
+    /// i32 `[tokens of this rank]`.
+    fn row(&self, (i, d): (usize, usize), row: usize) -> Result<Tensor> {
+        let at = ((i * (1 + self.depth) + d) * 4 + row) * pitch(&self.tokens);
+        Ok(self.all.narrow(0, at, self.tokens.rows().len())?)
+    }
+
+    /// Labels and weights of depth `d` of micro-batch `i`.
+    fn targets(&self, at: (usize, usize)) -> Result<Targets> {
+        Ok(Targets { labels: self.row(at, 2)?, weights: self.row(at, 3)?.view_dtype(DType::F32)? })
     }
 
     /// f32 `[scalars::COUNT]`
     pub(super) fn scalars(&self) -> Result<Tensor> {
-        let start = self.shape.micro_batches * 4 * pitch(&self.tokens);
+        let start = scalars_at(&self.shape, self.depth, &self.tokens);
         Ok(self.all.narrow(0, start, scalars::COUNT)?.view_dtype(DType::F32)?)
+    }
+
+    /// i32 `[1]`: steps done before this one.
+    fn step(&self) -> Result<Tensor> {
+        Ok(self.all.narrow(0, scalars_at(&self.shape, self.depth, &self.tokens) + scalars::COUNT, 1)?)
     }
 
     /// Micro-batch `i`.
     pub(super) fn micro_batch(&self, rank: &Rank, i: usize) -> Result<MicroBatch> {
-        let (ids, positions, tokens) = (self.row(i, 0)?, self.row(i, 1)?, self.tokens.clone());
-        let targets = Targets { labels: self.row(i, 2)?, weights: self.row(i, 3)?.view_dtype(DType::F32)? };
+        let (ids, positions, tokens) = (self.row((i, 0), 0)?, self.row((i, 0), 1)?, self.tokens.clone());
+        let depth = |d: usize| {
+            let at = (i, d);
+            Ok(MtpInput { ids: self.row(at, 0)?, positions: self.row(at, 1)?, targets: self.targets(at)? })
+        };
+        let mtp = (1..=self.depth).map(depth).collect::<Result<_>>()?;
         let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
-        let input = Input { ids, positions, layout, tokens, rows, moe: self.moe.clone(), mtp: Vec::new() };
-        // Nothing that is captured depends on the number of the step.
-        let position =
-            |rows: &Tensor| StepPosition { step: 0, rows: rows.clone(), share: self.share, dropout: 0.0 };
-        Ok(MicroBatch { input, targets: Some(targets), position: self.rows.get(i).map(position) })
+        let input = Input { ids, positions, layout, tokens, rows, moe: self.moe.clone(), mtp };
+        let position = |rows: &Tensor| -> Result<StepPosition> {
+            let (device_step, rows) = (Some(self.step()?), rows.clone());
+            Ok(StepPosition { step: 0, device_step, rows, share: self.share, dropout: self.dropout })
+        };
+        let position = self.rows.get(i).map(position).transpose()?;
+        Ok(MicroBatch { input, targets: Some(self.targets((i, 0))?), position })
     }
 
     /// Copies the next step's inputs to the device.
@@ -77,14 +107,14 @@ impl GraphInputs {
         &self,
         rank: &Rank,
         decoder: &Decoder,
-        batches: &[Batch],
-        weight: f32,
+        batch: &GlobalBatch,
+        step: u64,
         scalars: &[f32; scalars::COUNT],
     ) -> Result<()> {
-        let words = words(&self.tokens, batches, weight, scalars, |b| {
+        for b in &batch.micro_batches {
             decoder.check_input(&b.tokens, &b.positions, &sequence_layout(b, self.shape.seq)?)?;
-            Ok(())
-        })?;
+        }
+        let words = words(&self.tokens, &batch.micro_batches, &batch.label_weights, scalars, step)?;
         Ok(rank.compute.upload_into(&self.all, &words)?)
     }
 }
@@ -93,29 +123,39 @@ fn pitch(tokens: &Tokens) -> usize {
     tokens.rows().len().next_multiple_of(BOUNDARY)
 }
 
+/// The first word of the scalars.
+fn scalars_at(shape: &StepShape, depth: usize, tokens: &Tokens) -> usize {
+    shape.micro_batches * (1 + depth) * 4 * pitch(tokens)
+}
+
+/// All words of a step; `weights` are those of a label in the language-modelling loss and at each MTP depth.
 fn words(
     tokens: &Tokens,
     batches: &[Batch],
-    weight: f32,
+    weights: &[f32],
     scalars: &[f32],
-    check: impl Fn(&Batch) -> Result<()>,
+    step: u64,
 ) -> Result<Vec<i32>> {
-    let (pitch, n) = (pitch(tokens), tokens.rows().len());
-    let mut words = vec![0i32; batches.len() * 4 * pitch + scalars.len()];
+    let (pitch, n, lengths) = (pitch(tokens), tokens.rows().len(), tokens.layout().lengths());
+    let mut words = vec![0i32; batches.len() * weights.len() * 4 * pitch];
     let bits = |x: f32| x.to_bits().cast_signed();
-    for (batch, rows) in batches.iter().zip(words.chunks_exact_mut(4 * pitch)) {
-        check(batch)?;
+    let depths = batches.iter().flat_map(|b| weights.iter().enumerate().map(move |(d, w)| (b, d, *w)));
+    for ((batch, depth, weight), rows) in depths.zip(words.chunks_exact_mut(4 * pitch)) {
         let lists = [(&batch.tokens, 0), (&batch.positions, 0), (&batch.labels, IGNORE)];
         for (row, (values, pad)) in lists.into_iter().enumerate() {
-            rows[row * pitch..][..n].copy_from_slice(&tokens.take(values, pad)?);
+            let mine = match depth {
+                0 => tokens.take(values, pad)?,
+                _ => tokens.take(&shifted(values, &lengths, depth, pad), pad)?,
+            };
+            rows[row * pitch..][..n].copy_from_slice(&mine);
         }
         let (labels, weights) = rows[2 * pitch..].split_at_mut(pitch);
         for (w, label) in weights.iter_mut().zip(&labels[..n]) {
             *w = if *label == IGNORE { 0 } else { bits(weight) };
         }
     }
-    let start = words.len() - scalars.len();
-    words[start..].iter_mut().zip(scalars).for_each(|(w, x)| *w = bits(*x));
+    words.extend(scalars.iter().map(|x| bits(*x)));
+    words.push(step as i32);
     Ok(words)
 }
 
@@ -138,8 +178,11 @@ mod tests {
         };
         let batches = [batch(10), batch(20)];
         let scalars: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);
-        let inputs = GraphInputs::new(&rank, shape).unwrap();
-        let words = words(&inputs.tokens, &batches, 0.1, &scalars, |_| Ok(())).unwrap();
+        let mut inputs = GraphInputs::new(&rank, shape, 2).unwrap();
+        inputs.rows = (0..2).map(|i| token_indices(&rank, &inputs.tokens, 6 * i).unwrap()).collect();
+        let weights = [0.1, 0.2, 0.3];
+        let words = words(&inputs.tokens, &batches, &weights, &scalars, 77).unwrap();
+        assert_eq!(words.len(), inputs.all.numel());
         rank.compute.upload_into(&inputs.all, &words).unwrap();
         let s = &rank.compute;
         for (i, b) in batches.iter().enumerate() {
@@ -154,6 +197,18 @@ mod tests {
             assert_eq!(i32s(&targets.labels), i32s(&alone.labels));
             assert_eq!(f32s(&targets.weights), f32s(&alone.weights));
             assert_eq!(made.input.rows, 6);
+            assert_eq!(i32s(&made.position.unwrap().device_step.unwrap()), [77]);
+            for (d, mtp) in (1..).zip(&made.input.mtp) {
+                let expected = |values: &[i32], fill| shifted(values, &[3, 3], d, fill);
+                assert_eq!(i32s(&mtp.ids), expected(&b.tokens, 0));
+                assert_eq!(i32s(&mtp.positions), expected(&b.positions, 0));
+                let labels = expected(&b.labels, IGNORE);
+                let alone =
+                    crate::train::upload_targets(&rank, &made.input.tokens, &labels, weights[d]).unwrap();
+                assert_eq!(i32s(&mtp.targets.labels), labels);
+                assert_eq!(f32s(&mtp.targets.weights), f32s(&alone.weights));
+            }
+            assert_eq!(made.input.mtp.len(), 2);
             for t in [&made.input.ids, &made.input.positions, &targets.labels, &targets.weights] {
                 assert!(t.alignment() >= inputs.all.alignment().min(64));
             }
@@ -173,7 +228,7 @@ mod tests {
             padding: None,
             varies: false,
         };
-        let words = words(&tokens, &[batch], 0.5, &[], |_| Ok(())).unwrap();
+        let words = words(&tokens, &[batch], &[0.5], &[], 0).unwrap();
         // Six tokens are padded to eight in four chunks; rank 1 of 2 has the second and the third.
         let half = 0.5f32.to_bits().cast_signed();
         let rows = [[12, 13, 14, 15], [2, 3, 4, 5], [IGNORE, 14, 15, 16], [0, half, half, half]];

@@ -43,7 +43,7 @@ pub(super) fn upload(
         None => None,
         Some(MicroBatchPosition { step, first, share, dropout }) => {
             let rows = token_indices(rank, &input.tokens, first)?;
-            Some(StepPosition { step, rows, share, dropout })
+            Some(StepPosition { step, device_step: None, rows, share, dropout })
         }
     };
     let (weight, mtp_weights) = weights.split_first().map_or((1.0, &[][..]), |(w, rest)| (*w, rest));

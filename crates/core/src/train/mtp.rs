@@ -10,7 +10,7 @@ use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::Category;
 
 /// `values` shifted left by `by` within each sequence; `fill` after its end.
-fn shifted(values: &[i32], lengths: &[usize], by: usize, fill: i32) -> Vec<i32> {
+pub(super) fn shifted(values: &[i32], lengths: &[usize], by: usize, fill: i32) -> Vec<i32> {
     let mut out = vec![fill; values.len()];
     let mut start = 0;
     for len in lengths {

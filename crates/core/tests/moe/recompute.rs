@@ -5,7 +5,9 @@ use ferrotron_core::model::{Decoder, ForwardMode, ModelOptions, PipelineLayout};
 use ferrotron_core::train::upload_targets;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::moe::MoeBatch;
-use ferrotron_engine::{GradBuffer, Params, Rank, Recompute, StepContext, StepState, initial_values};
+use ferrotron_engine::{
+    GradBuffer, Params, Rank, Recompute, StepContext, StepNumber, StepState, initial_values,
+};
 use std::sync::Arc;
 
 const TOKENS: usize = 16;
@@ -48,7 +50,12 @@ impl Model {
         });
         let pass = |m: usize| {
             let input = inputs[m].0.moe.as_ref().unwrap();
-            let moe = MoeBatch { input, step: 0, rows: &input.token_index, micro_batch_weight: 1.0 / 3.0 };
+            let moe = MoeBatch {
+                input,
+                step: StepNumber::Known(0),
+                rows: &input.token_index,
+                micro_batch_weight: 1.0 / 3.0,
+            };
             let context = StepContext::new(&self.rank, &self.params, &self.state);
             StepContext { recompute, moe: Some(moe), ..context }
         };

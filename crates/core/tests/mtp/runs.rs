@@ -130,7 +130,6 @@ fn what_cannot_work_is_refused_in_one_sentence() {
     refused("tp=1", &["mtp.layers=0"], "mtp.layers");
     refused("tp=1", &["mtp.loss_weight=0"], "above 0");
     refused("tp=1", &["mtp.layers=16"], "16");
-    refused("tp=1", &["train.cuda_graph=on"], "mtp.layers");
     let same = recipe(&layout("pp=2"), &["parallel.stages=Ett|tmmL"]);
     assert_eq!(same.model.mtp_depth(), 2);
     // The stored configuration resolves to the same values.

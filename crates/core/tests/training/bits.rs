@@ -4,7 +4,7 @@ use super::support::*;
 use ferrotron_core::checkpoint;
 use ferrotron_core::data::Batches;
 use ferrotron_core::train::{Run, Trainer};
-use ferrotron_engine::{Dropout, Part, Rank, StepContext, initial_values};
+use ferrotron_engine::{Dropout, Part, Rank, StepContext, StepNumber, initial_values};
 use ferrotron_tensor::{DType, Instrumentation};
 
 /// Keys that make layer sizes differ from each other; all stay multiples of 32.
@@ -179,7 +179,7 @@ fn dropout_is_a_function_of_its_key() {
         let numbers: Vec<i32> = (0..rows as i32).map(|r| first + r).collect();
         let numbers =
             t.rank.compute.upload(&numbers, &[rows], ferrotron_tensor::Category::Activations).unwrap();
-        let dropout = Some(Dropout { p: 0.25, step, rows: &numbers });
+        let dropout = Some(Dropout { p: 0.25, step: StepNumber::Known(step), rows: &numbers });
         let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.model.params, &t.model.step_state) };
         t.rank.compute.download(&pass.dropout(layer, site, ones.clone()).unwrap()).unwrap()
     };

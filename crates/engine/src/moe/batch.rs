@@ -2,7 +2,7 @@
 
 use super::Dispatcher;
 use crate::attention::Layout;
-use crate::{GroupRank, Rank, StepContext, Tokens};
+use crate::{GroupRank, Rank, StepContext, StepNumber, Tokens};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 /// The rows of this rank in a micro-batch.
@@ -39,7 +39,7 @@ pub struct MoeBatch<'a> {
     /// Its rows.
     pub input: &'a MoeInput,
     /// Step of the run.
-    pub step: u64,
+    pub step: StepNumber<'a>,
     /// i32 `[rows]`: index of each row's token in the step.
     pub rows: &'a Tensor,
     /// Weight of the micro-batch in means over the step: 1 / (micro-batches of all data-parallel ranks).

@@ -5,8 +5,7 @@ use super::{ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod, au
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{
-    ExpertChoice, GateBackward, Gemm, Jitter, NormalFill, RngKey, Route, RouteBackward, RouterParams,
-    ScoreFunction,
+    ExpertChoice, GateBackward, Gemm, Jitter, NormalFill, Route, RouteBackward, RouterParams, ScoreFunction,
 };
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 use std::sync::Arc;
@@ -225,7 +224,7 @@ impl Router {
     fn force_routing(&self, p: &StepContext, logits: Tensor) -> Result<Tensor> {
         let (Some(forced), Some(moe)) = (self.training.forced_routing, p.moe) else { return Ok(logits) };
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: FORCED };
+        let key = p.random_key(moe.step, self.layer, FORCED);
         let random = p.rank.activation(logits.shape(), DType::F32)?;
         k.fill_normal_logits(s, key, moe.rows, &random)?;
         if let ForcedRouting::Biased(std) = forced {
@@ -246,7 +245,7 @@ impl Router {
     /// Input jitter: `x` times factors in `1 ± jitter`, or `x` itself where jitter is off.
     fn jitter(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
         let (true, Some(moe)) = (self.training.jitter > 0.0 && p.train, p.moe) else { return Ok(x.clone()) };
-        let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: JITTER };
+        let key = p.random_key(moe.step, self.layer, JITTER);
         let y = p.empty(x.shape())?;
         p.rank
             .kernels

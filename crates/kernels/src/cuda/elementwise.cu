@@ -182,6 +182,7 @@ __device__ __forceinline__ u64 dropout_word(const DropoutArgs& p, i64 at) {
 // y = x·scale where the element's random word is at least the threshold, else 0. Vectors start at multiples of four:
 // where rows do too, four elements share one Philox block; otherwise every element draws its own.
 template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p) {
+    const PhiloxStream stream = step_stream(p.stream);
     if (p.width % 4 != 0) {
         constexpr i64 SHARE = i64(16 / sizeof(T)) * UNROLL * THREADS;
         i64 first = i64(blockIdx.x) * SHARE, last = first + SHARE < p.n ? first + SHARE : p.n;
@@ -189,7 +190,7 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
         for (i64 at = first + threadIdx.x; at < last; at += THREADS) {
             u64 word = dropout_word(p, at);
             u32 words[4];
-            philox(p.stream, word / 4, words);
+            philox(stream, word / 4, words);
             u32 low = word & 1 ? words[1] : words[0], high = word & 1 ? words[3] : words[2];
             float kept = to_f32(reinterpret_cast<const T*>(p.x)[at]) * p.scale;
             reinterpret_cast<T*>(p.y)[at] = from_f32<T>((word & 2 ? high : low) < p.threshold ? 0.0f : kept);
@@ -203,7 +204,7 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
             i64 first = at + 4 * part;
             if (first >= p.n) break;
             u32 words[4];
-            philox(p.stream, dropout_word(p, first) / 4, words);
+            philox(stream, dropout_word(p, first) / 4, words);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float kept = v[4 * part + i] * p.scale;

@@ -2,11 +2,11 @@
 
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
-use super::philox::PhiloxStream;
+use super::philox::StepStream;
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::check_dropout;
-use crate::philox::RandomStream;
+use crate::philox::DOMAIN_DROPOUT;
 use crate::{Dropout, ElementwiseKernels, NormalFill};
 use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
 
@@ -42,7 +42,7 @@ kernel_args! {
         rows: u64,
         n: i64,
         width: i64,
-        stream: PhiloxStream,
+        stream: StepStream,
         /// 1/(1 - p).
         scale: f32,
         /// Random words below p·2³² drop their element.
@@ -178,8 +178,9 @@ impl ElementwiseKernels for CudaKernels {
         let width = check_dropout(p, rows, x)? as i64;
         dtypes(OP, x.dtype(), &[y])?;
         let kernel = typed!(OP, x.dtype(), "elementwise", "dropout")?;
-        let stream = RandomStream::dropout(key).into();
-        s.launch(OP, &[read(x), write(y), read(rows)], |l| {
+        key.check(OP)?;
+        let args: Vec<_> = [read(x), write(y), read(rows)].into_iter().chain(key.step.map(read)).collect();
+        s.launch(OP, &args, |l| {
             let (from, to) = (l.address(0)?, l.address(1)?);
             let args = DropoutArgs {
                 x: from,
@@ -187,7 +188,7 @@ impl ElementwiseKernels for CudaKernels {
                 rows: l.address(2)?,
                 width,
                 n: x.numel() as i64,
-                stream,
+                stream: StepStream::new(l, key, 3, DOMAIN_DROPOUT)?,
                 scale: 1.0 / (1.0 - p),
                 // p·2³² is below 2³² for every p < 1.
                 threshold: (f64::from(p) * 4_294_967_296.0) as u32,

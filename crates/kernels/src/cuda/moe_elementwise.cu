@@ -23,12 +23,13 @@ extern "C" __global__ void expand_topk(const MoeArgs p) {
 
 // y = x·u, u uniform in [1 − x, 1 + x]. a: row numbers [n / width], b: x [n], c: y [n].
 template <class T> __device__ __forceinline__ void jitter(const MoeArgs& p) {
+    const PhiloxStream stream = step_stream(p.stream);
     const i64 at = element_index();
     if (at >= p.n) return;
     const i64 row = at / p.width;
     const u64 word = u64(reinterpret_cast<const u32*>(p.a)[row]) * u64(p.width) + u64(at - row * p.width);
     u32 words[4];
-    philox(p.stream, word / 4, words);
+    philox(stream, word / 4, words);
     const u32 low = word & 1 ? words[1] : words[0], high = word & 1 ? words[3] : words[2];
     const float unit = float((word & 2 ? high : low) >> 8) / 16777216.0f;
     const float factor = 1.0f - p.x + 2.0f * p.x * unit;

@@ -2,10 +2,10 @@
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
-use super::philox::PhiloxStream;
+use super::philox::StepStream;
 use super::{CudaKernels, Kernel, typed};
 use crate::Jitter;
-use crate::philox::RandomStream;
+use crate::philox::DOMAIN_DROPOUT;
 use crate::router::check::{elements, matrix};
 use ferrotron_tensor::{Arg, DType, Result, Stream, Tensor, read, write};
 
@@ -20,7 +20,7 @@ kernel_args! {
         c: u64,
         n: i64,
         width: i64,
-        stream: PhiloxStream,
+        stream: StepStream,
         x: f32,
         y: f32,
         /// Experts of a rank.
@@ -95,10 +95,23 @@ impl CudaKernels {
         const OP: &str = "jitter";
         let [t, h] = matrix(OP, x)?;
         elements(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
-        let stream = RandomStream::dropout(key).into();
-        let args = MoeArgs { n: (t * h) as i64, width: h as i64, stream, x: eps, ..MoeArgs::default() };
+        key.check(OP)?;
         let kernel = typed!(OP, x.dtype(), "moe_elementwise", "jitter")?;
-        self.launch_moe(s, (OP, kernel), &[read(rows), read(x), write(y)], t * h, args)
+        let grid = line(blocks(OP, t * h, THREADS)?, THREADS as u32);
+        let tensors: Vec<_> = [read(rows), read(x), write(y)].into_iter().chain(key.step.map(read)).collect();
+        s.launch(OP, &tensors, |l| {
+            let args = MoeArgs {
+                a: l.address(0)?,
+                b: l.address(1)?,
+                c: l.address(2)?,
+                n: (t * h) as i64,
+                width: h as i64,
+                stream: StepStream::new(l, key, 3, DOMAIN_DROPOUT)?,
+                x: eps,
+                ..MoeArgs::default()
+            };
+            self.launch_kernel(l, kernel, grid, &args)
+        })
     }
 
     pub(super) fn launch_split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {

@@ -94,10 +94,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) normal_f32(const NormalArg
 
 // out[r, c] = value numbers[r]·width + c of the stream.
 extern "C" __global__ void __launch_bounds__(THREADS) normal_rows_f32(const NormalRowsArgs p) {
+    const PhiloxStream stream = step_stream(p.stream);
     u64 at = u64(blockIdx.x) * THREADS + threadIdx.x;
     u64 row = at / u64(p.groups);
     if (row >= u64(p.rows)) return;
     u64 start = u64(reinterpret_cast<const u32*>(p.numbers)[row]) * u64(p.width);
     float* to = reinterpret_cast<float*>(p.out) + i64(row) * p.width;
-    draw(p.stream, start, at - row * u64(p.groups), 1.0, p.width, to);
+    draw(stream, start, at - row * u64(p.groups), 1.0, p.width, to);
 }

@@ -2,12 +2,12 @@
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
-use super::philox::PhiloxStream;
+use super::philox::{PhiloxStream, StepStream};
 use super::{CudaKernels, Kernel};
 use crate::elementwise::check_normal;
-use crate::philox::RandomStream;
+use crate::philox::DOMAIN_ROUTING;
 use crate::router::check;
-use crate::{NormalFill, RngKey};
+use crate::{NormalFill, StepKey};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 /// As in random_normal.cu.
@@ -37,7 +37,7 @@ kernel_args! {
         rows: i64,
         width: i64,
         groups: i64,
-        stream: PhiloxStream,
+        stream: StepStream,
     }
 }
 
@@ -73,21 +73,23 @@ impl CudaKernels {
     pub(super) fn launch_normal_rows(
         &self,
         s: &Stream,
-        key: RngKey,
+        key: StepKey,
         numbers: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
         const OP: &str = "fill_normal_logits";
         let [rows, width] = check::normal(OP, numbers, out)?;
-        let (groups, stream) = (groups(width), RandomStream::routing(key).into());
-        s.launch(OP, &[read(numbers), write(out)], |l| {
+        key.check(OP)?;
+        let groups = groups(width);
+        let args: Vec<_> = [read(numbers), write(out)].into_iter().chain(key.step.map(read)).collect();
+        s.launch(OP, &args, |l| {
             let args = NormalRowsArgs {
                 out: l.address(1)?,
                 numbers: l.address(0)?,
                 rows: rows as i64,
                 width: width as i64,
                 groups: groups as i64,
-                stream,
+                stream: StepStream::new(l, key, 2, DOMAIN_ROUTING)?,
             };
             let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
             self.launch_kernel(l, Kernel::new("random_normal", "normal_rows_f32"), grid, &args)

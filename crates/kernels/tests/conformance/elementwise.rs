@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{Act, ActBackward, ActForward, Dropout, NormalFill, RngKey};
+use ferrotron_kernels::{Act, ActBackward, ActForward, Dropout, NormalFill, RngKey, StepKey};
 use ferrotron_tensor::DType;
 
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1000];
@@ -239,16 +239,21 @@ fn dropout_depends_only_on_key_and_position() {
                 let x: Vec<f64> = x.iter().map(|x| rounded(dtype, *x)).collect();
                 let (xt, y) = (h.tensor(dtype, &[rows, n], &x), h.poisoned(dtype, &[rows, n]));
                 let ids = h.ids(&numbered);
-                h.k.dropout(&h.s, &Dropout { p: 0.3, key, rows: &ids, x: &xt, y: &y }).unwrap();
+                h.k.dropout(&h.s, &Dropout { p: 0.3, key: key.into(), rows: &ids, x: &xt, y: &y }).unwrap();
                 for (i, (x, y)) in x.iter().zip(&h.host(&y)).enumerate() {
                     let index = u64::from(numbered[i / n] as u32) * n as u64 + (i % n) as u64;
                     let dropped = f64::from(stream.word(index)) < f64::from(0.3f32) * 4_294_967_296.0;
                     let want = if dropped { 0.0 } else { x / f64::from(1.0 - 0.3f32) };
                     assert!((y - want).abs() <= 2.01 * eps(dtype) * want.abs(), "{what} {i}: {y} {want}");
                 }
+                // The same where the device knows the step.
+                let (two, again) = (h.ids(&[2]), h.poisoned(dtype, &[rows, n]));
+                let later = StepKey { key: RngKey { step: 1, ..key }, step: Some(&two) };
+                h.k.dropout(&h.s, &Dropout { p: 0.3, key: later, rows: &ids, x: &xt, y: &again }).unwrap();
+                assert_eq!(h.host(&again), h.host(&y), "{what}");
                 // Nothing is dropped at 0.
                 let all = h.poisoned(dtype, &[rows, n]);
-                h.k.dropout(&h.s, &Dropout { p: 0.0, key, rows: &ids, x: &xt, y: &all }).unwrap();
+                h.k.dropout(&h.s, &Dropout { p: 0.0, key: key.into(), rows: &ids, x: &xt, y: &all }).unwrap();
                 assert_eq!(h.host(&all), x, "{what}");
             }
         }

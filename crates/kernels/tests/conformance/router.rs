@@ -5,6 +5,7 @@ use super::router_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{
     ExpertChoice, GateBackward, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
+    StepKey,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -297,11 +298,17 @@ fn random_logits_depend_only_on_their_row() {
             let frame =
                 h.tensor(DType::F32, &[n as usize * experts + 1], &vec![f64::NAN; n as usize * experts + 1]);
             let out = frame.narrow(0, 1, n as usize * experts).unwrap().view(&[n as usize, experts]).unwrap();
-            h.k.fill_normal_logits(&h.s, key, &h.ids(&rows), &out).unwrap();
+            h.k.fill_normal_logits(&h.s, key.into(), &h.ids(&rows), &out).unwrap();
             let value =
                 |i: usize| stream.normal(rows[i / experts] as u64 * experts as u64 + (i % experts) as u64);
             let wanted: Vec<f64> = (0..out.numel()).map(|i| f64::from(value(i) as f32)).collect();
             assert!(h.host(&out) == wanted, "{} {n}x{experts}", h.name);
+            // The same where the device knows the step.
+            let (ten, later) = (h.ids(&[10]), RngKey { step: 1, ..key });
+            let again = h.tensor(DType::F32, out.shape(), &vec![f64::NAN; out.numel()]);
+            let later = StepKey { key: later, step: Some(&ten) };
+            h.k.fill_normal_logits(&h.s, later, &h.ids(&rows), &again).unwrap();
+            assert!(h.host(&again) == wanted, "{} {n}x{experts}", h.name);
         }
     }
 }
@@ -498,11 +505,11 @@ fn invalid_arguments_are_errors() {
         refused(&h, "what is subtracted", k.top_k(s, &x, Some(&p), &i));
         refused(&h, "a gate of two dtypes", k.gate_f64(s, &x, &bf16_logits, &z(DType::F32, &[4, 4])));
         refused(&h, "its width", k.gate_f64(s, &x, &z(DType::F32, &[4, 7]), &z(DType::F32, &[4, 4])));
-        refused(&h, "numbers of rows", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2]), &x));
+        refused(&h, "numbers of rows", k.fill_normal_logits(s, key.into(), &h.ids(&[0, 1, 2]), &x));
         refused(
             &h,
             "16-bit normal values",
-            k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &bf16_logits),
+            k.fill_normal_logits(s, key.into(), &h.ids(&[0, 1, 2, 3]), &bf16_logits),
         );
     }
 }

@@ -83,10 +83,16 @@ pub fn dropout(h: &Scene) {
         let numbers: Vec<i32> = (0..rows as i32).map(|r| r * 3 + 1).collect();
         let [numbers, _] = h.both(&numbers, &[rows]);
         let at = h.samples(&x);
-        h.large.k.dropout(&h.large.s, &Dropout { p: 0.3, key, rows: &numbers, x: &x, y: &y }).unwrap();
+        h.large
+            .k
+            .dropout(&h.large.s, &Dropout { p: 0.3, key: key.into(), rows: &numbers, x: &x, y: &y })
+            .unwrap();
         let [rows, x] = [&numbers, &x].map(|t| h.gather(t, &at));
         let want = h.cpu_empty(DType::BF16, x.shape());
-        h.cpu.k.dropout(&h.cpu.s, &Dropout { p: 0.3, key, rows: &rows, x: &x, y: &want }).unwrap();
+        h.cpu
+            .k
+            .dropout(&h.cpu.s, &Dropout { p: 0.3, key: key.into(), rows: &rows, x: &x, y: &want })
+            .unwrap();
         h.near("dropout", &y, &at, &want, 0.0);
     }
 }

@@ -121,8 +121,10 @@ impl ElementwiseKernels for CpuKernels {
         let &Dropout { p, key, rows, x, y } = d;
         same_contiguous("dropout", &[x, y])?;
         let width = check_dropout(p, rows, x)?;
-        let stream = RandomStream::dropout(key);
-        s.launch("dropout", &[read(x), write(y), read(rows)], |l| {
+        key.check("dropout")?;
+        let args: Vec<_> = [read(x), write(y), read(rows)].into_iter().chain(key.step.map(read)).collect();
+        s.launch("dropout", &args, |l| {
+            let stream = RandomStream::dropout(key.at(key.step.map(|_| l.slice(3)).transpose()?));
             let mask = DropoutMask { p, stream, rows: l.slice(2)?, width };
             floats!("dropout", x.dtype(), T =>
                 dropout::<T>(self.context(l), mask, l.slice(0)?, l.slice_mut(1)?))

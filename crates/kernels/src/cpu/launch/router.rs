@@ -3,7 +3,7 @@ use crate::cpu::random::fill_normal_rows;
 use crate::cpu::router as r;
 use crate::philox::RandomStream;
 use crate::router::check;
-use crate::{CapacityDrop, ExpertChoice, GateBackward, Jitter, RngKey, Route, RouteBackward, RouterKernels};
+use crate::{CapacityDrop, ExpertChoice, GateBackward, Jitter, Route, RouteBackward, RouterKernels, StepKey};
 use ferrotron_tensor::{DType, Float, Result, Stream, Tensor, bf16, read, write};
 
 impl RouterKernels for CpuKernels {
@@ -122,11 +122,13 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
+    fn fill_normal_logits(&self, s: &Stream, key: StepKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
         const OP: &str = "fill_normal_logits";
         let [_, experts] = check::normal(OP, rows, logits)?;
-        let stream = RandomStream::routing(key);
-        s.launch(OP, &[read(rows), write(logits)], |l| {
+        key.check(OP)?;
+        let args: Vec<_> = [read(rows), write(logits)].into_iter().chain(key.step.map(read)).collect();
+        s.launch(OP, &args, |l| {
+            let stream = RandomStream::routing(key.at(key.step.map(|_| l.slice(2)).transpose()?));
             fill_normal_rows(self.context(l), stream, l.slice(0)?, experts, l.slice_mut(1)?)
         })
     }
@@ -177,8 +179,10 @@ impl RouterKernels for CpuKernels {
         const OP: &str = "jitter";
         let [t, h] = check::matrix(OP, x)?;
         check::elements(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
-        let stream = RandomStream::dropout(key);
-        s.launch(OP, &[read(rows), read(x), write(y)], |l| {
+        key.check(OP)?;
+        let args: Vec<_> = [read(rows), read(x), write(y)].into_iter().chain(key.step.map(read)).collect();
+        s.launch(OP, &args, |l| {
+            let stream = RandomStream::dropout(key.at(key.step.map(|_| l.slice(3)).transpose()?));
             let rows = l.slice::<i32>(0)?;
             floats!(OP, x.dtype(), T => {
                 let (x, y) = (l.slice::<T>(1)?, l.slice_mut::<T>(2)?);

@@ -9,8 +9,8 @@ pub(super) mod sinkhorn;
 use super::{CudaKernels, LaunchConfig};
 use crate::cuda::grid::{blocks, line};
 use crate::{
-    AuxLoss, AuxLossWeights, CapacityDrop, GateBackward, Jitter, LoadBalancingKernels, RngKey, Route,
-    RouteBackward, RouterKernels, ScoreFunction, ZLossBackward,
+    AuxLoss, AuxLossWeights, CapacityDrop, GateBackward, Jitter, LoadBalancingKernels, Route, RouteBackward,
+    RouterKernels, ScoreFunction, StepKey, ZLossBackward,
 };
 use ferrotron_tensor::{Result, Stream, Tensor};
 
@@ -98,7 +98,7 @@ impl RouterKernels for CudaKernels {
         self.launch_gate_backward(s, [x, w, dlogits, dx, dw], accumulate)
     }
 
-    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
+    fn fill_normal_logits(&self, s: &Stream, key: StepKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
         self.launch_normal_rows(s, key, rows, logits)
     }
 

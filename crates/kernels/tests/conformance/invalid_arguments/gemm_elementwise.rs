@@ -89,33 +89,36 @@ fn elementwise_operations() {
         refused(
             &h,
             "dropout lengths",
-            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(1), x: &row(3), y: &row(4) }),
+            k.dropout(s, &Dropout { p: 0.5, key: key.into(), rows: &ids(1), x: &row(3), y: &row(4) }),
         );
         refused(
             &h,
             "dropout types",
-            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(1), x: &row(3), y: &z(&h, BF16, &[1, 3]) }),
+            k.dropout(
+                s,
+                &Dropout { p: 0.5, key: key.into(), rows: &ids(1), x: &row(3), y: &z(&h, BF16, &[1, 3]) },
+            ),
         );
         refused(
             &h,
             "dropout of more rows",
-            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(2), x: &row(3), y: &row(3) }),
+            k.dropout(s, &Dropout { p: 0.5, key: key.into(), rows: &ids(2), x: &row(3), y: &row(3) }),
         );
         refused(
             &h,
             "dropout of rows unnumbered",
-            k.dropout(s, &Dropout { p: 0.5, key, rows: &f(1), x: &row(3), y: &row(3) }),
+            k.dropout(s, &Dropout { p: 0.5, key: key.into(), rows: &f(1), x: &row(3), y: &row(3) }),
         );
         refused(
             &h,
             "dropout of a vector",
-            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(3), x: &f(3), y: &f(3) }),
+            k.dropout(s, &Dropout { p: 0.5, key: key.into(), rows: &ids(3), x: &f(3), y: &f(3) }),
         );
         for p in [-0.1, 1.0, 1.5, f32::NAN] {
             refused(
                 &h,
                 &format!("dropout of {p}"),
-                k.dropout(s, &Dropout { p, key, rows: &ids(1), x: &row(3), y: &row(3) }),
+                k.dropout(s, &Dropout { p, key: key.into(), rows: &ids(1), x: &row(3), y: &row(3) }),
             );
         }
         let pair = |r, w| z(&h, F32, &[r, w]);
