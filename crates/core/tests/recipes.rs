@@ -44,6 +44,7 @@ fn shallow_versions_train() {
         set.extend(["model.layers=2", "model.vocab=512", "model.max_positions=32", "data.seq_len=32"]);
         set.extend(["train.steps=2", "train.global_batch=2", "train.micro_batch=1", "parallel.zero=1"]);
         set.extend(["precision.dtype=bf16", "precision.recipe=none", "generate.tokens=0"]);
+        set.extend(["precision.fp8_params=false", "precision.fp8_lm_head=false"]);
         set.extend(["offload.activations=off", "offload.optimizer=0"]);
         let r = resolved(name, &set);
         if r.model.parameters() > SMALL {

@@ -14,6 +14,9 @@ const WARMUP_STEPS: u32 = 3;
 /// Smallest share of the step time spent on launches for which a replay pays. On an H200, replayed steps were 2 % faster
 /// at a share of 25 % and 7 % faster at 33 and 41 %; at 6 % the difference was noise.
 const MIN_LAUNCH_SHARE: f64 = 0.2;
+/// Launch time of a step from which a replay pays on one rank, whatever the share: it costs nothing there, and a host that
+/// launches for less time has more left for the data. Over ranks a captured step does not overlap its collectives with compute.
+const LONG_LAUNCHES: Duration = Duration::from_millis(3);
 
 /// What the launches of a step depend on besides the recipe. Steps of equal shape launch the same kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +94,8 @@ pub struct CudaGraphDecision {
 /// The state of the decision.
 pub(super) struct GraphPolicy {
     mode: CudaGraphMode,
+    /// There is one rank only.
+    alone: bool,
     /// Why no step can be captured.
     disabled_reason: Option<String>,
     /// Shape of the last step.
@@ -115,17 +120,25 @@ impl GraphPolicy {
         } else {
             c.cuda_graph_blocker()
         };
-        GraphPolicy::of(c.train.cuda_graph, blocker)
+        GraphPolicy::of(c.train.cuda_graph, rank.world.size() == 1, blocker)
     }
 
-    fn of(mode: CudaGraphMode, blocker: Option<&str>) -> Result<GraphPolicy> {
+    fn of(mode: CudaGraphMode, alone: bool, blocker: Option<&str>) -> Result<GraphPolicy> {
         if let (CudaGraphMode::On, Some(blocker)) = (mode, blocker) {
             let what =
                 format!("train.cuda_graph = \"on\": steps cannot be captured here: {blocker}; leave it out");
             return Err(Error::Invalid(what));
         }
         let disabled_reason = blocker.map(String::from);
-        Ok(GraphPolicy { mode, disabled_reason, shape: None, eager_steps: 0, min_times: None, replayed: 0 })
+        Ok(GraphPolicy {
+            mode,
+            alone,
+            disabled_reason,
+            shape: None,
+            eager_steps: 0,
+            min_times: None,
+            replayed: 0,
+        })
     }
 
     pub(super) fn is_off(&self) -> bool {
@@ -135,6 +148,11 @@ impl GraphPolicy {
     /// Share of the device's step time that the host needs for launches.
     fn launch_share(&self) -> Option<f64> {
         self.min_times.map(|(host, device)| host.as_secs_f64() / device.as_secs_f64().max(1e-9))
+    }
+
+    /// Launch time of a step, where it is long enough to be worth a replay by itself.
+    fn long_launches(&self) -> Option<Duration> {
+        self.min_times.map(|(host, _)| host).filter(|host| self.alone && *host >= LONG_LAUNCHES)
     }
 
     /// How to launch the next step, given the shape of the captured graph and whether that graph is idle.
@@ -153,8 +171,9 @@ impl GraphPolicy {
         if shape != self.shape {
             (self.shape, self.eager_steps, self.min_times) = (shape, 0, None);
         }
-        let pays =
-            self.mode == CudaGraphMode::On || self.launch_share().is_some_and(|s| s > MIN_LAUNCH_SHARE);
+        let pays = self.mode == CudaGraphMode::On
+            || self.launch_share().is_some_and(|s| s > MIN_LAUNCH_SHARE)
+            || self.long_launches().is_some();
         if shape.is_some() && self.eager_steps >= WARMUP_STEPS && pays {
             return LaunchMode::Capture;
         }
@@ -229,11 +248,16 @@ impl GraphPolicy {
             (_, _, Some(s)) if s > MIN_LAUNCH_SHARE => {
                 (CudaGraphMode::On, format!("launches took {} of the step time", percent(s)))
             }
-            (_, _, Some(s)) => {
-                (CudaGraphMode::Off, format!("launches took only {} of the step time", percent(s)))
-            }
+            (_, _, Some(s)) => match self.long_launches() {
+                Some(t) => {
+                    (CudaGraphMode::On, format!("launches took {:.1} ms of a step", t.as_secs_f64() * 1e3))
+                }
+                None => (CudaGraphMode::Off, format!("launches took only {} of the step time", percent(s))),
+            },
             _ => {
-                (CudaGraphMode::Auto, "on if launches take more than a fifth of the first steps' time".into())
+                let what =
+                    "on if launches take more than a fifth of the first steps' time, or 3 ms on one rank";
+                (CudaGraphMode::Auto, what.into())
             }
         };
         CudaGraphDecision { value, reason }

@@ -5,7 +5,7 @@ const SHAPE: StepShape = StepShape { micro_batches: 2, tokens: 32, seq: 16 };
 const MS: Duration = Duration::from_millis(1);
 
 fn policy(mode: CudaGraphMode) -> GraphPolicy {
-    GraphPolicy::of(mode, None).unwrap()
+    GraphPolicy::of(mode, false, None).unwrap()
 }
 
 /// Eager steps of a shape before a capture or replay.
@@ -68,10 +68,24 @@ fn auto_decides_by_the_launch_share() {
 }
 
 #[test]
+fn auto_replays_long_launches_of_one_rank() {
+    for (alone, host, pays) in [(true, 3, true), (true, 2, false), (false, 8, false)] {
+        let mut p = GraphPolicy::of(CudaGraphMode::Auto, alone, None).unwrap();
+        eager_steps(&mut p, SHAPE, None);
+        p.record_times(SHAPE, host * MS, 200 * MS);
+        let next = p.next(Some(SHAPE), None, false);
+        assert_eq!(next, if pays { LaunchMode::Capture } else { LaunchMode::Eager }, "{alone} {host}");
+        let decision = p.decision();
+        assert_eq!(decision.value, if pays { CudaGraphMode::On } else { CudaGraphMode::Off });
+        assert!(decision.reason.contains(if pays { "3.0 ms" } else { "%" }), "{}", decision.reason);
+    }
+}
+
+#[test]
 fn on_is_refused_and_auto_is_off_where_capture_is_impossible() {
-    let why = GraphPolicy::of(CudaGraphMode::On, Some("no capture here")).err().unwrap().to_string();
+    let why = GraphPolicy::of(CudaGraphMode::On, true, Some("no capture here")).err().unwrap().to_string();
     assert!(why.contains("train.cuda_graph") && why.contains("no capture here"), "{why}");
-    let mut p = GraphPolicy::of(CudaGraphMode::Auto, Some("no capture here")).unwrap();
+    let mut p = GraphPolicy::of(CudaGraphMode::Auto, true, Some("no capture here")).unwrap();
     assert_eq!(eager_steps(&mut p, SHAPE, None), 20);
     assert!(!p.is_open());
     let off = CudaGraphDecision { value: CudaGraphMode::Off, reason: "no capture here".into() };
