@@ -13,13 +13,32 @@ const CARDS: [(&str, usize); 6] =
 
 /// Most registers of a thread, and bytes of static shared memory, that kernels of a source may use, by the start of its
 /// name; the first that fits counts. More would let fewer blocks run at a time than the launches are planned for.
-const LIMITS: [(&str, usize, usize); 4] = [
+const LIMITS: [(&str, usize, usize); 7] = [
     // One or two blocks to a multiprocessor: accumulators fill the registers.
-    ("attention/", 255, 32 << 10),
+    ("attention/", 255, 17 << 10),
     ("grouped/mma", 255, 128),
     ("grouped/hopper", 168, 1 << 10),
-    ("", 128, 36 << 10),
+    // A warp has all scores of a token: 32 of up to 1024 experts to a lane.
+    ("router/route", 216, 0),
+    ("router/balance", 208, 33 << 10),
+    ("router/sinkhorn", 152, 32 << 10),
+    ("", 128, 22 << 10),
 ];
+
+/// Most bytes that a kernel of a source, by the start of its name, spills on other architectures than `STRICT`;
+/// everything else spills only what its source allows.
+const SPILLS: [(&str, usize); 7] = [
+    ("activation", 112),
+    ("adam_packed", 160),
+    ("attention/generic", 40),
+    ("norm/", 56),
+    ("quant/quantize", 168),
+    ("router/z_loss", 16),
+    ("row_bias", 24),
+];
+
+/// Architectures on which nothing else may spill: the oldest, and the one that speed is measured on.
+const STRICT: [&str; 2] = ["sm_80", "sm_90a"];
 
 /// A compiled source, by name and variant, for an architecture.
 type Key = (&'static str, Variant, &'static str);
@@ -101,7 +120,9 @@ fn check_limits(source: &Source, arch: &str, kernels: &[KernelResources]) -> Vec
         if k.registers > *registers {
             wrong.push(format!("{what}: {} registers of {registers}", k.registers));
         }
-        if k.spills > 0 && !may_spill {
+        let spills =
+            SPILLS.iter().find(|(start, _)| source.name.starts_with(start) && !STRICT.contains(&arch));
+        if k.spills > spills.map_or(0, |(_, bytes)| *bytes) && !may_spill {
             wrong.push(format!("{what}: {} bytes spilled", k.spills));
         }
         if k.shared > (*shared).min(card) {
