@@ -39,9 +39,9 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             const u32 at = place_of(turn);
             const i32 tiles = p.to - p.from, head = p.head * a.group + turn / tiles;
             const i32 q0 = (p.from + turn % tiles) * BM, rows = p.q_len - q0;
-            load_tile<BM, DQ, THREADS>(at, row_at<element>(a.q, p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
+            load_tile<BM, DQ, THREADS, false>(at, row_at<element>(a.q, p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
                                        a.vectorized & W_Q);
-            load_tile<BM, DV, THREADS>(at + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + q0, head), a.dout.token,
+            load_tile<BM, DV, THREADS, false>(at + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + q0, head), a.dout.token,
                                        rows, a.d_v, a.vectorized & W_DOUT);
             const int self = tid();
             if (self < 2 * BM) {
@@ -54,9 +54,9 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
         };
 
         if (p.from < p.to) {
-            load_tile<BN, DQ, THREADS>(base, row_at<element>(a.k, p.batch, p.k_start + p.first, p.head), a.k.token,
+            load_tile<BN, DQ, THREADS, false>(base, row_at<element>(a.k, p.batch, p.k_start + p.first, p.head), a.k.token,
                                        p.k_len - p.first, a.d_qk, a.vectorized & W_K);
-            load_tile<BN, DV, THREADS>(base + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + p.first, p.head), a.v.token,
+            load_tile<BN, DV, THREADS, false>(base + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + p.first, p.head), a.v.token,
                                        p.k_len - p.first, a.d_v, a.vectorized & W_V);
             load_guarded(0);
             cp_async_commit();

@@ -17,15 +17,15 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
         auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, row_at<element>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token,
+            load_tile<BN, DQ, THREADS, false>(at, row_at<element>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token,
                                        p.k_len - k0, a.d_qk, a.vectorized & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token,
+            load_tile<BN, DV, THREADS, false>(at + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token,
                                        p.k_len - k0, a.d_v, a.vectorized & W_V);
         };
         if (p.from < p.to) {
-            load_tile<BM, DQ, THREADS>(base, row_at<element>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token,
+            load_tile<BM, DQ, THREADS, false>(base, row_at<element>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token,
                                        p.q_len - p.first, a.d_qk, a.vectorized & W_Q);
-            load_tile<BM, DV, THREADS>(base + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + p.first, p.head),
+            load_tile<BM, DV, THREADS, false>(base + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + p.first, p.head),
                                        a.dout.token, p.q_len - p.first, a.d_v, a.vectorized & W_DOUT);
             load_guarded(p.from);
             cp_async_commit();

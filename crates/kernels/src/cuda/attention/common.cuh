@@ -88,13 +88,28 @@ __device__ __forceinline__ u32 pack_probs(float low, float high) { return pack_p
 
 // Loads a tile [ROWS, D] into shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, in which
 // 16-byte chunk c of a row lies at c ^ (row % 8), so that eight rows of one chunk use different banks. Rows from
-// `rows` on and channels from `channels` on are zero.
-template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_tile(u32 to, const element* from, i64 step, i32 rows, i32 channels, bool vectorized) {
+// `rows` on and channels from `channels` on are zero. SHORT: tiles without such rows and channels take a path with fewer
+// instructions, which costs a few registers.
+template <int ROWS, int D, int THREADS, bool SHORT = true>
+__device__ __forceinline__ void load_tile(u32 to, const element* from, i64 step, i32 rows, i32 channels, bool vectorized,
+                                          int self = tid()) {
     constexpr int CHUNKS = D / 8;
     static_assert(ROWS * CHUNKS % THREADS == 0, "whole rounds only");
-    const int self = tid();
-    if (vectorized) {
+    // Rows of a round, where they are whole: then the address of the next round is one addition away.
+    constexpr int STEP = THREADS / CHUNKS;
+    if (SHORT && THREADS % CHUNKS == 0 && vectorized && rows >= ROWS && channels == D) {
+        const int row = self / CHUNKS, c = self % CHUNKS;
+        const element* p = from + (row * step + c * 8);
+        const u32 at = to + row * (D * 2) + ((c ^ (row & 7)) << 4);
+        // In bytes and opaque: the compiler would compute the address of every round from the beginning.
+        i64 stride = step * (STEP * 2);
+        asm volatile("" : "+l"(stride));
+#pragma unroll
+        for (int n = 0; n < ROWS / STEP; n++) {
+            cp_async_16((at ^ ((n * STEP & 7) << 4)) + n * STEP * (D * 2), p);
+            p = reinterpret_cast<const element*>(reinterpret_cast<u64>(p) + stride);
+        }
+    } else if (vectorized) {
 #pragma unroll
         for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
             int at = n * THREADS + self, row = at / CHUNKS, c = at % CHUNKS;

@@ -3,9 +3,12 @@
 // in registers: the accumulator of q·kᵀ has the layout of the A fragments of p·v.
 #include "attention/common.cuh"
 
-template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
+// KEPT: of q, fragments of so many steps of 16 channels stay in registers.
+template <int DQ, int DV, int MT, int BN, int WARPS, int KEPT> struct Forward {
     // By how much (in log2) a running maximum may lag behind: sums are rescaled only when it grows by more.
     static constexpr float LAG = RESCALE_THRESHOLD(8.0f);
+    // The maximum (times log2 e) of a query that has seen no key: finite, for -inf - -inf would be NaN.
+    static constexpr float NONE = -3.402823466e38f;
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
     static constexpr int Q_BYTES = BM * DQ * 2, K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
     static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + 2 * STAGE;
@@ -22,7 +25,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
             for (int n = 0; n < DV / 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) o[m][n][e] = 0.0f;
-            top[m][0] = top[m][1] = NEG_INF;
+            top[m][0] = top[m][1] = NONE;
             sum[m][0] = sum[m][1] = 0.0f;
         }
 
@@ -42,6 +45,17 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                                        p.q_len - p.first, a.d_qk, a.vectorized & W_Q);
             load_guarded(p.from);
             cp_async_commit();
+        }
+        u32 kept[KEPT > 0 ? KEPT : 1][MT][4];
+        if constexpr (KEPT > 0) {
+            cp_async_wait_all();
+            __syncthreads();
+            const int self = tid();
+            const u32 q_at = a_fragment<DQ>(base, self & 31, (self >> 5) * MT * 16);
+#pragma unroll
+            for (int k = 0; k < KEPT; k++)
+#pragma unroll
+                for (int m = 0; m < MT; m++) ldmatrix(kept[k][m], k_step(q_at, k) + m * 16 * DQ * 2);
         }
 #pragma unroll 1
         for (i32 tile = p.from; tile < p.to; tile++) {
@@ -72,7 +86,14 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                 for (int k = 0; k < DQ / 16; k++) {
                     u32 x[MT][4];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) ldmatrix(x[m], k_step(q_at, k) + m * 16 * DQ * 2);
+                    for (int m = 0; m < MT; m++) {
+                        if (k < KEPT) {
+#pragma unroll
+                            for (int h = 0; h < 4; h++) x[m][h] = kept[k < KEPT ? k : 0][m][h];
+                        } else {
+                            ldmatrix(x[m], k_step(q_at, k) + m * 16 * DQ * 2);
+                        }
+                    }
 #pragma unroll
                     for (int n = 0; n < BN / 16; n++) {
                         u32 y[4];
@@ -113,9 +134,10 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                                 if (n * 8 + e < lo || n * 8 + e > hi) s[m][n][r * 2 + e] = NEG_INF;
                     }
             }
-            // New maxima, then exponentials; earlier sums are rescaled to the new maximum.
-            float shrink[MT][2];
-            bool moved = false;
+            // Where a logit of any query exceeds its maximum by more than LAG, maxima are taken anew and sums are
+            // rescaled to them: seldom after the first tiles, so that most tiles need no exchange between lanes.
+            float most[MT][2];
+            bool up = false;
 #pragma unroll
             for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -123,58 +145,56 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     float x = fmaxf(s[m][0][r * 2], s[m][0][r * 2 + 1]);
 #pragma unroll
                     for (int n = 1; n < BN / 8; n++) x = fmaxf(x, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-                    const float old = top[m][r];
-                    const bool up = (x - old) * a.factor > LAG;
-                    x = up ? x : old;
-                    moved |= up;
-                    // Until a query has seen a key its maximum is -inf, and -inf - -inf would be NaN.
-                    const float origin = x == NEG_INF ? 0.0f : x * a.factor;
-                    shrink[m][r] = up ? fast_exp2(old * a.factor - origin) : 1.0f;
-                    top[m][r] = x;
-                    float total = 0.0f;
-#pragma unroll
-                    for (int n = 0; n < BN / 8; n++)
-#pragma unroll
-                        for (int e = 0; e < 2; e++) {
-                            const float y = fast_exp2(fmaf(s[m][n][r * 2 + e], a.factor, -origin));
-                            s[m][n][r * 2 + e] = y;
-                            total += y;
-                        }
-                    sum[m][r] = fmaf(sum[m][r], shrink[m][r], total);
+                    most[m][r] = x;
+                    up |= fmaf(x, a.factor, -top[m][r]) > LAG;
                 }
-            if (__any_sync(~0u, moved)) {
+            if (__any_sync(~0u, up)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
-                    for (int n = 0; n < DV / 8; n++)
+                    for (int r = 0; r < 2; r++) {
+                        float x = most[m][r];
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                        x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                        const float old = top[m][r];
+                        if (!(fmaf(x, a.factor, -old) > LAG)) continue;
+                        top[m][r] = x * a.factor;
+                        const float shrink = fast_exp2(old - top[m][r]);
+                        sum[m][r] *= shrink;
 #pragma unroll
-                        for (int e = 0; e < 4; e++) o[m][n][e] *= shrink[m][e >> 1];
+                        for (int n = 0; n < DV / 8; n++) o[m][n][r * 2] *= shrink, o[m][n][r * 2 + 1] *= shrink;
+                    }
             }
-            {
-                const u32 v_at = b_fragment_trans<DV>(at + K_BYTES, lane);
+            // Exponentials of the next 16 keys are computed while these are multiplied.
+            u32 x[2][MT][4];
+            auto exponentials = [&](int k, int m, int h) {
+                const float(&c)[4] = s[m][2 * k + (h >> 1)];
+                const int r = h & 1;
+                const float y = fast_exp2(fmaf(c[r * 2], a.factor, -top[m][r]));
+                const float z = fast_exp2(fmaf(c[r * 2 + 1], a.factor, -top[m][r]));
+                sum[m][r] += y + z;
+                x[k & 1][m][h] = pack_probs(y, z);
+            };
 #pragma unroll
-                for (int k = 0; k < BN / 16; k++) {
-                    u32 x[MT][4];
+            for (int j = 0; j < MT * 4; j++) exponentials(0, j >> 2, j & 3);
+            const u32 v_at = b_fragment_trans<DV>(at + K_BYTES, lane);
 #pragma unroll
-                    for (int m = 0; m < MT; m++)
+            for (int k = 0; k < BN / 16; k++)
 #pragma unroll
-                        for (int h = 0; h < 4; h++)
-                            x[m][h] = pack_probs(s[m][2 * k + (h >> 1)][(h & 1) * 2],
-                                                   s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+                for (int n = 0; n < DV / 16; n++) {
+                    u32 y[4];
+                    ldmatrix_trans(y, k_step(v_at, n) + k * 16 * DV * 2);
+                    if (k + 1 < BN / 16) {
 #pragma unroll
-                    for (int n = 0; n < DV / 16; n++) {
-                        u32 y[4];
-                        ldmatrix_trans(y, k_step(v_at, n) + k * 16 * DV * 2);
+                        for (int j = n * (MT * 4) / (DV / 16); j < (n + 1) * (MT * 4) / (DV / 16); j++)
+                            exponentials(k + 1, j >> 2, j & 3);
+                    }
 #pragma unroll
-                        for (int m = 0; m < MT; m++) {
-                            mma(o[m][2 * n], x[m], y[0], y[1]);
-                            mma(o[m][2 * n + 1], x[m], y[2], y[3]);
-                        }
+                    for (int m = 0; m < MT; m++) {
+                        mma(o[m][2 * n], x[k & 1][m], y[0], y[1]);
+                        mma(o[m][2 * n + 1], x[k & 1][m], y[2], y[3]);
                     }
                 }
-            }
         }
 
         const int self = tid(), g = (self & 31) >> 2, t = (self & 3) * 2;
@@ -190,7 +210,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
                 if (i >= p.q_len) continue;
-                const float most = top[m][r] == NEG_INF ? NEG_INF : top[m][r] * a.factor;
+                const float most = top[m][r] == NONE && !(total > 0.0f) ? NEG_INF : top[m][r];
                 float lse, share;
                 finalize_softmax(most, total, sink, lse, share);
                 if (t == 0)
@@ -208,12 +228,17 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
     }
 };
 
-#define FORWARD(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                    \
+#ifdef FP8_PROBS  // rounding needs the registers
+#define KEPT_STEPS(n) 0
+#else
+#define KEPT_STEPS(n) n
+#endif
+#define FORWARD(NAME, DQ, DV, MT, BN, WARPS, KEPT, BLOCKS)                                              \
     extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) ELEMENT_NAME(NAME)(const __grid_constant__ AttentionArgs a) { \
-        Forward<DQ, DV, MT, BN, WARPS>::run(a);                                                         \
+        Forward<DQ, DV, MT, BN, WARPS, KEPT_STEPS(KEPT)>::run(a);                                       \
     }
 
-FORWARD(attention_forward_64, 64, 64, 2, 128, 4, 2)
-FORWARD(attention_forward_128, 128, 128, 2, 64, 4, 2)
-FORWARD(attention_forward_192, 192, 128, 2, 32, 4, 2)
-FORWARD(attention_forward_256, 256, 256, 1, 32, 4, 2)
+FORWARD(attention_forward_64, 64, 64, 2, 128, 4, 2, 2)
+FORWARD(attention_forward_128, 128, 128, 2, 64, 4, 0, 2)
+FORWARD(attention_forward_192, 192, 128, 2, 32, 4, 0, 2)
+FORWARD(attention_forward_256, 256, 256, 1, 32, 4, 0, 2)

@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn the_instances_match_their_sources() {
         for (d_qk, d_v, i) in BF16.into_iter().chain(F16) {
-            let [dq, dv, tiles, streamed, warps, _] =
+            let [dq, dv, tiles, streamed, warps, _, _] =
                 numbers(include_str!("forward.cu"), "FORWARD", i.forward.kernel.name)[..]
             else {
                 panic!("forward {d_qk}")
