@@ -12,6 +12,9 @@ __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta
 __device__ __forceinline__ void st_shared_v4(u32 at, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+__device__ __forceinline__ void st_shared(u32 at, u32 x) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(x) : "memory");
+}
 __device__ __forceinline__ u32 ld_shared(u32 at) {
     u32 x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");

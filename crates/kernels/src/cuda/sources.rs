@@ -94,13 +94,14 @@ pub const SOURCES: &[Source] = sources! {
     "adam_packed" ANY F16;
     "adam_packed_quantize" ANY BASE;
     "adam_quantize" ANY BASE;
+    "attention/backward_fused" ANY BASE;
     "attention/backward_keys" ANY F16;
     "attention/backward_preprocess" ANY F16;
     "attention/backward_queries" ANY F16;
     "attention/forward" ANY F16_FP8;
     "attention/generic" ANY FP8;
     "attention/hopper_backward" HOPPER BASE;
-    "attention/hopper_backward_preprocess" HOPPER BASE;
+    "attention/hopper_backward_preprocess" ANY BASE;
     "attention/hopper_backward_wide" HOPPER BASE;
     "attention/hopper_forward" HOPPER FP8;
     "attention/hopper_forward_wide" HOPPER FP8;

@@ -3,6 +3,7 @@
 //! The backward pass is four kernels: bounds of k and v; preprocessing of each query; dk, dv and dq in fixed point; dq
 //! converted to bf16. With enough heads, a block has all keys of one head and needs neither bounds nor fixed point.
 
+use super::fixed_point::{ROWS, Scratch, key_chunks, padded_rows};
 use super::hopper_scheduler::{CACHE, USUAL_BLOCKS, section, shared_section};
 use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
 use super::problem::{AttentionArgs, AttentionProblem, blocks};
@@ -12,8 +13,6 @@ use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use ferrotron_tensor::{DType, Launch, Result};
 
-/// Rows of a block of the per-query kernels, and granularity of scratch space.
-const ROWS: usize = 128;
 /// Views that the forward and the backward pass access in 16 bytes: bits of `vectorized`.
 const FORWARD_VIEWS: u32 = 0x0f;
 const BACKWARD_VIEWS: u32 = 0xff;
@@ -30,29 +29,29 @@ kernel_args! {
         pub(super) k: TensorMap,
         pub(super) v: TensorMap,
         pub(super) dout: TensorMap,
-        a: AttentionArgs,
+        pub(super) a: AttentionArgs,
         /// i32 `[batch, heads, padded, channels]`: dq in fixed point, tile by tile in the accumulators' register order.
-        dq_accum: u64,
+        pub(super) dq_accum: u64,
         /// f32 `[batch, kv heads, chunks, 2]`: largest |k| and largest |v|² of 128 tokens. FP8 forward: f32 `[3]`, amax of q, k, v.
         pub(super) bounds: u64,
         /// i32: tiles that blocks of the backward kernel have taken so far.
-        next_tile: u64,
+        pub(super) next_tile: u64,
         /// Tiles of all heads.
         total: i32,
         /// (batch, head) pairs whose tiles are scheduled together, so that what they share stays in the L2 cache.
-        section: i32,
+        pub(super) section: i32,
         /// All (batch, head) pairs.
         pairs: i32,
         /// Rows of a head in `dq_accum`, and in `lse_log2`, which here holds 64 rows of it, then 64 deltas, then 64 steps: the
         /// inverse, a power of two, of what a one in `dq_accum` stands for.
-        padded: i32,
+        pub(super) padded: i32,
         /// Chunks of 128 tokens in `bounds`.
-        chunks: i32,
+        pub(super) chunks: i32,
         /// Key tokens `k_from..k_to` belong to a sequence.
         k_from: i32,
         k_to: i32,
         /// Tile numbers of a section: its tiles, rounded up to full waves of blocks where there are several sections.
-        section_tiles: i32,
+        pub(super) section_tiles: i32,
         pad: [i32; 10],
     }
 }
@@ -113,14 +112,6 @@ pub(super) struct Hopper {
     blocks: usize,
 }
 
-/// Offsets of the parts of scratch space, and its size, in 4-byte words.
-struct Space {
-    rows: usize,
-    bounds: usize,
-    next: usize,
-    all: usize,
-}
-
 /// The kernels for a problem, if they support it, provided that its views turn out to be aligned.
 pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: DType) -> Option<Hopper> {
     let (shape, a) = (&problem.shape, &problem.args);
@@ -136,11 +127,8 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
     if !fits {
         return None;
     }
-    let tokens = problem.tokens[0];
     let (pairs, group) = (problem.pairs(shape.kv_heads), shape.heads / shape.kv_heads);
-    // Every packed sequence starts on a tile of its own.
-    let padded =
-        if problem.packed { tokens / ROWS + problem.spans.len() + 1 } else { tokens.div_ceil(ROWS) } * ROWS;
+    let padded = padded_rows(problem);
     let per_head = !problem.packed
         && variant.width == 64
         // Blocks are nearly all busy to the end, and their scratch fits into the L2 cache.
@@ -149,7 +137,7 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
         // Every query sees some key.
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
-    let chunks = (problem.inside[1][1] - problem.inside[1][0]).div_ceil(ROWS);
+    let chunks = key_chunks(problem);
     let forward = match variant.short {
         Some((below, short)) if problem.mean_visible_keys() < below => short,
         _ => variant.forward,
@@ -212,19 +200,17 @@ impl Hopper {
         kernels.launch_kernel(l, kernel, grid, &m)
     }
 
-    fn space(&self, problem: &AttentionProblem) -> Space {
+    fn space(&self, problem: &AttentionProblem) -> Scratch {
         let (pairs, heads) = (problem.pairs(problem.shape.kv_heads), problem.pairs(problem.shape.heads));
         let sums = if self.per_head { self.blocks.min(pairs) * heads / pairs } else { heads }
             * self.padded
             * self.variant.width;
-        let bounds = sums + heads * self.padded * 3;
-        let next = bounds + (pairs * self.chunks * 2).next_multiple_of(4);
-        Space { rows: sums, bounds, next, all: next + 4 }
+        Scratch::new(problem, sums)
     }
 
     /// Scratch space of the backward pass, in f32.
     pub(super) fn scratch(&self, problem: &AttentionProblem) -> usize {
-        self.space(problem).all
+        self.space(problem).words()
     }
 
     /// Launches the backward kernels; `scratch` is the argument with the scratch space, `keys` and `queries` those
@@ -239,14 +225,7 @@ impl Hopper {
     ) -> Result<()> {
         let (shape, a) = (&problem.shape, &problem.args);
         let (start, space) = (l.address(scratch)?, self.space(problem));
-        let named = |m: HopperArgs| {
-            let at = |n: usize| start + n as u64 * 4;
-            let (bounds, next_tile) = (at(space.bounds), at(space.next));
-            let (padded, chunks) = (self.padded as i32, self.chunks as i32);
-            let mut m = HopperArgs { dq_accum: start, bounds, next_tile, padded, chunks, ..m };
-            m.a.lse_log2 = at(space.rows);
-            m
-        };
+        let named = |m: HopperArgs| space.set(m, start);
         let (m, row_tiles) = HopperArgs::over(problem, l, shape.heads, (a.q_len, ROWS), queries)?;
         let by_row = named(m);
         let variant = &self.variant.backward;

@@ -1,9 +1,12 @@
 //! Attention launches.
 //!
 //! The forward pass is one kernel over tiles of queries. Hopper has kernels of its own: see `hopper.rs`. Elsewhere the
-//! backward pass is deterministic without atomics: a per-row kernel for `Σ dout·out`, one over tiles of keys for dk
-//! and dv, one over tiles of queries for dq.
+//! backward pass of bf16 heads of up to 128 channels is one kernel over tiles of keys, which adds up dq in fixed point:
+//! see `fused.rs`. All others are deterministic without atomics: a per-row kernel for `Σ dout·out`, one over tiles of
+//! keys for dk and dv, one over tiles of queries for dq.
 
+mod fixed_point;
+mod fused;
 pub(super) mod hopper;
 pub(super) mod hopper_fp8;
 mod hopper_scheduler;
@@ -20,6 +23,7 @@ use crate::attention::plan::gradients;
 use crate::checks::dtypes;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+use fused::fused;
 use hopper::hopper;
 use instances::Instance;
 use problem::{blocks, one_each, problem};
@@ -81,7 +85,7 @@ impl AttentionKernels for CudaKernels {
         b: &AttentionBackward,
     ) -> Result<()> {
         const OP: &str = "attention_backward";
-        // The argument with the Hopper kernels' scratch space.
+        // The argument with the scratch space of dq in fixed point.
         const SPACE: usize = 11;
         let f = &b.forward;
         let mut problem = problem(OP, scores, sequences, f)?;
@@ -99,12 +103,15 @@ impl AttentionKernels for CudaKernels {
         let [weights, deltas] = scratch;
         let (weights, deltas) = (weights?, deltas?);
         let hopper = hopper(self, &problem, f.q.dtype());
-        let space = hopper.map_or(0, |h| h.scratch(&problem));
-        let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
-        let [key_rows, query_rows] = match hopper.map(|h| h.backward_rows()) {
-            Some(rows) => rows.map(Some),
-            None => [None; 2],
+        let fused = if hopper.is_none() { fused(&problem, f.q.dtype()) } else { None };
+        let space = match (hopper, fused) {
+            (Some(h), _) => h.scratch(&problem),
+            (None, Some(f)) => f.scratch(&problem),
+            (None, None) => 0,
         };
+        let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
+        let tile_rows = hopper.map(|h| h.backward_rows()).or(fused.map(|f| f.tile_rows()));
+        let [key_rows, query_rows] = tile_rows.map_or([None; 2], |rows| rows.map(Some));
         let tables = [
             problem.items(&self.tables, s, keys.rows, key_rows, Side::Key)?,
             problem.items(&self.tables, s, queries.rows, query_rows, Side::Query)?,
@@ -146,7 +153,8 @@ impl AttentionKernels for CudaKernels {
             // Eight threads to a row.
             let grid = LaunchConfig { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
             let hopper = hopper.filter(|h| h.backward_fits(&problem));
-            if hopper.is_none() || dsink.is_some() {
+            let fused = fused.filter(|f| f.fits(&problem));
+            if (hopper.is_none() && fused.is_none()) || dsink.is_some() {
                 self.launch_kernel(l, delta, grid, &problem.args)?;
             }
             if dsink.is_some() {
@@ -157,6 +165,9 @@ impl AttentionKernels for CudaKernels {
             }
             if let Some(h) = hopper {
                 return h.backward(self, &problem, l, SPACE, [key_table, query_table]);
+            }
+            if let Some(f) = fused {
+                return f.backward(self, &problem, l, SPACE, [key_table, query_table]);
             }
             problem.launch_kernel(self, l, &keys, Side::Key, key_table)?;
             problem.launch_kernel(self, l, &queries, Side::Query, query_table)
