@@ -113,6 +113,18 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
+// Copies bytes from shared memory to that of another block of the cluster, whose mbarrier counts them.
+__device__ __forceinline__ void bulk_copy_to_block(u32 to, u32 from, u32 bytes, u32 bar, u32 block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there, done;\n"
+        "mapa.shared::cluster.u32 there, %0, %4;\n"
+        "mapa.shared::cluster.u32 done, %3, %4;\n"
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%1], %2, [done];\n"
+        "}\n" ::"r"(to),
+        "r"(from), "r"(bytes), "r"(bar), "r"(block)
+        : "memory");
+}
 // Makes generic-proxy stores to shared memory visible to the async proxy (WGMMA, TMA).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {

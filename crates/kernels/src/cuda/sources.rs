@@ -101,6 +101,7 @@ pub const SOURCES: &[Source] = sources! {
     "attention/forward" ANY F16_FP8;
     "attention/generic" ANY FP8;
     "attention/hopper_backward" HOPPER BASE;
+    "attention/hopper_backward_pair" HOPPER BASE;
     "attention/hopper_backward_preprocess" ANY BASE;
     "attention/hopper_backward_wide" HOPPER BASE;
     "attention/hopper_forward" HOPPER FP8;
@@ -166,6 +167,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "amax.cuh",
     "attention/common.cuh",
     "attention/hopper_backward_load.cuh",
+    "attention/hopper_backward_pair_load.cuh",
     "attention/hopper_backward_wide.cuh",
     "attention/hopper_common.cuh",
     "attention/hopper_forward.cuh",

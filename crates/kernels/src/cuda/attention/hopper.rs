@@ -231,13 +231,15 @@ impl Hopper {
         let variant = &self.variant.backward;
         let (m, key_tiles) = HopperArgs::over(problem, l, shape.kv_heads, (a.k_len, variant.keys), keys)?;
         let mut by_key = named(m);
-        by_key.q = self.map(problem, 0, variant.queries)?;
-        by_key.k = self.map(problem, 1, variant.keys)?;
-        by_key.v = self.map(problem, 2, variant.keys)?;
-        by_key.dout = self.map(problem, 4, variant.queries)?;
+        let [query_box, key_box] = variant.boxes();
+        by_key.q = self.map(problem, 0, query_box)?;
+        by_key.k = self.map(problem, 1, key_box)?;
+        by_key.v = self.map(problem, 2, key_box)?;
+        by_key.dout = self.map(problem, 4, query_box)?;
         let pairs = problem.pairs(shape.kv_heads);
         let tiles = by_key.a.tiles.max(1);
-        by_key.section = shared_section(pairs, tiles as usize) as i32;
+        // Blocks of a cluster work on one tile.
+        by_key.section = shared_section(pairs, tiles as usize * variant.cluster) as i32;
         by_key.section_tiles = by_key.section * tiles;
 
         let rows = |name| Kernel::new("attention/hopper_backward_preprocess", name);
@@ -250,8 +252,10 @@ impl Hopper {
             kernels.launch_kernel(l, rows(bounds), each(pairs * self.chunks)?, &by_key)?;
         }
         kernels.launch_kernel(l, rows(preprocess), each(row_tiles)?, &by_row)?;
+        let tasks = if self.per_head { pairs } else { key_tiles };
+        let clusters = (self.blocks / variant.cluster).clamp(1, tasks.max(1));
         let grid = LaunchConfig {
-            blocks: [self.blocks.min(if self.per_head { pairs } else { key_tiles }) as u32, 1, 1],
+            blocks: [(clusters * variant.cluster) as u32, 1, 1],
             threads: 384,
             shared: variant.shared(),
         };

@@ -7,6 +7,7 @@
 // Heads of up to DQ channels of q and k and DV of v, BM queries and BN keys of a tile, STAGES query tiles. PER_HEAD: a
 // block has all keys of a head. Besides ds there are two buffers of PASSED bytes that warpgroups hand to each other.
 template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSED> struct HopperBackwardLoad {
+    static constexpr bool PAIR = false;
     static constexpr int BN = BN_, STAGES = STAGES_, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
     static constexpr u32 K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
     static constexpr u32 Q_BYTES = BM * COLUMNS * 128, O_BYTES = BM * V_COLUMNS * 128;

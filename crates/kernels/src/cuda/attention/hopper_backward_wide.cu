@@ -11,19 +11,23 @@
 // waits for the other within a tile: the first computes its part of dq one tile later.
 //
 // dq is accumulated in fixed point over blocks, as in hopper_backward.cu.
+#include "attention/hopper_backward_load.cuh"
 #include "attention/hopper_backward_wide.cuh"
 #include "wgmma.cuh"
 
-template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : HopperBackwardWideParts<DQ, DV, STAGES, CAP> {
-    using Parts = HopperBackwardWideParts<DQ, DV, STAGES, CAP>;
+template <int DQ, int DV, int STAGES, bool CAP>
+struct HopperBackwardWide : HopperBackwardWideParts<HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192>, CAP> {
+    using Parts = HopperBackwardWideParts<HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192>, CAP>;
     using Load = typename Parts::Load;
     using At = typename Parts::At;
     using Turns = typename Parts::Turns;
     using Bars = typename Load::Bars;
     using Parts::free, Parts::key_row, Parts::powers, Parts::steps_at, Parts::sums_at;
     static constexpr int COLUMNS = Load::COLUMNS, V_COLUMNS = Load::V_COLUMNS;
-    static constexpr int FIRST = Parts::FIRST, SECOND = Parts::SECOND;
-    static constexpr u32 COLUMN = Parts::COLUMN, K_AT = Load::K_AT, V_AT = Load::V_AT;
+    // Channels of dq: the first warpgroup has 128 where there are as many.
+    static constexpr int FIRST = DQ > 128 ? 128 : 64, SECOND = DQ - FIRST;
+    static constexpr u32 COLUMN = 64 * 128;  // bytes of 64 channels of a tile
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT;
 
     // The first warpgroup. The GEMM of the next scores is issued before that of this tile is waited for.
     static __device__ __forceinline__ void values_side(const HopperArgs& m, At at) {
@@ -242,7 +246,6 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : Hopp
     }
 
 // Channels of keys and of values, query stages, soft cap.
-HOPPER_BACKWARD_WIDE(attention_hopper_backward_192_bf16, 192, 128, 3, false)
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_256_bf16, 256, 256, 2, false)
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_capped_128_bf16, 128, 128, 3, true)
 HOPPER_BACKWARD_WIDE(attention_hopper_backward_capped_256_bf16, 256, 256, 2, true)

@@ -1,21 +1,19 @@
-// What both consumers of the wide Hopper backward kernel share: their pipeline state, and probabilities from scores.
+// What both consumers of the wide Hopper backward kernels share: their pipeline state, and probabilities from scores.
 #pragma once
-#include "attention/hopper_backward_load.cuh"
+#include "hopper_tiles.cuh"
 
-template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts : HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192> {
-    using Load = HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192>;
+// LOAD: the producer. A block has 64 keys, and 64 queries of a tile.
+template <class LOAD, bool CAP> struct HopperBackwardWideParts {
+    using Load = LOAD;
     using Bars = typename Load::Bars;
     static constexpr int COLUMNS = Load::COLUMNS, V_COLUMNS = Load::V_COLUMNS;
-    static constexpr u32 COLUMN = 64 * 128;  // bytes of 64 channels of a tile
-    // Channels of dq: the first warpgroup has 128 where there are as many.
-    static constexpr int FIRST = DQ > 128 ? 128 : 64, SECOND = DQ - FIRST;
     static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT;
 
     // Pipeline state of a consumer.
     struct At {
         u32 base;
         Bars bars;
-        Ring<STAGES> ring;
+        Ring<Load::STAGES> ring;
         typename Load::Slots slot;
         u32 kv_phase = 0, count = 0;
         __device__ __forceinline__ u32 q() const { return base + Load::Q_AT + ring.stage * Load::Q_BYTES; }
@@ -27,9 +25,14 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
         }
         // Index of the next tile of keys.
         __device__ __forceinline__ i32 tile() {
-            mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
+            if constexpr (Load::PAIR) mbarrier_wait_cluster(bars.tile_full(slot.stage), slot.phase);
+            else mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const i32 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
-            free(bars.tile_free(slot.stage));
+            if constexpr (Load::PAIR) {
+                if ((tid() & 31) == 0) mbarrier_arrive_cluster(bars.tile_free(slot.stage), 0);
+            } else {
+                free(bars.tile_free(slot.stage));
+            }
             slot.next();
             return index;
         }
@@ -42,10 +45,24 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
                 if (values) zero_rows<64, V_COLUMNS>(base + V_AT, p.k_len - p.first, tid() & 127);
                 named_barrier_sync(1 + wg, 128);
             }
+            if constexpr (Load::PAIR) {
+                const i32 left = p.k_len - (p.first ^ 64);
+                if (values && a.items && left < 64) {
+                    zero_rows<64, 2>(base + Load::OTHER_K_AT, left, tid() & 127);
+                    named_barrier_sync(1 + wg, 128);
+                }
+            }
         }
     };
     static __device__ __forceinline__ void free(u32 bar) {
         if ((tid() & 31) == 0) mbarrier_arrive(bar);
+    }
+    // The same in both blocks of a pair, whose producers write to both.
+    static __device__ __forceinline__ void free_in_pair(u32 bar) {
+        if ((tid() & 31) == 0) {
+            mbarrier_arrive_remote(bar, 0);
+            mbarrier_arrive_remote(bar, 1);
+        }
     }
     // This thread's elements of dq_accum for a query tile.
     static __device__ __forceinline__ i32* sums_at(const HopperArgs& m, const HopperTile& p, i32 head, i32 q0) {

@@ -18,7 +18,8 @@ pub(super) struct Forward {
     tiles: usize,
 }
 
-/// `HOPPER_BACKWARD(name, channels, queries, ..)`, or `HOPPER_BACKWARD_WIDE(name, channels.., query stages, ..)`.
+/// `HOPPER_BACKWARD(name, channels, queries, ..)`, `HOPPER_BACKWARD_WIDE(name, channels.., query stages, ..)`, or the
+/// kernel of hopper_backward_pair.cu.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Backward {
     pub(super) kernel: Kernel,
@@ -30,6 +31,8 @@ pub(super) struct Backward {
     stages: usize,
     /// Bytes of a hand-off buffer between warpgroups.
     passed: usize,
+    /// Blocks of a cluster, which share the keys of a tile and load each its part of the queries.
+    pub(super) cluster: usize,
 }
 
 /// The kernels for heads of up to so many channels.
@@ -71,11 +74,18 @@ impl Forward {
 }
 
 impl Backward {
-    /// `BYTES` of hopper_backward_load.cuh.
+    /// `BYTES` of hopper_backward_load.cuh, or of hopper_backward_pair_load.cuh.
     pub(super) const fn shared(&self) -> u32 {
         let head = (288 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
-        let tiles = (self.keys + self.stages * self.queries) * row_bytes(self.channels);
-        (head + tiles + 2 * self.keys * self.queries * 2 + 2 * self.passed) as u32
+        let tiles = (self.keys / self.cluster + self.stages * self.queries) * row_bytes(self.channels);
+        // Two columns of 64 channels of the other block's keys.
+        let other = (self.cluster - 1) * self.keys / self.cluster * 256;
+        (head + tiles + other + 2 * self.keys * self.queries * 2 + 2 * self.passed) as u32
+    }
+
+    /// Queries and keys of a TMA box.
+    pub(super) const fn boxes(&self) -> [usize; 2] {
+        [self.queries / self.cluster, self.keys / self.cluster]
     }
 }
 
@@ -91,12 +101,17 @@ const fn forward(
 
 const fn backward(name: &'static str, channels: usize, queries: usize) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward", name);
-    Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0 }
+    Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0, cluster: 1 }
 }
 
 const fn backward_wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward_wide", name);
-    Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192 }
+    Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192, cluster: 1 }
+}
+
+const fn backward_pair(name: &'static str, channels: [usize; 2]) -> Backward {
+    let kernel = Kernel::new("attention/hopper_backward_pair", name);
+    Backward { kernel, channels, queries: 64, keys: 128, stages: 3, passed: 8192, cluster: 2 }
 }
 
 macro_rules! rows {
@@ -147,7 +162,7 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 192,
         forward: forward(true, "attention_hopper_forward_192_bf16", [192, 128], [2, 128, 2, 1]),
         short: None,
-        backward: backward_wide("attention_hopper_backward_192_bf16", [192, 128], 3),
+        backward: backward_pair("attention_hopper_backward_192_bf16", [192, 128]),
         rows: rows!(256, 192),
     },
     KernelVariant {
@@ -218,7 +233,11 @@ mod tests {
             }
             let b = variant.backward;
             assert_eq!(b.channels, variant.channels);
-            if b.passed == 0 {
+            if b.cluster == 2 {
+                let source = include_str!("hopper_backward_pair.cu");
+                assert!(source.contains(&format!(" {}(", b.kernel.name)) && source.contains("PairLoad<3>"));
+                assert_eq!((b.channels, b.stages, b.shared()), ([192, 128], 3, 227 << 10));
+            } else if b.passed == 0 {
                 let all = listed(include_str!("hopper_backward.cu"), "HOPPER_BACKWARD", &b.kernel);
                 assert_eq!(all[..2], words(&[b.channels[0], b.queries], false)[..2]);
             } else {
