@@ -22,6 +22,15 @@ fn threads(dtype: DType, width: usize, add: bool) -> usize {
     }
 }
 
+/// Threads of a block of RMSNorm alone, without a prefetch ring.
+const SHORT_THREADS: usize = 256;
+
+/// Teams of such a block, if they fill it, with as many chunks as a thread may have. The sums are those of other blocks.
+fn short_blocks(teams: Teams) -> Option<Teams> {
+    let fits = teams.chunks == MAX_CHUNKS && SHORT_THREADS.is_multiple_of(teams.lanes);
+    fits.then(|| Teams { count: SHORT_THREADS / teams.lanes, ..teams })
+}
+
 /// Blocks for so many rows: persistent ones with equal shares, or, with a residual sum, short ones.
 fn count(teams: Teams, rows: usize, add: bool) -> usize {
     let all = rows.div_ceil(teams.count);
@@ -177,6 +186,14 @@ impl CudaKernels {
             let teams = Teams::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let (tensors, mut fitting) = (if add { 2 } else { 1 }, None);
+            let plain = !add && amax.is_none() && n.beta.is_none() && !norm.subtract_mean;
+            if let Some(short) = teams.filter(|_| aligned && plain).and_then(short_blocks) {
+                let kernel = typed!(op, dtype, "norm/forward", "rms_norm_4")?;
+                a.lanes = short.lanes as u32;
+                let (threads, all) = (short.threads() as u32, rows.div_ceil(short.count));
+                let grid = LaunchConfig { blocks: [blocks(op, all)?, 1, 1], threads, shared: 0 };
+                return self.launch_kernel(l, kernel, grid, &a);
+            }
             if let Some(teams) = teams.filter(|_| aligned) {
                 let (kernel, stages) = kernel_for_chunks(op, dtype, add, teams.chunks)?;
                 let teams = teams.within(self.modules.shared_memory(), stages, tensors);
@@ -195,5 +212,20 @@ impl CudaKernels {
             };
             self.launch_kernel(l, kernel, grid, &a)
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_blocks_keep_the_order_of_sums() {
+        let of = |width| Teams::of(DType::BF16, width, MAX_CHUNKS, 512);
+        assert_eq!(of(4096).and_then(short_blocks), Some(Teams { chunks: 4, lanes: 128, count: 2 }));
+        assert_eq!(of(1024).and_then(short_blocks), Some(Teams { chunks: 4, lanes: 32, count: 8 }));
+        // 160 threads do not fill a block, and heads have fewer chunks.
+        assert_eq!(of(5120).and_then(short_blocks), None);
+        assert_eq!(of(128).and_then(short_blocks), None);
     }
 }
