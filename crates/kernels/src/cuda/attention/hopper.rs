@@ -139,11 +139,20 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
     let chunks = key_chunks(problem);
     let forward = match variant.short {
-        Some((below, short)) if problem.mean_visible_keys() < below => short,
+        Some((below, short)) if problem.mean_visible_keys() < below[usize::from(!fills(problem, &short))] => {
+            short
+        }
         _ => variant.forward,
     };
     let blocks = kernels.multiprocessors().max(1) as usize;
     Some(Hopper { variant, forward, per_head, padded, chunks, blocks })
+}
+
+/// Whether at most 2 % of the rows of a forward kernel's tiles are past the end of the sequence. Taken for granted of
+/// packed sequences, on which the choice was not measured.
+fn fills(problem: &AttentionProblem, forward: &Forward) -> bool {
+    let rows = problem.args.q_len as usize;
+    problem.packed || rows.next_multiple_of(forward.rows()) * 50 <= rows * 51
 }
 
 impl Hopper {

@@ -44,8 +44,8 @@ pub(super) struct KernelVariant {
     /// Channels of dq in scratch space.
     pub(super) width: usize,
     pub(super) forward: Forward,
-    /// Faster where a query sees fewer keys than this on average.
-    pub(super) short: Option<(usize, Forward)>,
+    /// Faster where a query sees fewer keys than this on average: where the sequence fills its tiles, and where it does not.
+    pub(super) short: Option<([usize; 2], Forward)>,
     pub(super) backward: Backward,
     /// Per-query kernels: bounds, preprocess, convert_dq.
     pub(super) rows: [&'static str; 3],
@@ -131,7 +131,10 @@ const VARIANTS: [KernelVariant; 7] = [
         capped: false,
         width: 64,
         forward: forward(false, "attention_hopper_forward_64_bf16", [64; 2], [3, 128, 3, 2]),
-        short: Some((800, forward(false, "attention_hopper_forward_short_64_bf16", [64; 2], [4, 64, 4, 2]))),
+        short: Some((
+            [800; 2],
+            forward(false, "attention_hopper_forward_short_64_bf16", [64; 2], [4, 64, 4, 2]),
+        )),
         backward: backward("attention_hopper_backward_64_bf16", 64, 128),
         rows: rows!(64, 64),
     },
@@ -150,7 +153,7 @@ const VARIANTS: [KernelVariant; 7] = [
         width: 128,
         forward: forward(false, "attention_hopper_forward_128_bf16", [128; 2], [2, 128, 2, 2]),
         short: Some((
-            1100,
+            [1100, 400],
             forward(false, "attention_hopper_forward_short_128_bf16", [128; 2], [3, 64, 3, 1]),
         )),
         backward: backward("attention_hopper_backward_128_bf16", 128, 64),
