@@ -7,12 +7,12 @@ use crate::memory::MemoryAccount;
 use crate::pool::MemoryPool;
 use crate::race_checker::RaceChecker;
 use crate::timestamp::Timestamp;
-use crate::trace::{Trace, Tracer};
+use crate::trace::{Trace, TracedLaunch, Tracer};
 use crate::{Error, MemoryReport, Result, Stream, Threads};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The kind of processor a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -109,9 +109,9 @@ impl DeviceInner {
         if recorders.profile.is_none() && tracer.is_none() {
             return f();
         }
-        let start = Timestamp::now(stream.cuda())?;
+        let (start, begun) = (Timestamp::now(stream.cuda())?, Instant::now());
         f()?;
-        let end = Timestamp::now(stream.cuda())?;
+        let (end, launched) = (Timestamp::now(stream.cuda())?, Instant::now());
         if let Some(profile) = &recorders.profile {
             let mut timings = profile.lock().unwrap_or_else(PoisonError::into_inner);
             match stream.cuda() {
@@ -120,7 +120,9 @@ impl DeviceInner {
             }
         }
         if let Some(tracer) = tracer {
-            tracer.launch(op, stream, start, end);
+            let memory = self.account.report().now;
+            let host = stream.cuda().map(|_| [begun, launched]);
+            tracer.launch(stream, TracedLaunch { op, start, end, memory, host });
         }
         Ok(())
     }

@@ -125,6 +125,38 @@ fn nothing_is_recorded_unless_a_trace_is_active() {
     assert_eq!((formatted.get(), d.take_trace().unwrap().activities.len()), (1, 1));
 }
 
+/// Live memory is sampled where it differs from the launch before.
+#[test]
+fn memory_is_sampled_at_launches() {
+    let d = device(true);
+    let s = d.stream("compute").unwrap().with_rank(2);
+    let weights = s.zeros(&[1024], DType::F32, Category::Parameters).unwrap();
+    d.start_trace().unwrap();
+    work(&s, "one", 1);
+    work(&s, "two", 1);
+    let saved = s.zeros(&[256], DType::F32, Category::Activations).unwrap();
+    work(&s, "three", 1);
+    drop(saved);
+    work(&s, "four", 1);
+    let t = d.take_trace().unwrap();
+    let at = |i: usize| (t.memory[i].rank, t.memory[i].bytes);
+    let expected = [4096, 0, 0, 0, 0, 0];
+    assert_eq!(at(0), (2, expected));
+    assert_eq!(at(1), (2, [4096, 0, 0, 1024, 0, 0]));
+    assert_eq!((at(2), t.memory.len()), ((2, expected), 3));
+    let begins = |name: &str| t.activities.iter().find(|a| a.name == name).unwrap().start;
+    assert_eq!([t.memory[0].at, t.memory[2].at], ["one", "four"].map(begins));
+    assert!(t.launches.is_empty(), "a launch on the CPU is the kernel itself");
+    // Of another device, that began to trace later.
+    let later = Trace { start_unix_ns: t.start_unix_ns + 5, ..t.clone() };
+    let all = Trace::merge([later, t.clone()]);
+    assert_eq!(
+        (all.memory.len(), all.memory[0].at, all.memory[3].at),
+        (6, t.memory[0].at + 5, t.memory[0].at)
+    );
+    drop(weights);
+}
+
 #[test]
 fn profile_and_trace_agree() {
     let instrumentation = Instrumentation { kernel_times: true, trace: true, ..Instrumentation::default() };
@@ -170,7 +202,7 @@ fn random(lcg: &mut Lcg) -> Trace {
             end: start + lcg.below(60),
         });
     }
-    Trace { start_unix_ns: lcg.below(50), activities }
+    Trace { start_unix_ns: lcg.below(50), activities, ..Trace::default() }
 }
 
 #[test]
@@ -228,12 +260,12 @@ fn fractions_of_a_known_trace() {
         end,
     };
     let t = Trace {
-        start_unix_ns: 0,
         activities: vec![
             a(ActivityKind::Collective, 0, "communication", 0, 100),
             a(ActivityKind::Kernel, 0, "compute", 50, 80),
             a(ActivityKind::Kernel, 1, "compute", 70, 200),
         ],
+        ..Trace::default()
     };
     let spans = t.overlap().collectives;
     assert_eq!([spans.total, spans.same_rank, spans.any_rank], [100e-9, 30e-9, 50e-9]);

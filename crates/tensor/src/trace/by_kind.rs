@@ -93,7 +93,7 @@ mod tests {
             activity(1, Kernel, "gemm", "", [0, 30]),
             activity(1, Collective, "all-reduce", "dp: 'a'", [5, 15]),
         ];
-        let trace = Trace { start_unix_ns: 0, activities };
+        let trace = Trace { activities, ..Trace::default() };
         let kind = |group: &str, op: &str, calls, total, hidden| CommunicationTime {
             group: group.into(),
             op: op.into(),

@@ -4,15 +4,17 @@
 //! [`crate::Device::start_trace`] and [`crate::Device::take_trace`], and the spans opened around launches with
 //! [`Stream::span`].
 
+mod breakdown;
 mod by_kind;
 mod overlap;
 mod record;
 mod report;
 
+pub use breakdown::{RankTime, STEP};
 pub use by_kind::CommunicationTime;
 pub use overlap::{Coverage, Overlap};
 pub use record::Span;
-pub(crate) use record::Tracer;
+pub(crate) use record::{TracedLaunch, Tracer};
 pub use report::KernelTime;
 
 use serde::{Deserialize, Serialize};
@@ -68,6 +70,29 @@ pub struct Activity {
     pub end: u64,
 }
 
+/// Live bytes of a device when a kernel of a rank began.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemorySample {
+    /// The rank that launched the kernel.
+    pub rank: usize,
+    /// Nanoseconds since the start of the trace. Memory is reused in stream order, so that on a GPU this is when the kernel
+    /// ran, not when the host launched it.
+    pub at: u64,
+    /// Bytes by category, in the order of [`crate::Category::ALL`].
+    pub bytes: [usize; 6],
+}
+
+/// The time that a host took to launch a kernel on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostLaunch {
+    /// The rank.
+    pub rank: usize,
+    /// Nanoseconds since the start of the trace, on the host's clock.
+    pub start: u64,
+    /// Nanoseconds since the start of the trace, on the host's clock.
+    pub end: u64,
+}
+
 /// Everything recorded between start and take, in launch order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
@@ -75,6 +100,12 @@ pub struct Trace {
     pub start_unix_ns: u64,
     /// The entries.
     pub activities: Vec<Activity>,
+    /// Live memory whenever it changed from one launch to the next.
+    #[serde(default)]
+    pub memory: Vec<MemorySample>,
+    /// Launches on the host's clock; on the CPU, where a launch is the kernel itself, none.
+    #[serde(default)]
+    pub launches: Vec<HostLaunch>,
 }
 
 impl Trace {
@@ -87,8 +118,18 @@ impl Trace {
             for a in &mut t.activities {
                 (a.start, a.end) = (a.start.saturating_add(later), a.end.saturating_add(later));
             }
+            t.memory.iter_mut().for_each(|m| m.at = m.at.saturating_add(later));
+            for l in &mut t.launches {
+                (l.start, l.end) = (l.start.saturating_add(later), l.end.saturating_add(later));
+            }
         }
-        Trace { start_unix_ns, activities: traces.into_iter().flat_map(|t| t.activities).collect() }
+        let mut all = Trace { start_unix_ns, ..Trace::default() };
+        for t in traces {
+            all.activities.extend(t.activities);
+            all.memory.extend(t.memory);
+            all.launches.extend(t.launches);
+        }
+        all
     }
 
     /// True if nothing was recorded.

@@ -100,7 +100,7 @@ impl Trace {
 }
 
 /// Merges intervals into sorted, disjoint ones.
-fn union(mut intervals: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
+pub(super) fn union(mut intervals: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     intervals.sort_unstable();
     let mut out: Vec<(u64, u64)> = Vec::with_capacity(intervals.len());
     for (start, end) in intervals {
@@ -112,12 +112,12 @@ fn union(mut intervals: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     out
 }
 
-fn length(union: &[(u64, u64)]) -> u64 {
+pub(super) fn length(union: &[(u64, u64)]) -> u64 {
     union.iter().map(|(start, end)| end - start).sum()
 }
 
 /// Total length of the intersection of two sorted lists of disjoint intervals.
-fn common(a: &[(u64, u64)], b: &[(u64, u64)]) -> u64 {
+pub(super) fn common(a: &[(u64, u64)], b: &[(u64, u64)]) -> u64 {
     let (mut i, mut j, mut sum) = (0, 0, 0);
     while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {
         sum += x.1.min(y.1).saturating_sub(x.0.max(y.0));

@@ -1,12 +1,12 @@
 //! Recording of launches and spans.
 
-use super::{Activity, ActivityKind, Trace};
+use super::{Activity, ActivityKind, HostLaunch, MemorySample, Trace};
 use crate::cuda::{CudaContext, CudaStream, Priority};
 use crate::timestamp::Timestamp;
 use crate::{Result, Stream};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::SystemTime;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Records launches of a device. Events are read only when the trace is taken.
 #[derive(Default)]
@@ -17,9 +17,30 @@ pub(crate) struct Tracer {
 
 #[derive(Default)]
 struct Notes {
-    /// The origin of all times, and the host's clock at that moment.
-    origin: Option<(Timestamp, u64)>,
+    /// The origin of all times.
+    origin: Option<Origin>,
     records: Vec<Record>,
+    /// Live bytes where they differ from those of the launch before.
+    memory: Vec<(usize, Timestamp, [usize; 6])>,
+    launches: Vec<(usize, [Instant; 2])>,
+}
+
+/// The same moment on all clocks.
+struct Origin {
+    at: Timestamp,
+    instant: Instant,
+    unix_ns: u64,
+}
+
+/// A launch as it is recorded.
+pub(crate) struct TracedLaunch {
+    pub op: &'static str,
+    pub start: Timestamp,
+    pub end: Timestamp,
+    /// Live bytes by category.
+    pub memory: [usize; 6],
+    /// When the host launched it, where that is not when it ran.
+    pub host: Option<[Instant; 2]>,
 }
 
 struct Record {
@@ -46,8 +67,10 @@ impl Tracer {
             let at = Timestamp::now(cuda.as_ref())?;
             // Synchronize, so that the host's clock is read when the GPU has reached the event.
             cuda.map_or(Ok(()), |q| q.synchronize())?;
-            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-            notes.origin = Some((at, u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)));
+            let (instant, now) = (Instant::now(), SystemTime::now());
+            let now = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            let unix_ns = u64::try_from(now.as_nanos()).unwrap_or(u64::MAX);
+            notes.origin = Some(Origin { at, instant, unix_ns });
         }
         self.on.store(true, Relaxed);
         Ok(())
@@ -58,7 +81,14 @@ impl Tracer {
     }
 
     /// Records a launch.
-    pub(crate) fn launch(&self, op: &'static str, stream: &Stream, start: Timestamp, end: Timestamp) {
+    pub(crate) fn launch(&self, stream: &Stream, launch: TracedLaunch) {
+        let TracedLaunch { op, start, end, memory, host } = launch;
+        let mut notes = self.notes();
+        if notes.memory.last().is_none_or(|(_, _, last)| *last != memory) {
+            notes.memory.push((stream.rank(), start.clone(), memory));
+        }
+        notes.launches.extend(host.map(|times| (stream.rank(), times)));
+        drop(notes);
         self.note(stream, ActivityKind::Kernel, (op, String::new()), start, end);
     }
 
@@ -78,11 +108,10 @@ impl Tracer {
     /// Ends the trace and returns it. Waits for running work.
     pub(crate) fn take(&self) -> Result<Trace> {
         self.pause();
-        let Notes { origin, records } = std::mem::take(&mut *self.notes());
-        let Some((origin, start_unix_ns)) = origin else { return Ok(Trace::default()) };
-        let since = |at: &Timestamp| -> Result<u64> {
-            Ok(u64::try_from(at.since(&origin)?.as_nanos()).unwrap_or(u64::MAX))
-        };
+        let Notes { origin, records, memory, launches } = std::mem::take(&mut *self.notes());
+        let Some(origin) = origin else { return Ok(Trace::default()) };
+        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let since = |at: &Timestamp| -> Result<u64> { Ok(ns(at.since(&origin.at)?)) };
         let activity = |r: Record| -> Result<Activity> {
             let (rank, stream, stream_name) = r.stream;
             let start = since(&r.start)?;
@@ -98,7 +127,19 @@ impl Tracer {
                 end: since(&r.end)?.max(start),
             })
         };
-        Ok(Trace { start_unix_ns, activities: records.into_iter().map(activity).collect::<Result<_>>()? })
+        let sample = |(rank, at, bytes): (usize, Timestamp, [usize; 6])| -> Result<MemorySample> {
+            Ok(MemorySample { rank, at: since(&at)?, bytes })
+        };
+        let launch = |(rank, times): (usize, [Instant; 2])| {
+            let [start, end] = times.map(|t| ns(t.saturating_duration_since(origin.instant)));
+            HostLaunch { rank, start, end }
+        };
+        Ok(Trace {
+            start_unix_ns: origin.unix_ns,
+            activities: records.into_iter().map(activity).collect::<Result<_>>()?,
+            memory: memory.into_iter().map(sample).collect::<Result<_>>()?,
+            launches: launches.into_iter().map(launch).collect(),
+        })
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
