@@ -43,8 +43,9 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
          leave it out",
     ),
     (
-        &["lora", "peft", "lora_rank", "lora_alpha", "lora_r"],
-        "LoRA is not in this version; model.hf fine-tunes every weight",
+        &["lora", "use_lora", "use_peft", "lora_config"],
+        "lora.rank above 0 trains LoRA adapters of that rank beside the frozen weights of model.hf; `ferrotron explain lora.rank` \
+         says more",
     ),
     (&["sequence_parallel"], "sequence parallelism is on wherever parallel.tp is above 1; leave it out"),
     (&["use_megatron_fsdp", "fsdp"], "parallel.zero = 3 shards weights, gradients and optimizer state"),
@@ -53,8 +54,8 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "set parallel.vp to the number of layers divided by parallel.pp times that",
     ),
     (
-        &["decoupled_lr", "decoupled_min_lr", "embedding_lr", "lr_mult"],
-        "every parameter has the same learning rate in this version; leave it out",
+        &["decoupled_min_lr", "embedding_lr", "embedding_learning_rate", "lm_head_lr", "lr_head", "embed_lr"],
+        "optimizer.groups gives parameters learning rates of their own: { params = [\"embedding\", \"lm_head\"], lr_factor = 0.5 }",
     ),
     (
         &[
@@ -219,4 +220,43 @@ pub fn distance(a: &str, b: &str) -> usize {
         before = std::mem::replace(&mut last, row);
     }
     last[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An alias of a key comes first: advice for the same name would never be shown.
+    #[test]
+    fn advice_is_for_names_that_no_key_answers_to() {
+        for name in ELSEWHERE.iter().flat_map(|(names, _)| *names) {
+            let known = KEYS.iter().find(|k| k.aliases.contains(name));
+            assert!(known.is_none(), "{name} is an alias of {}", known.map_or("", |k| k.key));
+        }
+    }
+
+    #[test]
+    fn keys_that_advice_names_exist() {
+        let word = |c: char| !(c.is_ascii_lowercase() || c == '_' || c == '.');
+        let mut found = 0;
+        for (_, advice) in ELSEWHERE {
+            for key in advice.split(word).map(|w| w.trim_end_matches('.')) {
+                let Some((section, _)) = key.split_once('.') else { continue };
+                if SECTIONS.iter().any(|s| s.name == section) {
+                    assert!(KeyInfo::find(key).is_some(), "{key}");
+                    found += 1;
+                }
+            }
+        }
+        assert!(found > 5, "{found}");
+    }
+
+    #[test]
+    fn adapters_and_learning_rates_of_groups_have_keys() {
+        assert_eq!(suggest("peft"), Suggestion::Known("lora.rank"));
+        assert!(matches!(suggest("use_lora"), Suggestion::Advice(text) if text.contains("lora.rank")));
+        assert!(
+            matches!(suggest("embedding_lr"), Suggestion::Advice(text) if text.contains("optimizer.groups"))
+        );
+    }
 }
