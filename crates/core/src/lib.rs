@@ -16,6 +16,7 @@ pub mod optimizer;
 pub mod parity;
 pub mod pipeline;
 pub mod plan;
+pub mod profile;
 pub mod ranks;
 pub mod schedule;
 pub mod tensorfile;

@@ -4,6 +4,7 @@ use super::cases::{bytes, cases_of, random};
 use super::kernels::KernelWork;
 use crate::Result;
 use crate::config::Resolved;
+use crate::cost::roofline::Ceilings;
 use ferrotron_engine::Rank;
 use ferrotron_engine::quant::Role;
 use ferrotron_kernels::{Fp8Gemm, Gemm};
@@ -28,6 +29,22 @@ pub(super) fn time_back_to_back(
         times.push(pair[1].since(&pair[0])?.as_secs_f64());
     }
     Ok(())
+}
+
+/// Bytes to measure memory bandwidth with: far more than any cache, and on a GPU enough to make launch latency
+/// negligible.
+fn memory_bytes(rank: &Rank) -> usize {
+    if rank.device().gpu().is_some() { 4 << 30 } else { 1 << 30 }
+}
+
+/// The ceilings of a step on documents of `context` tokens, each measured alone, now. Takes about a second.
+pub fn ceilings(rank: &Rank, r: &Resolved, context: usize) -> Result<Ceilings> {
+    Ok(Ceilings {
+        gemm: gemm_ceiling(rank, r.config.precision.dtype.dtype())?,
+        fp8_gemm: fp8_gemm_ceiling(rank, r)?,
+        attention: attention_ceiling(rank, r, context)?,
+        memory: memory_ceiling(rank, memory_bytes(rank))?,
+    })
 }
 
 /// Rows and columns of the GEMM that is the ceiling: large enough to fill the device.

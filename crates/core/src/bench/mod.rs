@@ -14,11 +14,13 @@ mod yardsticks;
 
 pub use crate::cost::roofline::Ceilings;
 pub use calibrate::{Calibration, GpuMeasurements, MeasuredGemm, calibrate, measure_gpu};
-pub use ceiling::{attention_ceiling, fp8_gemm_ceiling, gemm_ceiling, gemm_ceiling_size, memory_ceiling};
+pub use ceiling::{
+    attention_ceiling, ceilings, fp8_gemm_ceiling, gemm_ceiling, gemm_ceiling_size, memory_ceiling,
+};
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, max_over_ranks, sizes};
 pub use gpus::gpus_of_all_ranks;
 pub use kernels::{KernelBench, KernelWork, kernels, names};
 pub use link::{LinkRates, link_rates};
-pub use roofline::{RooflinePart, roofline};
+pub use roofline::{RooflinePart, category_of, roofline};
 pub use train::{RandomTokens, RoutingReport, TrainBench, train, train_with_observer};
 pub use yardsticks::{fixes_batch, workload};

@@ -35,7 +35,7 @@ fn parts(floors: Vec<(KernelCategory, f64)>, profile: &Profile, steps: usize) ->
 }
 
 /// The part that a kernel, named as profiles name it, belongs to.
-fn category_of(kernel: &str) -> KernelCategory {
+pub fn category_of(kernel: &str) -> KernelCategory {
     match kernel {
         k if k.starts_with("gemm") && k.ends_with("fp8)") => KernelCategory::Fp8Gemm,
         k if k.starts_with("gemm") => KernelCategory::Gemm,

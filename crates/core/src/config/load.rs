@@ -145,6 +145,11 @@ impl Recipe {
         Ok(())
     }
 
+    /// A recipe with all values of a configuration, to change some of them.
+    pub fn of_config(config: Config) -> Recipe {
+        Recipe { config, ..Recipe::default() }
+    }
+
     /// Sets one `key=value` as a layer of its own. The value is TOML; what is not valid TOML is taken as a string.
     pub fn set(&mut self, assignment: &str) -> Result<()> {
         self.set_all(&[assignment])

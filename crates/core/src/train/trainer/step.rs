@@ -14,6 +14,7 @@ use crate::train::step_faults::StepFaults;
 use crate::{Error, Result};
 use ferrotron_comm::{PayloadCall, Payloads};
 use ferrotron_engine::moe::MoeCounters;
+use ferrotron_tensor::trace::{ActivityKind, STEP};
 use ferrotron_tensor::{Event, Tensor};
 
 /// A step that was launched and not read back yet.
@@ -106,6 +107,7 @@ impl Trainer {
     /// [`Trainer::begin_step`] on data that was read before.
     pub(in crate::train) fn begin_step_on(&mut self, batch: HostBatch) -> Result<InFlightStep> {
         self.begin_gemm_choices();
+        let _span = self.rank.compute.span(ActivityKind::Region, STEP, format_args!(""))?;
         let step = self.launch_step(batch.0);
         advise(step, &self.rank, &self.recipe)
     }
