@@ -95,6 +95,9 @@ fn a_larger_batch_shares_the_optimizer() {
     close(gain(&measurement(&r, &t), "train.global_batch=64"), 20.0);
     let p = Profile::new(&measurement(&r, &t)).unwrap();
     assert_eq!(p.advice.last().unwrap().price, Price::Batch);
+    // Also where the length of the run is given in tokens.
+    let r = resolved(&["train.tokens=10000000"]);
+    close(gain(&measurement(&r, &t), "train.global_batch=64"), 20.0);
 }
 
 #[test]

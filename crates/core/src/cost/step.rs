@@ -6,7 +6,6 @@ use crate::grid::Grid;
 use crate::model::description::{ModelDescription, ParallelRanks, StepShape};
 use crate::model::{PipelineLayout, Stage};
 use crate::pipeline::ScheduleKind;
-use ferrotron_engine::Recompute;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::data_parallel::HostShards;
 use ferrotron_tensor::format_bytes;
@@ -56,7 +55,7 @@ impl StepShape {
             micro_batch,
             micro_batches: 1,
             dtype: r.config.precision.dtype.dtype(),
-            recompute: Recompute::default(),
+            recompute: r.config.train.recompute.modules(),
             mlp_chunk: None,
             options: r.model_options(),
             zero: 0,
