@@ -1,7 +1,7 @@
 //! What a run folder says of its run, from the two ends of its log: a list of long runs stays quick.
 
 use anyhow::{Context, Result};
-use ferrotron_core::events::{Ending, Event, FILE_NAME, Line};
+use ferrotron_core::events::{Ending, Event, FILE_NAME, Line, is_run};
 use ferrotron_core::{fs, train};
 use serde::{Serialize, Serializer};
 use std::io::{Read, Seek, SeekFrom};
@@ -97,10 +97,6 @@ pub fn find(dir: &Path) -> Result<Vec<Summary>> {
     let time = |run: &Summary| run.last_event.as_ref().map_or(0.0, |e| e.time);
     runs.sort_by(|a, b| time(b).total_cmp(&time(a)).then_with(|| a.name.cmp(&b.name)));
     Ok(runs)
-}
-
-fn is_run(dir: &Path) -> bool {
-    dir.join(FILE_NAME).is_file()
 }
 
 impl Summary {
