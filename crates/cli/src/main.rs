@@ -7,6 +7,7 @@ mod layout;
 mod log;
 mod machine;
 mod output;
+mod profile;
 mod progress;
 mod ranks;
 mod shell;

@@ -1,10 +1,12 @@
-//! `--trace`: a timeline of some steps, with time by kernel and overlap of communication with compute.
+//! `--trace` and `--profile`: a timeline of some steps, with time by kernel and overlap of communication with compute.
 
 use crate::args::Global;
-use crate::{output, ranks};
+use crate::profile::{self, Profiled, RankMeasurement};
+use crate::{output, ranks, shell};
 use anyhow::Result;
 use ferrotron_core::data::Batches;
-use ferrotron_core::events::Event;
+use ferrotron_core::events::{Event, Step};
+use ferrotron_core::profile::Profile;
 use ferrotron_core::train::{Observer, Outcome, Run};
 use ferrotron_core::{Error, Result as Core};
 use ferrotron_engine::Rank;
@@ -21,49 +23,139 @@ pub struct TraceArgs {
     /// Write a trace of the last steps (all kernels and collectives of all ranks) for ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     pub trace: Option<PathBuf>,
-    /// Number of steps in the trace
+    /// Write an HTML report of the last steps, and a trace: timeline, roofline, memory, what to change
+    #[arg(long, value_name = "FILE.html", num_args = 0..=1, require_equals = true)]
+    pub profile: Option<Option<PathBuf>>,
+    /// Number of steps in the trace or report
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..), hide_default_value = true)]
     pub trace_steps: u64,
 }
 
+/// Name of a report unless one is given.
+const REPORT: &str = "profile.html";
+
 impl TraceArgs {
-    /// The global options, with tracing on if `--trace` is given. Fails here, not at the end of the run, if the file
-    /// cannot be written.
-    pub fn with_tracing(&self, global: &Global) -> Result<Global> {
-        if let Some(file) = self.trace.as_ref().filter(|_| global.launch.leads()) {
-            std::fs::File::create(file).map_err(|e| Error::io_doing(file, "write the trace", e))?;
-        }
-        Ok(Global { trace: self.trace.is_some(), ..global.clone() })
+    /// True if steps are to be traced.
+    pub fn is_on(&self) -> bool {
+        self.trace.is_some() || self.profile.is_some()
     }
 
-    /// Trains as [`Run::train`] does and writes the timeline. Rank 0 gets its summary.
+    /// The global options, with tracing on if `--trace` or `--profile` is given. Fails here, not at the end of the run, if a
+    /// file cannot be written.
+    pub fn with_tracing(&self, global: &Global) -> Result<Global> {
+        let report = self.profile.as_ref().and_then(Option::as_ref);
+        let files = [(self.trace.as_ref(), "write the trace"), (report, "write the profile")];
+        for (file, what) in files.into_iter().filter(|_| global.launch.leads()) {
+            if let Some(file) = file {
+                std::fs::File::create(file).map_err(|e| Error::io_doing(file, what, e))?;
+            }
+        }
+        Ok(Global { trace: self.is_on(), ..global.clone() })
+    }
+
+    /// The report, if one is asked for; without a name it is in `folder`.
+    fn report(&self, folder: &Path) -> Option<PathBuf> {
+        Some(self.profile.as_ref()?.clone().unwrap_or_else(|| folder.join(REPORT)))
+    }
+
+    /// Trains as [`Run::train`] does and writes trace and report. Rank 0 gets their summary. `context` is the mean length of
+    /// documents, where they vary.
     pub fn train(
         &self,
         run: &mut Run,
+        (name, context): (&str, Option<f64>),
         data: &dyn Batches,
         eval: Option<&dyn Batches>,
         observer: &mut dyn Observer,
     ) -> Core<(Outcome, Option<Summary>)> {
-        let Some(file) = &self.trace else { return Ok((run.train(data, eval, observer)?, None)) };
-        let outcome = run.train(data, eval, &mut self.step_tracer(observer))?;
-        let summary = write_trace(&run.trainer.rank, file).map_err(ranks::to_core_error)?;
+        if !self.is_on() {
+            return Ok((run.train(data, eval, observer)?, None));
+        }
+        let first = run.trainer.step() + 1;
+        let mut tracer = self.step_tracer(observer);
+        let outcome = run.train(data, eval, &mut tracer)?;
+        let seen = std::mem::take(&mut tracer.seen);
+        let (resolved, seq_len) = (&run.resolved, run.resolved.plan.seq_len);
+        let last_untraced = resolved.plan.steps.saturating_sub(self.trace_steps);
+        // The first step also allocates and tunes.
+        let untraced = seen.iter().filter(|s| s.step > first && s.step <= last_untraced).map(|s| s.seconds);
+        let tokens = match seen.as_slice() {
+            [.., before, last] if last.step == before.step + 1 => last.tokens - before.tokens,
+            _ => (resolved.config.train.global_batch * seq_len) as u64,
+        };
+        let profiled = Profiled {
+            command: "train",
+            name,
+            resolved,
+            untraced: median(untraced.collect()),
+            tokens,
+            context: context.map_or(seq_len, |n| (n.round() as usize).clamp(1, seq_len.max(1))),
+        };
+        // An interrupted run ends at once, without its last steps.
+        let profile = if outcome.finished { self.profile.clone() } else { None };
+        let asked = TraceArgs { profile, ..self.clone() };
+        let write = || asked.write(&run.trainer.rank, run.dir(), &profiled).map_err(ranks::to_core_error);
+        let summary = if asked.is_on() { write()? } else { None };
         Ok((outcome, summary))
+    }
+
+    /// Gathers the traces of all ranks; rank 0 writes trace and report, as far as they are asked for, and gets the summary.
+    /// Files without a name are in `folder`.
+    pub fn write(&self, rank: &Rank, folder: &Path, profiled: &Profiled) -> Result<Option<Summary>> {
+        let report = self.report(folder);
+        let trace = gather(rank)?;
+        let measured = report.is_some().then(|| RankMeasurement::take(rank, profiled)).transpose()?;
+        let Some(trace) = trace else { return Ok(None) };
+        let file = self.trace.clone().or_else(|| Some(report.as_ref()?.with_extension("trace.json")));
+        let file = file.unwrap_or_default();
+        if self.is_on() {
+            std::fs::write(&file, trace.chrome_json())
+                .map_err(|e| Error::io_doing(&file, "write the trace", e))?;
+        }
+        let profile = match report.zip(measured).filter(|_| !trace.is_empty()) {
+            Some((report, measured)) => {
+                let profile = measured.profile(&trace, profiled)?;
+                profile::write(&report, &file, &measured, profiled, &profile)?;
+                Some((report, profile))
+            }
+            None => None,
+        };
+        Ok(Some(Summary { file, trace, profile }))
     }
 
     /// Wraps an observer in one that starts and pauses the trace around steps.
     pub fn step_tracer<'a>(&self, inner: &'a mut dyn Observer) -> StepTracer<'a> {
-        StepTracer { inner, steps: self.trace_steps }
+        StepTracer { inner, steps: self.trace_steps, seen: Vec::new() }
     }
+}
+
+/// The median of some times, and how many there are.
+fn median(mut times: Vec<f64>) -> Option<(f64, usize)> {
+    times.sort_by(f64::total_cmp);
+    times.get(times.len() / 2).map(|median| (*median, times.len()))
 }
 
 /// Traces the last steps and nothing between them: no evaluation, no checkpoint.
 pub struct StepTracer<'a> {
     inner: &'a mut dyn Observer,
     steps: u64,
+    /// The logged steps.
+    seen: Vec<SeenStep>,
+}
+
+/// What a report takes of a logged step.
+struct SeenStep {
+    step: u64,
+    seconds: f64,
+    /// Tokens of the run up to it.
+    tokens: u64,
 }
 
 impl Observer for StepTracer<'_> {
     fn event(&mut self, event: &Event) {
+        if let Event::Step(Step { step, seconds, tokens, .. }) = event {
+            self.seen.push(SeenStep { step: *step, seconds: *seconds, tokens: *tokens });
+        }
         self.inner.event(event);
     }
 
@@ -112,13 +204,8 @@ impl Observer for NullObserver {
     }
 }
 
-/// Gathers the traces of all ranks; rank 0 writes them and gets the summary.
-pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
-    gather(rank)?.map(|trace| write(trace, file)).transpose()
-}
-
 /// Gathers the traces of all ranks to rank 0.
-pub fn gather(rank: &Rank) -> Result<Option<Trace>> {
+fn gather(rank: &Rank) -> Result<Option<Trace>> {
     let all = rank.world.all();
     // Ranks that share a device share its trace: the first to take it gets all of it.
     let mine = serde_json::to_vec(&rank.device().take_trace()?)?;
@@ -130,16 +217,12 @@ pub fn gather(rank: &Rank) -> Result<Option<Trace>> {
     Ok(Some(Trace::merge(traces)))
 }
 
-/// Writes a trace.
-pub fn write(trace: Trace, file: &Path) -> Result<Summary> {
-    std::fs::write(file, trace.chrome_json()).map_err(|e| Error::io_doing(file, "write the trace", e))?;
-    Ok(Summary { file: file.to_path_buf(), trace })
-}
-
-/// A written trace.
+/// A trace, and the report beside it.
 pub struct Summary {
     file: PathBuf,
-    trace: Trace,
+    /// The trace.
+    pub trace: Trace,
+    profile: Option<(PathBuf, Profile)>,
 }
 
 impl Summary {
@@ -166,6 +249,9 @@ impl Summary {
                 n => format!("{n} ranks"),
             }
         );
+        if let Some((file, profile)) = &self.profile {
+            out += &format!("profile: {} (open it in a browser)\n{}", file.display(), advice(profile));
+        }
         out += &table("kernel", &t.by_kernel());
         let collectives = t.by_collective();
         if !collectives.is_empty() {
@@ -198,8 +284,21 @@ impl Summary {
             "kernels": times(self.trace.by_kernel()),
             "collectives": times(self.trace.by_collective()),
             "communication": { "spans": cover(overlap.collectives), "busy": cover(overlap.transfers) },
+            "profile": self.profile.as_ref().map(|(file, p)| json!({ "file": file, "advice": p.advice })),
         })
     }
+}
+
+/// What to change, one line each.
+fn advice(p: &Profile) -> String {
+    if p.advice.is_empty() {
+        return "  nothing stands out: no known setting is expected to save 1 % of a step\n".into();
+    }
+    let rows = p.advice.iter().map(|a| {
+        let set: Vec<String> = a.settings.iter().map(|s| format!("--set {}", shell::quote(s))).collect();
+        vec![format!("  {:.1} % less", a.gain_s / p.step_s * 1e2), set.join(" ")]
+    });
+    output::table(&rows.collect::<Vec<_>>())
 }
 
 /// Calls, time and share, most first.

@@ -154,7 +154,6 @@ fn a_step_over_ranks_tells_hidden_from_exposed_communication() {
     }
     let text = ok(&[&args[..], &["--set", "parallel.pp=2"]].concat());
     assert!(text.contains("exposed") && text.contains("2 ranks (pp=2)"), "{text}");
-    assert!(fails(&[&args[..], &["--ranks", "2", "--profile"]].concat(), 2).contains("--trace"));
     let error = fails(&[&args[..], &["--ranks", "3", "--set", "parallel.tp=2"]].concat(), 2);
     assert!(error.contains("3"), "{error}");
 }

@@ -1,6 +1,7 @@
 //! `bench`: training steps, kernels and collectives.
 
 use crate::args::Global;
+use crate::profile::Profiled;
 use crate::ranks;
 use crate::trace;
 use crate::{format, output};
@@ -11,6 +12,7 @@ use ferrotron_core::cost::memory::MemoryBytes;
 use ferrotron_core::plan::{Hardware, StepTime, of_recipe};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Instrumentation, format_bytes};
+use std::path::Path;
 use std::process::ExitCode;
 
 const AFTER: &str = "\
@@ -18,6 +20,7 @@ Examples:
   ferrotron bench train                              the recipe `tiny`
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
+  ferrotron bench train --work llama-1b --profile    profile.html: where the time goes, and what to change
   ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
   ferrotron bench train --work moe-8l --force-balance     also with balanced routing
   ferrotron bench train --work llama-1b --set parallel.tp=2 --ranks 4   several ranks: communication hidden and exposed
@@ -66,9 +69,6 @@ pub struct Train {
     /// Compute precision: f32 or bf16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// Print time by kernel, and by part of the step against its roofline
-    #[arg(long)]
-    pub profile: bool,
     /// Pack each sequence with documents of this many tokens; attention does not cross documents
     #[arg(long, value_name = "TOKENS")]
     pub packed: Option<std::num::NonZeroUsize>,
@@ -88,12 +88,6 @@ pub struct Train {
 
 /// Bytes of a copy to measure the link to host memory with.
 const LINK_BYTES: usize = 256 << 20;
-
-/// Bytes to measure memory bandwidth with: far more than any cache, and on a GPU enough to make launch latency
-/// negligible.
-fn memory_bytes(rank: &Rank) -> usize {
-    if rank.device().gpu().is_some() { 4 << 30 } else { 1 << 30 }
-}
 
 /// Arguments of `bench kernels`.
 #[derive(Debug, clap::Args)]
@@ -154,15 +148,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if resolved.config.parallel.layout().world()? != 1 {
         return super::bench_ranks::run(args, global, &resolved);
     }
-    let rank = args
-        .trace
-        .with_tracing(global)?
-        .rank(1234, Instrumentation { kernel_times: args.profile, ..Instrumentation::default() })?;
+    let rank = args.trace.with_tracing(global)?.rank(
+        1234,
+        Instrumentation { kernel_times: args.trace.profile.is_some(), ..Instrumentation::default() },
+    )?;
     let (peak, source) = peak(args, &rank, dtype)?;
     let document = args.packed.map(usize::from);
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.started)?;
     let forced = train_force_balanced(args, &rank, &resolved, global)?;
-    let traced = traced(args, &rank, &resolved)?;
+    let traced = traced(args, &rank, &resolved, &b)?;
     let mfu = b.tflops() / peak;
     let offloads = b.memory.host.peak > 0 && rank.device().gpu().is_some();
     let link = offloads.then(|| bench::link_rates(&rank, LINK_BYTES)).transpose()?;
@@ -235,7 +229,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
                 "seconds": time,
                 "peak_bytes": memory.total(),
             })),
-            "kernel_ms": args.profile.then(|| {
+            "kernel_ms": args.trace.profile.is_some().then(|| {
                 let steps = b.step_s.len() as f64;
                 let ms = |t: &std::time::Duration| t.as_secs_f64() * 1e3 / steps;
                 b.profile.iter().map(|(k, (_, t))| (k.to_string(), ms(t).into())).collect::<serde_json::Map<_, _>>()
@@ -308,7 +302,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if let Some(traced) = traced {
         traced.print(global)?;
     }
-    if args.profile {
+    if args.trace.profile.is_some() {
         output::print(&profile(&b, resolved.model.layers))?;
         let (least, ceilings) = roofline(&rank, &resolved, &b)?;
         output::print(&parts(&least, ceilings, &b))?;
@@ -356,7 +350,7 @@ fn routing(r: &bench::RoutingReport) -> String {
 }
 
 /// The compute precision, and the FP8 recipe if there is one.
-pub(super) fn precision_text(r: &Resolved) -> String {
+pub fn precision_text(r: &Resolved) -> String {
     let p = &r.config.precision;
     match p.recipe {
         QuantRecipe::None => p.dtype.name().into(),
@@ -370,17 +364,22 @@ fn roofline(
     resolved: &Resolved,
     b: &bench::TrainBench,
 ) -> Result<(Vec<bench::RooflinePart>, bench::Ceilings)> {
-    let gemm = bench::gemm_ceiling(rank, resolved.config.precision.dtype.dtype())?;
-    let memory = bench::memory_ceiling(rank, memory_bytes(rank))?;
-    let attention = bench::attention_ceiling(rank, resolved, b.context)?;
-    let fp8_gemm = bench::fp8_gemm_ceiling(rank, resolved)?;
-    let ceilings = bench::Ceilings { gemm, fp8_gemm, attention, memory };
+    let ceilings = bench::ceilings(rank, resolved, b.context)?;
     Ok((bench::roofline(resolved, b, ceilings)?, ceilings))
 }
 
 /// Runs the traced steps, apart from the timed ones, which tracing would slow down.
-fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace::Summary>> {
-    let Some(file) = &args.trace.trace else { return Ok(None) };
+fn traced(
+    args: &Train,
+    rank: &Rank,
+    resolved: &Resolved,
+    b: &bench::TrainBench,
+) -> Result<Option<trace::Summary>> {
+    if !args.trace.is_on() {
+        return Ok(None);
+    }
+    // What the account says of the traced steps is about them.
+    rank.device().restart_memory_peaks();
     let mut silent = trace::NullObserver;
     let mut tracer = args.trace.step_tracer(&mut silent);
     bench::train_with_observer(
@@ -390,11 +389,28 @@ fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace
         args.trace.trace_steps as usize,
         &mut tracer,
     )?;
-    trace::write_trace(rank, file)
+    args.trace.write(rank, Path::new(""), &profiled(args, resolved, b, b.median()))
+}
+
+/// What a report says of the timed steps.
+pub(super) fn profiled<'a>(
+    args: &'a Train,
+    resolved: &'a Resolved,
+    b: &bench::TrainBench,
+    step_s: f64,
+) -> Profiled<'a> {
+    Profiled {
+        command: "bench train",
+        name: &args.work,
+        resolved,
+        untraced: Some((step_s, b.step_s.len())),
+        tokens: b.tokens,
+        context: b.context,
+    }
 }
 
 /// Peak TFLOP/s of the GPU by the vendor's datasheet, dense bf16 whatever the precision, as MFU is usually reported.
-pub(super) fn peak_by_datasheet(rank: &Rank) -> Option<f64> {
+pub fn peak_by_datasheet(rank: &Rank) -> Option<f64> {
     const HOPPER: f64 = 989.0;
     let card = rank.device().gpu()?;
     ["H100", "H200", "GH200"].iter().any(|n| card.name.contains(n)).then_some(HOPPER)

@@ -1,8 +1,9 @@
 //! `bench train` over several ranks: a step, and how much of its communication computation hides.
 
-use super::bench::{Train, balanced, peak_by_datasheet, precision_text};
+use super::bench::{Train, balanced, peak_by_datasheet, precision_text, profiled};
 use crate::args::Global;
-use crate::trace::{self, NullObserver};
+use crate::profile::Profiled;
+use crate::trace::{NullObserver, Summary};
 use crate::{format, output, ranks};
 use anyhow::Result;
 use ferrotron_core::bench::{self, TrainBench};
@@ -11,6 +12,7 @@ use ferrotron_engine::Rank;
 use ferrotron_tensor::format_bytes;
 use ferrotron_tensor::trace::{CommunicationTime, Coverage, Trace};
 use serde_json::{Value, json};
+use std::path::Path;
 use std::process::ExitCode;
 
 /// The timed steps, as rank 0 knows them.
@@ -33,22 +35,16 @@ struct Measured {
 
 /// Runs the benchmark on the ranks of the workload's layout.
 pub fn run(args: &Train, global: &Global, resolved: &Resolved) -> Result<ExitCode> {
-    if args.profile {
-        let what = "--profile measures a single rank; with several the table of communication is printed, and --trace has every \
-                    kernel";
-        return Err(output::UsageError::new(what).into());
-    }
     let layout = resolved.config.parallel.layout();
     // Steps are traced apart from the timed ones: tracing slows them down, and rules out CUDA graphs.
     let with_tracing = Global { trace: true, ..args.trace.with_tracing(global)? };
     let one = |rank: Rank| measure(args, global, resolved, &rank).map_err(ranks::to_core_error);
     let m = ranks::run(global, &layout, 1234, one)?.into_iter().flatten().next();
-    let one = |rank: Rank| traced(args, resolved, &rank).map_err(ranks::to_core_error);
-    let trace = ranks::run(&with_tracing, &layout, 1234, one)?.into_iter().flatten().next();
-    let Some((m, trace)) = m.zip(trace) else { return Ok(ExitCode::SUCCESS) };
-    let file = args.trace.trace.as_deref();
-    let written = file.map(|file| trace::write(trace.clone(), file)).transpose()?;
-    let c = Communication { trace, steps: args.trace.trace_steps };
+    let one = |rank: Rank| traced(args, resolved, &rank, m.as_ref()).map_err(ranks::to_core_error);
+    let traced = ranks::run(&with_tracing, &layout, 1234, one)?.into_iter().flatten().next();
+    let Some((m, traced)) = m.as_ref().zip(traced) else { return Ok(ExitCode::SUCCESS) };
+    let written = args.trace.is_on().then_some(&traced);
+    let c = Communication { trace: &traced.trace, steps: args.trace.trace_steps };
     if global.json {
         let mut value = m.json(args, resolved, layout.world()?);
         (value["communication"], value["communication_total"]) = (c.json(), c.total_json());
@@ -62,12 +58,29 @@ pub fn run(args: &Train, global: &Global, resolved: &Resolved) -> Result<ExitCod
 }
 
 /// Traces steps. None on ranks other than 0.
-fn traced(args: &Train, resolved: &Resolved, rank: &Rank) -> Result<Option<Trace>> {
+fn traced(
+    args: &Train,
+    resolved: &Resolved,
+    rank: &Rank,
+    measured: Option<&Measured>,
+) -> Result<Option<Summary>> {
     let mut silent = NullObserver;
     let mut tracer = args.trace.step_tracer(&mut silent);
     let steps = args.trace.trace_steps as usize;
     bench::train_with_observer(rank.clone(), resolved, args.warmup.max(1), steps, &mut tracer)?;
-    trace::gather(rank)
+    // Another process than rank 0's has no measurements, and writes no report.
+    let profiled = match measured {
+        Some(m) => profiled(args, resolved, &m.bench, m.step_s),
+        None => Profiled {
+            command: "bench train",
+            name: &args.work,
+            resolved,
+            untraced: None,
+            tokens: 0,
+            context: args.packed.map_or(resolved.plan.seq_len, usize::from),
+        },
+    };
+    args.trace.write(rank, Path::new(""), &profiled)
 }
 
 /// Times steps. None on ranks other than 0.
@@ -196,12 +209,12 @@ impl Measured {
 }
 
 /// Communication of traced steps.
-struct Communication {
-    trace: Trace,
+struct Communication<'a> {
+    trace: &'a Trace,
     steps: u64,
 }
 
-impl Communication {
+impl Communication<'_> {
     /// Per step and rank, of what is summed over traced steps and ranks.
     fn mean(&self, sum: f64) -> f64 {
         sum / (self.steps as f64 * self.trace.ranks().len().max(1) as f64)

@@ -67,6 +67,7 @@ Examples:
   ferrotron train my.toml --ranks 4 --set parallel.tp=2
   mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
   torchrun --no-python --nproc-per-node 8 ferrotron train my.toml
+  ferrotron train my.toml --steps 20 --profile    profile.html in the run folder: where the time goes, and what to change
   ferrotron train my.toml --dry-run        print the resolved configuration, derived values, memory and communication
   torchrun --no-python --nproc-per-node 8 ferrotron train llama-8b --plan --data corpus/text    the fastest layout for 8 GPUs
   ferrotron train llama-405b --dry-run --gpus 1024xH100    build and check every rank of the job, on this machine
@@ -330,8 +331,9 @@ impl Training<'_> {
             }
         }
         let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
-        let mut observer = SilentObserver(self.signals, self.steps, run.resolved.plan.steps);
-        let (outcome, _) = self.args.trace.train(&mut run, train, eval, &mut observer)?;
+        let mut observer = SilentObserver(self.signals.clone(), self.steps, run.resolved.plan.steps);
+        let subject = self.subject();
+        let (outcome, _) = self.args.trace.train(&mut run, subject, train, eval, &mut observer)?;
         if outcome.finished {
             sample(&run)?;
         }
@@ -369,6 +371,11 @@ impl Training<'_> {
         traced.map_or(Ok(()), |t| t.print(self.global))
     }
 
+    /// The recipe's name and, where lengths of samples vary, their mean.
+    fn subject(&self) -> (&str, Option<f64>) {
+        (&self.recipe.name, self.sources.varying.map(|samples| samples.mean_length))
+    }
+
     /// The run from its first to its last event.
     fn train(&self, run: &mut Run, view: &mut View, begin: Instant) -> Result<Ended> {
         run.epoch_tokens = Some(self.sources.epoch_tokens);
@@ -391,7 +398,7 @@ impl Training<'_> {
             (None, _) => {}
         }
         let (train, eval) = (&*self.sources.train, self.sources.eval.as_deref());
-        let (outcome, traced) = self.args.trace.train(run, train, eval, view)?;
+        let (outcome, traced) = self.args.trace.train(run, self.subject(), train, eval, view)?;
         let text = if outcome.finished { sample(run)? } else { None };
         if let Some(text) = &text {
             let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();

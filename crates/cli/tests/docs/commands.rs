@@ -210,6 +210,7 @@ pages_with_commands! {
     plan: "docs/plan.md", 3;
     precision: "docs/precision.md", 1;
     pretrain: "docs/pretrain.md", 4;
+    profile: "docs/profile.md", 2;
     quickstart: "docs/quickstart.md", 5;
     recipes: "docs/recipes.md", 3;
     runs: "docs/runs.md", 4;

@@ -1,5 +1,39 @@
 "use strict";
-// Charts on canvas: lines over a shared axis, stacked areas, heat maps. Texts are drawn, never parsed as HTML.
+// What pages share: elements, numbers, and charts on canvas (lines over a shared axis, stacked areas, heat maps). Texts are set or
+// drawn, never parsed as HTML.
+
+const byId = (id) => document.getElementById(id);
+
+function el(tag, options = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(options)) {
+    if (key === "text") node.textContent = value;
+    else if (key === "color") node.style.setProperty("--run", value);
+    else if (key === "class") node.className = value;
+    else if (key in node && key !== "list") node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children.filter((c) => c !== null && c !== undefined));
+  return node;
+}
+
+// Names of files and folders may hide their direction of writing or be very long.
+const clean = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd").slice(0, 4000);
+
+const stored = (key, fallback) => { try { return JSON.parse(localStorage.getItem("ferrotron." + key)) ?? fallback; } catch { return fallback; } };
+const store = (key, value) => { try { localStorage.setItem("ferrotron." + key, JSON.stringify(value)); } catch { /* a private window */ } };
+
+// Rows of colour, name and value beside the pointer; none without an event.
+function showTip(event, title, rows) {
+  const tip = byId("tip");
+  if (!event || !rows.length) { tip.hidden = true; return; }
+  tip.replaceChildren(el("h3", { text: title }), ...rows.slice(0, 14).map((r) => el("div", {}, el("i", { color: r.color }), el("span", { text: r.name }), el("b", { text: r.text }))));
+  tip.hidden = false;
+  const box = tip.getBoundingClientRect(), gap = 14;
+  const right = event.clientX + gap + box.width < innerWidth - 6;
+  tip.style.left = `${Math.max(6, right ? event.clientX + gap : event.clientX - gap - box.width)}px`;
+  tip.style.top = `${Math.min(Math.max(6, event.clientY + gap), innerHeight - box.height - 6)}px`;
+}
 
 const COLORS = ["#3b82f6", "#f97316", "#22a559", "#e11d74", "#8b5cf6", "#0ea5b7", "#b7791f", "#7c8798", "#ef4444", "#84a910"];
 
@@ -93,7 +127,7 @@ function prepare(canvas) {
 
 // ---- lines ----
 class LineChart {
-  // options: format (of y), log, stack, zero (the axis begins at 0)
+  // options: format (of y), log, stack, zero (the axis begins at 0), left (least pixels beside the axis)
   constructor(plot, options, shared) {
     Object.assign(this, { plot, options, shared, series: [], marks: [], range: null });
     this.canvas = document.createElement("canvas");
@@ -154,7 +188,7 @@ class LineChart {
     const rows = Math.max(2, Math.floor(height / 52));
     const yTicks = this.options.log ? logTicks(r.y0, r.y1, rows) : (this.options.format === bytes ? byteTicks : ticks)(r.y0, r.y1, rows).filter((y) => y >= r.y0 - 1e-12);
     const labels = yTicks.map(this.options.format);
-    const left = Math.ceil(Math.max(...labels.map((t) => g.measureText(t).width), 18)) + 9;
+    const left = Math.max(Math.ceil(Math.max(...labels.map((t) => g.measureText(t).width), 18)) + 9, this.options.left || 0);
     const box = { left, right: width - 8, top: 7, bottom: height - 19 };
     this.box = box;
     const scaleY = this.options.log ? Math.log : (y) => y;

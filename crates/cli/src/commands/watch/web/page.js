@@ -2,27 +2,6 @@
 // The page of `ferrotron watch --web`: asks for the runs' curves when the server says that there is something new, and draws them.
 // Whatever comes from a run (names, reasons, samples, paths) is set as text, never as HTML.
 
-const byId = (id) => document.getElementById(id);
-
-function el(tag, options = {}, ...children) {
-  const node = document.createElement(tag);
-  for (const [key, value] of Object.entries(options)) {
-    if (key === "text") node.textContent = value;
-    else if (key === "color") node.style.setProperty("--run", value);
-    else if (key === "class") node.className = value;
-    else if (key in node && key !== "list") node[key] = value;
-    else node.setAttribute(key, value);
-  }
-  node.append(...children.filter((c) => c !== null && c !== undefined));
-  return node;
-}
-
-// Names of files and folders may hide their direction of writing or be very long.
-const clean = (text) => String(text).replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "\ufffd").slice(0, 4000);
-
-const stored = (key, fallback) => { try { return JSON.parse(localStorage.getItem("ferrotron." + key)) ?? fallback; } catch { return fallback; } };
-const store = (key, value) => { try { localStorage.setItem("ferrotron." + key, JSON.stringify(value)); } catch { /* a private window */ } };
-
 const view = {
   data: null, focus: null, chosen: false, hidden: new Set(), seen: new Set(), zoom: null,
   axis: stored("axis", "step"), smooth: stored("smooth", 33), theme: stored("theme", "auto"), log: stored("log", {}), layer: null,
@@ -53,16 +32,7 @@ const shared = {
     byId("zoom").hidden = !range;
     refresh();
   },
-  showTip(event, title, rows) {
-    const tip = byId("tip");
-    if (!event || !rows.length) { tip.hidden = true; return; }
-    tip.replaceChildren(el("h3", { text: title }), ...rows.slice(0, 14).map((r) => el("div", {}, el("i", { color: r.color }), el("span", { text: r.name }), el("b", { text: r.text }))));
-    tip.hidden = false;
-    const box = tip.getBoundingClientRect(), gap = 14;
-    const right = event.clientX + gap + box.width < innerWidth - 6;
-    tip.style.left = `${Math.max(6, right ? event.clientX + gap : event.clientX - gap - box.width)}px`;
-    tip.style.top = `${Math.min(Math.max(6, event.clientY + gap), innerHeight - box.height - 6)}px`;
-  },
+  showTip,
 };
 
 // ---- charts ----
