@@ -89,9 +89,9 @@ pub(super) fn timeline(trace: &Trace) -> Timeline {
     let shown = |from: u64| trace.activities.iter().filter(move |a| a.end > from && is_shown(a));
     let entries = |from: u64| shown(from).filter(|a| ranks.contains(&a.rank)).count();
     let starts = steps.iter().map(|(start, _)| *start);
-    let skipped = starts.clone().take_while(|start| entries(*start) > ENTRIES).count();
+    let skipped = starts.take_while(|start| entries(*start) > ENTRIES).count();
     let skipped = skipped.min(steps.len().saturating_sub(1));
-    let from = starts.skip(skipped).next().unwrap_or(0);
+    let from = steps.get(skipped).map_or(0, |(start, _)| *start);
     let mut names = Names::default();
     let mut lanes: BTreeMap<(usize, u32, u32), Lane> = BTreeMap::new();
     let mut activities: Vec<&Activity> = shown(from).filter(|a| ranks.contains(&a.rank)).collect();
