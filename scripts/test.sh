@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), a minute
-# of each fuzz target.
+# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), half a
+# minute of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
 # target/, so that every CUDA kernel is compiled here although no GPU is needed; TensorBoard's reader of event files, there
 # too; and, where it may, Open MPI, tmux, Chromium, g++ and Python's venv.
@@ -81,9 +81,9 @@ else
 fi
 step cargo test --workspace --locked --quiet --no-fail-fast
 
-# A minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
+# Half a minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
 if command -v c++ >/dev/null; then
-  step env FERROTRON_FUZZ_SEED=1 scripts/fuzz.sh 60
+  step env FERROTRON_FUZZ_SEED=1 scripts/fuzz.sh 30
 elif [ -n "${CI:-}" ]; then
   echo "test.sh: fuzzing needs a C++ compiler (g++)" >&2
   exit 1
