@@ -2,7 +2,7 @@
 
 use crate::commands::{
     bench, chat, completions, convert, data, doctor, drill, eval, explain, forward, generate, kernels,
-    launch, parity, plan, recipes, replay, runs, train, watch,
+    launch, parity, plan, recipes, regress, replay, runs, train, watch,
 };
 use crate::log::LogLevel;
 use clap::{Args, Parser, Subcommand};
@@ -34,7 +34,7 @@ pub struct Cli {
 }
 
 /// The heading of options that only some commands use.
-const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, chat, bench, kernels); ignored by others";
+const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, chat, bench, regress, kernels); ignored by others";
 
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
@@ -166,6 +166,9 @@ pub enum Command {
     /// List runs, compare two of them, export their metrics
     #[command(long_about = runs::LONG)]
     Runs(runs::Args),
+    /// Train small named cases and compare them with recorded results
+    #[command(long_about = regress::LONG)]
+    Regress(regress::Args),
     /// List or print the built-in recipes
     Recipes(recipes::Args),
     /// Show runs live, in the terminal or in a browser

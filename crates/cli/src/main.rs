@@ -55,6 +55,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => commands::doctor::run(args, &global),
         Command::Plan(args) => commands::plan::run(args, &global),
         Command::Runs(args) => commands::runs::run(args, &global),
+        Command::Regress(args) => commands::regress::run(args, &global),
         Command::Recipes(args) => commands::recipes::run(args, &global),
         Command::Watch(args) => commands::watch::run(args, &global),
         Command::Explain(args) => commands::explain::run(args, &global),

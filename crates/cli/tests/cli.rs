@@ -59,6 +59,7 @@ const COMMANDS: [&str; 21] = [
     "launch",
     "drill",
     "replay",
+    "regress",
 ];
 
 #[test]

@@ -24,6 +24,7 @@ pub mod parity;
 pub mod plan;
 mod plan_output;
 pub mod recipes;
+pub mod regress;
 pub mod replay;
 pub mod runs;
 mod sampling_args;

@@ -211,6 +211,7 @@ pages_with_commands! {
     precision: "docs/precision.md", 1;
     pretrain: "docs/pretrain.md", 4;
     profile: "docs/profile.md", 2;
+    regression: "docs/regression.md", 2;
     quickstart: "docs/quickstart.md", 5;
     recipes: "docs/recipes.md", 3;
     runs: "docs/runs.md", 4;

@@ -91,7 +91,7 @@ fn a_terminal_is_drawn_resized_and_left_as_it_was() {
     let watch = format!("{} watch .", binary().to_string_lossy());
     let before = tmux.flags();
     // Each way to end it leaves the terminal as it was.
-    for way in ["q", "ctrl-c", "terminated"] {
+    for way in ["q", "ctrl-c", "ctrl-z", "terminated"] {
         tmux.line("clear");
         tmux.line(&watch);
         let screen = tmux.wait("steps of both runs", |s| s.contains("20/100") && s.contains("50/50"));
@@ -114,6 +114,16 @@ fn a_terminal_is_drawn_resized_and_left_as_it_was() {
             "q" => tmux.keys("q"),
             "ctrl-c" => {
                 tmux.run(&["send-keys", "C-c"]);
+            }
+            // Stopped, the terminal is the shell's; in the foreground again it is drawn anew.
+            "ctrl-z" => {
+                tmux.run(&["send-keys", "C-z"]);
+                tmux.wait("the shell", |s| s.contains("Stopped") && !s.contains("ferrotron watch  "));
+                assert_eq!(tmux.flags(), before, "{way}");
+                tmux.line("fg");
+                tmux.wait("steps of both runs", |s| s.contains("20/100") && s.contains("50/50"));
+                assert!(tmux.flags().starts_with("0 1"), "no cursor, alternate screen: {}", tmux.flags());
+                tmux.keys("q");
             }
             _ => {
                 let pid = tmux.run(&["display-message", "-p", "#{pane_pid}"]);

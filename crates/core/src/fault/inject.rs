@@ -25,6 +25,10 @@ pub enum FaultKind {
     Nan,
     /// The rank computes slower.
     Slow,
+    /// The gradients of a step are multiplied by a factor, as where a scale is applied twice or not at all.
+    Scale,
+    /// The process keeps memory that it never frees.
+    Leak,
     /// The rank does not make its next collective.
     Lose,
     /// The next save fails as on a full disk.
@@ -70,9 +74,13 @@ pub struct Injection {
     pub element: usize,
     /// By how much the rank is slower.
     pub percent: f64,
+    /// What gradients are multiplied by.
+    pub factor: f32,
+    /// What a step leaks.
+    pub bytes: usize,
 }
 
-const KINDS: &str = "kill, stop, hang, flip, nan, slow, lose, disk, corrupt";
+const KINDS: &str = "kill, stop, hang, flip, nan, slow, scale, leak, lose, disk, corrupt";
 
 impl Injection {
     /// Parses `KIND:key=value,…`. The error says what is wrong and what is possible.
@@ -85,11 +93,13 @@ impl Injection {
             process: None,
             step: 0,
             micro_batch: None,
-            times: if kind == "slow" { u64::MAX } else { 1 },
+            times: if matches!(kind, "slow" | "scale" | "leak") { u64::MAX } else { 1 },
             bit: None,
             tensor: String::new(),
             element: 0,
             percent: 20.0,
+            factor: 2.0,
+            bytes: 1 << 20,
         };
         for pair in keys.split(',').map(str::trim).filter(|p| !p.is_empty()) {
             let (key, value) = pair.split_once('=').ok_or_else(|| format!("{pair:?} is not key=value"))?;
@@ -111,10 +121,14 @@ impl Injection {
                         return Err(wrong(&"must be at least 0"));
                     }
                 }
+                "factor" if kind == "scale" => out.factor = value.parse().map_err(|e| wrong(&e))?,
+                "bytes" if kind == "leak" => out.bytes = whole()? as usize,
                 _ => {
                     let own = match kind {
                         "flip" => ", target, tensor, element, bit",
                         "slow" => ", percent",
+                        "scale" => ", factor",
+                        "leak" => ", bytes",
                         _ => "",
                     };
                     return Err(format!(
@@ -130,6 +144,8 @@ impl Injection {
                 "hang" => FaultKind::Hang,
                 "nan" => FaultKind::Nan,
                 "slow" => FaultKind::Slow,
+                "scale" => FaultKind::Scale,
+                "leak" => FaultKind::Leak,
                 "lose" => FaultKind::Lose,
                 "disk" => FaultKind::Disk,
                 "corrupt" => FaultKind::Corrupt,
@@ -206,14 +222,15 @@ impl Injector {
         };
         let Some((index, entry, acted)) = self.entries.iter().find(acts) else { return Ok(None) };
         let count = acted.fetch_add(1, Ordering::Relaxed) + 1;
-        // A slow rank writes nothing while it computes.
-        let is_kept = entry.kind != FaultKind::Slow && entry.process.is_none();
+        // What acts in every step writes nothing while the rank computes.
+        let lasts = matches!(entry.kind, FaultKind::Slow | FaultKind::Scale | FaultKind::Leak);
+        let is_kept = !lasts && entry.process.is_none();
         if let Some(folder) = self.folder.as_ref().filter(|_| is_kept) {
             let file = folder.join(format!("{index}.{}", entry.rank));
             std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
             crate::fs::write_atomic(&file, count.to_string().as_bytes())?;
         }
-        if entry.kind != FaultKind::Slow {
+        if !lasts {
             tracing::warn!(step, fault = ?entry, "injecting a fault");
         }
         Ok(Some(entry))

@@ -53,6 +53,10 @@ impl<'a> StepFaults<'a> {
         if self.take(FaultKind::Lose, |_| true)?.is_some() {
             rank.world.lose_next_collective();
         }
+        if let Some(entry) = self.take(FaultKind::Leak, |_| true)? {
+            // Written, so that the system has to provide it.
+            std::mem::forget(vec![1u8; entry.bytes]);
+        }
         Ok(())
     }
 
@@ -88,6 +92,13 @@ impl<'a> StepFaults<'a> {
 
     /// Before the optimizer, when gradients are reduced.
     pub(super) fn reduced(&self, rank: &Rank, model: &ModelState) -> Result<()> {
+        if let Some(entry) = self.take(FaultKind::Scale, |_| true)? {
+            let trained = model.params.specs().iter().enumerate().filter(|(_, s)| !s.group.frozen);
+            for (i, _) in trained {
+                let (_, gradient) = model.grads.piece(rank, ParamId(i))?;
+                rank.kernels.scale(&rank.compute, &gradient, entry.factor)?;
+            }
+        }
         let (kind, last) = (FaultKind::Flip(FlipTarget::Gradient), self.micro_batches.saturating_sub(1));
         let Some(entry) = self.take(kind, |e| e.micro_batch.is_none_or(|m| m >= last))? else {
             return Ok(());
