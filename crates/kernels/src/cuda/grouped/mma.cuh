@@ -78,8 +78,30 @@ template <int WM, int WN, int STAGES_, bool TA, bool TB> struct GroupedMma {
     static __device__ __forceinline__ int row0() { return (tid() >> 5) / WN * 64; }
     static __device__ __forceinline__ int column0() { return (tid() >> 5) % WN * 64; }
 
-    // Sums over `length`.
+    // Copies the first steps of a sum over `length`, to all stages but the last; `finish` adds it up.
+    static __device__ __forceinline__ void start(const A& a, const B& b, i32 length) {
+        const i32 steps = (length + DEPTH - 1) / DEPTH;
+#pragma unroll
+        for (int n = 0; n < STAGES - 1; n++) copy(a, b, length, steps, n, n);
+    }
+    // Every step commits a group, also an empty one, so that a thread always waits for the same number.
+    static __device__ __forceinline__ void copy(const A& a, const B& b, i32 length, i32 steps, i32 n, u32 stage) {
+        if (n < steps) {
+            const u32 to = shared_address(grouped_shared) + stage * STAGE;
+            a.copy(to, n, length - n * DEPTH);
+            b.copy(to + A::BYTES, n, length - n * DEPTH);
+        }
+        cp_async_commit();
+    }
     __device__ __forceinline__ void sum(const A& a, const B& b, i32 length) {
+        start(a, b, length);
+        finish(a, b, length, [](i32) {});
+    }
+
+    // Sums over `length`, which was started. `beside(left)` runs in every step, of which `left` are left. Afterwards no
+    // stage is in use.
+    template <class Beside>
+    __device__ __forceinline__ void finish(const A& a, const B& b, i32 length, Beside beside) {
         const u32 base = shared_address(grouped_shared);
         const i32 steps = (length + DEPTH - 1) / DEPTH;
         const int first_row = row0(), first_column = column0();
@@ -89,16 +111,6 @@ template <int WM, int WN, int STAGES_, bool TA, bool TB> struct GroupedMma {
             for (int n = 0; n < 8; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) c[m][n][e] = 0.0f;
-        // Every step commits a group, also an empty one, so that a thread always waits for the same number.
-        auto copy = [&](i32 n, u32 stage) {
-            if (n < steps) {
-                a.copy(base + stage * STAGE, n, length - n * DEPTH);
-                b.copy(base + stage * STAGE + A::BYTES, n, length - n * DEPTH);
-            }
-            cp_async_commit();
-        };
-#pragma unroll
-        for (int n = 0; n < STAGES - 1; n++) copy(n, n);
         cp_async_wait<STAGES - 2>();
         __syncthreads();
         u32 x[2][4][4], y[2][4][4];
@@ -111,8 +123,9 @@ template <int WM, int WN, int STAGES_, bool TA, bool TB> struct GroupedMma {
             for (int k = 0; k < 2; k++) {
                 if (k == 0) {
                     // All warps have read the stage that is copied to before the last barrier.
-                    copy(n + STAGES - 1, last);
+                    copy(a, b, length, steps, n + STAGES - 1, last);
                     last = last + 1 == STAGES ? 0 : last + 1;
+                    beside(steps - n);
                 } else {
                     cp_async_wait<STAGES - 2>();
                     __syncthreads();
