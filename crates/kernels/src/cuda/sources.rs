@@ -178,6 +178,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "grouped/hopper_fp8.cuh",
     "grouped/hopper_load.cuh",
     "grouped/hopper_mainloop.cuh",
+    "grouped/hopper_pingpong.cuh",
     "grouped/hopper_store.cuh",
     "grouped/mma.cuh",
     "grouped/segments.cuh",

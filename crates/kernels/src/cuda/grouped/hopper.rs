@@ -13,7 +13,7 @@ use ferrotron_tensor::{DType, Launch, Result, Tensor};
 /// Rows of a tile, and elements of a step along k.
 pub(super) const ROWS: usize = 128;
 const STEP: usize = 64;
-/// Bytes before the staging buffers in shared memory: `STAGING_AT` of hopper_load.cuh.
+/// Bytes before the staging buffers in shared memory: `STAGING_AT` of hopper_load.cuh where there is no `QUEUE`.
 const STAGING_AT: usize = 128 + 4 * (3 * 1024 + 64);
 /// Slices into which wgrad cuts all rows, about.
 const SLICES: usize = 64;
@@ -70,16 +70,19 @@ pub(super) enum GroupedOp {
     WgradFp8,
 }
 
-/// `GROUPED_HOPPER(name, op, columns, stages)`, or `.._PAIR`.
+/// `GROUPED_HOPPER(name, op, columns, stages)`, or `.._PAIR`, or `GROUPED_PINGPONG(name, rows, columns, stages)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KernelVariant {
     pub(super) kernel: Kernel,
     pub(super) op: GroupedOp,
-    /// Columns of a tile.
+    /// Rows and columns of a tile.
+    pub(super) rows: usize,
     pub(super) columns: usize,
     pub(super) stages: usize,
-    /// Clusters of two blocks, whose tiles lie one below the other.
+    /// Clusters of two blocks, whose tiles lie one below the other, or side by side where they are taller than wide.
     pub(super) pair: bool,
+    /// The consumer warpgroups of a block take turns at tiles.
+    pub(super) pingpong: bool,
 }
 
 const fn variant(
@@ -90,10 +93,16 @@ const fn variant(
     pair: bool,
 ) -> KernelVariant {
     let source = if matches!(op, GroupedOp::Wgrad) { "grouped/hopper_wgrad" } else { "grouped/hopper" };
-    KernelVariant { kernel: Kernel::new(source, name), op, columns, stages, pair }
+    let kernel = Kernel::new(source, name);
+    KernelVariant { kernel, op, rows: ROWS, columns, stages, pair, pingpong: false }
 }
 
-pub(super) const VARIANTS: [KernelVariant; 12] = [
+const fn pingpong(name: &'static str, rows: usize, columns: usize) -> KernelVariant {
+    let kernel = Kernel::new("grouped/hopper_wgrad", name);
+    KernelVariant { kernel, op: GroupedOp::Wgrad, rows, columns, stages: 5, pair: true, pingpong: true }
+}
+
+pub(super) const VARIANTS: [KernelVariant; 14] = [
     variant("grouped_hopper_fprop_128_bf16", GroupedOp::Fprop, 128, 6, false),
     variant("grouped_hopper_fprop_192_bf16", GroupedOp::Fprop, 192, 5, false),
     variant("grouped_hopper_fprop_256_bf16", GroupedOp::Fprop, 256, 4, false),
@@ -106,6 +115,8 @@ pub(super) const VARIANTS: [KernelVariant; 12] = [
     variant("grouped_hopper_wgrad_192_bf16", GroupedOp::Wgrad, 192, 5, false),
     variant("grouped_hopper_wgrad_256_bf16", GroupedOp::Wgrad, 256, 4, false),
     variant("grouped_hopper_wgrad_pair_bf16", GroupedOp::Wgrad, 256, 4, true),
+    pingpong("grouped_hopper_wgrad_128x192_bf16", 128, 192),
+    pingpong("grouped_hopper_wgrad_192x128_bf16", 192, 128),
 ];
 
 impl KernelVariant {
@@ -119,16 +130,48 @@ impl KernelVariant {
         width.div_ceil(self.columns) * each
     }
 
+    /// Cost of wgrad of a `[height, width]` matrix, in thousandths of an element's in the widest tiles.
+    fn wgrad_cost(&self, [height, width]: [usize; 2]) -> usize {
+        let [rows, columns] = self.cluster_tile();
+        let each = match (self.columns, self.pingpong) {
+            (_, true) => 900,
+            (128, _) => 1250,
+            (192, _) => 1063,
+            _ => 1000,
+        };
+        height.next_multiple_of(rows) * width.next_multiple_of(columns) * each
+    }
+
     pub(super) fn blocks(&self) -> usize {
         if self.pair { 2 } else { 1 }
+    }
+
+    /// Whether the tiles of a pair lie side by side: `BESIDE` of hopper_load.cuh.
+    fn beside(&self) -> bool {
+        self.rows > self.columns
+    }
+
+    /// Rows and columns of the tiles of a block, or of a pair.
+    fn cluster_tile(&self) -> [usize; 2] {
+        match self.beside() {
+            true => [self.rows, self.columns * self.blocks()],
+            false => [self.rows * self.blocks(), self.columns],
+        }
+    }
+
+    /// Tiles of wgrad, at most; those of a pair count once.
+    pub(super) fn wgrad_tiles(&self, z: &GroupedSizes) -> usize {
+        let [rows, columns] = self.cluster_tile();
+        (z.rows / slice(z) + z.segments) * z.n.div_ceil(rows) * z.k.div_ceil(columns)
     }
 
     /// `BYTES` of hopper_load.cuh.
     fn shared(&self) -> u32 {
         let scales = if self.op == GroupedOp::WgradFp8 { 4 } else { 0 };
-        let staging = if self.columns == 192 { 1024 } else { 2048 };
-        let lines = self.stages * (ROWS + self.columns);
-        ((STAGING_AT + 8 * staging + lines * scales).next_multiple_of(1024) + lines * STEP * 2) as u32
+        let queue = if self.pingpong { 256 } else { 0 };
+        let staging = if self.rows + self.columns == 320 { 1024 } else { 2048 };
+        let lines = self.stages * (self.rows + self.columns);
+        ((STAGING_AT + queue + 8 * staging + lines * scales).next_multiple_of(1024) + lines * STEP * 2) as u32
     }
 
     /// Launches it for at most so many tiles.
@@ -152,6 +195,13 @@ fn choose(op: GroupedOp, width: usize, paired: bool) -> Option<&'static KernelVa
     let all = VARIANTS.iter().filter(|k| k.op == op && (paired || !k.pair));
     // Among equals the last: a pair.
     all.rev().min_by_key(|k| k.cost(width))
+}
+
+/// The kernel for wgrad of `[height, width]` matrices.
+fn choose_wgrad(sizes: [usize; 2]) -> Option<&'static KernelVariant> {
+    let all = VARIANTS.iter().filter(|k| k.op == GroupedOp::Wgrad);
+    // Among equals the last: a pair.
+    all.rev().min_by_key(|k| k.wgrad_cost(sizes))
 }
 
 /// Whether all rows start on 16-byte boundaries.
@@ -189,8 +239,7 @@ impl GroupedWgrad<'_> {
             && all_rows_aligned(self.x, &z.x)
             && all_rows_aligned(self.dy, &z.y)
             && all_rows_aligned(self.dw.0, &z.w);
-        let tall = z.n.div_ceil(ROWS);
-        fits.then(|| choose(GroupedOp::Wgrad, z.k, tall.is_multiple_of(2) || tall > 8)).flatten()
+        fits.then(|| choose_wgrad([z.n, z.k])).flatten()
     }
 }
 
@@ -202,7 +251,7 @@ pub(super) fn slice(z: &GroupedSizes) -> usize {
 /// Counters of wgrad (the next tile; slices done of each half of each tile), if any segment may be long enough to be
 /// sliced.
 pub(super) fn wgrad_counters(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
-    let tiles = z.n.div_ceil(ROWS) * z.k.div_ceil(variant.columns);
+    let tiles = z.n.div_ceil(variant.rows) * z.k.div_ceil(variant.columns);
     (z.rows > slice(z)).then_some(1 + z.segments * tiles * 2)
 }
 
@@ -249,10 +298,11 @@ impl CudaKernels {
         segments: Segments,
         variant: &KernelVariant,
     ) -> Result<()> {
-        let slice = slice(z);
+        // Blocks that take turns each load half of the rows of the operand that a pair shares.
+        let half = |shared: bool| if variant.pingpong && shared { STEP / 2 } else { STEP } as u32;
         let m = GroupedHopperArgs {
-            a: tensor_map(l.address(2)?, [z.n, z.rows, 1, 1], [z.y.row, 0, 0], STEP as u32)?,
-            b: tensor_map(l.address(3)?, [z.k, z.rows, 1, 1], [z.x.row, 0, 0], STEP as u32)?,
+            a: tensor_map(l.address(2)?, [z.n, z.rows, 1, 1], [z.y.row, 0, 0], half(variant.beside()))?,
+            b: tensor_map(l.address(3)?, [z.k, z.rows, 1, 1], [z.x.row, 0, 0], half(!variant.beside()))?,
             segments,
             out: l.address(4)?,
             counters: if wgrad_counters(variant, z).is_some() { l.address(5)? } else { 0 },
@@ -260,12 +310,10 @@ impl CudaKernels {
             matrix: z.w.matrix as i64,
             width: z.k as i32,
             height: z.n as i32,
-            slice: slice as i32,
+            slice: slice(z) as i32,
             accumulate: g.dw.1.into(),
             ..GroupedHopperArgs::default()
         };
-        let down = z.n.div_ceil(ROWS * variant.blocks());
-        let tiles = (z.rows / slice + z.segments) * down * z.k.div_ceil(variant.columns);
-        variant.launch_kernel(self, l, tiles, &m)
+        variant.launch_kernel(self, l, variant.wgrad_tiles(z), &m)
     }
 }

@@ -30,7 +30,15 @@ const fn output(
 ) -> Fp8KernelVariant {
     let kernel = Kernel::new("grouped/hopper_fp8", name);
     Fp8KernelVariant {
-        variant: KernelVariant { kernel, op: GroupedOp::FpropFp8, columns, stages, pair },
+        variant: KernelVariant {
+            kernel,
+            op: GroupedOp::FpropFp8,
+            rows: ROWS,
+            columns,
+            stages,
+            pair,
+            pingpong: false,
+        },
         e5,
         fast,
     }
@@ -39,7 +47,15 @@ const fn output(
 const fn weight(name: &'static str, columns: usize, stages: usize, pair: bool, e5: bool) -> Fp8KernelVariant {
     let kernel = Kernel::new("grouped/hopper_wgrad_fp8", name);
     Fp8KernelVariant {
-        variant: KernelVariant { kernel, op: GroupedOp::WgradFp8, columns, stages, pair },
+        variant: KernelVariant {
+            kernel,
+            op: GroupedOp::WgradFp8,
+            rows: ROWS,
+            columns,
+            stages,
+            pair,
+            pingpong: false,
+        },
         e5,
         fast: false,
     }
@@ -200,7 +216,7 @@ impl CudaKernels {
         segments: Segments,
         variant: &Fp8KernelVariant,
     ) -> Result<()> {
-        let (variant, width, slice) = (&variant.variant, z.x.row, slice(z));
+        let (variant, width) = (&variant.variant, z.x.row);
         let b_rows = (variant.columns / variant.blocks()) as u32;
         let m = GroupedHopperArgs {
             a: fp8_tensor_map(l.address(2)?, [width, z.n, 1, 1], [width, 0, 0], ROWS as u32)?,
@@ -214,15 +230,13 @@ impl CudaKernels {
             matrix: z.w.matrix as i64,
             width: z.k as i32,
             height: z.n as i32,
-            slice: slice as i32,
+            slice: slice(z) as i32,
             accumulate: g.dw.1.into(),
             block_scaled: g.scaled().into(),
             a_stride: stride(g.dy),
             b_stride: stride(g.x),
             ..GroupedHopperArgs::default()
         };
-        let down = z.n.div_ceil(ROWS * variant.blocks());
-        let tiles = (z.rows / slice + z.segments) * down * z.k.div_ceil(variant.columns);
-        variant.launch_kernel(self, l, tiles, &m)
+        variant.launch_kernel(self, l, variant.wgrad_tiles(z), &m)
     }
 }

@@ -6,7 +6,8 @@
 // counter instead: a tile waits only for tiles that were claimed before it, by blocks that already run, so that it ends
 // with any number of resident blocks (NCCL may hold the other multiprocessors for as long as it waits). Tiles of a segment are ordered in groups of 16 rows of tiles, down before
 // across: what the blocks read at a time is about square, and an expert's matrix is read once while it is in the L2
-// cache. Two blocks of a cluster (PAIR) have tiles one below the other and multicast half of B each.
+// cache. Two blocks of a cluster (PAIR) have tiles one below the other, or side by side where tiles are taller than wide,
+// and multicast half of the operand that they share each.
 //
 // With 48 KiB (32 for a block of a pair) per 128 × 256 × 64 × 2 FLOP, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2
 // cache.
@@ -30,19 +31,25 @@ struct GroupedTile {
     i32 segment, m, n, first, rows, blocks, slice, slices;
 };
 
-template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
+// PINGPONG: wgrad by pairs whose consumer warpgroups take turns at tiles (hopper_pingpong.cuh).
+template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPONG = false> struct GroupedLoad {
     static constexpr int KIND = KIND_;
     static constexpr bool IS_FP8 = KIND == FPROP_FP8 || KIND == WGRAD_FP8, IS_WGRAD = KIND == WGRAD || KIND == WGRAD_FP8;
     // A step along k is 128 bytes.
-    static constexpr int BM = 128, BN = BN_, BK = IS_FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
+    static constexpr int BM = BM_, BN = BN_, BK = IS_FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
     static constexpr int GROUP = 16 / BLOCKS;
+    // The blocks of a pair lie side by side and share A.
+    static constexpr bool BESIDE = BM > BN;
+    static_assert(!PINGPONG || (KIND == WGRAD && PAIR), "warpgroups take turns in wgrad by pairs alone");
     static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     // wgrad: scales of the rows of a and of b.
     static constexpr u32 SCALES = KIND == WGRAD_FP8 ? (BM + BN) * 4 : 0;
     // Staging buffer of each consumer warp for the epilogue.
-    static constexpr u32 STAGING = BN == 192 ? 1024 : 2048;
-    // mbarriers of the stages, then those of a claimed tile, and its index.
-    static constexpr u32 CLAIM_AT = 96, TABLE_AT = 128, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
+    static constexpr u32 STAGING = BM + BN == 320 ? 1024 : 2048;
+    // Warps of a block that read a claimed tile: the producer, and consumers to which it does not hand tiles.
+    static constexpr u32 READERS = PINGPONG ? 1 : 9;
+    // mbarriers of the stages, then those of a claimed tile, and its index; tiles for the consumers.
+    static constexpr u32 CLAIM_AT = 96, QUEUE_AT = 128, QUEUE = PINGPONG ? 256 : 0, TABLE_AT = QUEUE_AT + QUEUE, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
     static constexpr u32 SCALES_AT = STAGING_AT + 8 * STAGING;
     static constexpr u32 TILES_AT = (SCALES_AT + STAGES * SCALES + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
     static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= CLAIM_AT, "shared memory");
@@ -73,9 +80,9 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
 
     static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows) {
         if constexpr (IS_WGRAD) {
-            // A segment without rows has zeros to write, or nothing.
+            // A segment without rows has zeros to write, or nothing (PINGPONG: other warps write them).
             const i32 slices = (rows + g.slice - 1) / g.slice;
-            return g.accumulate ? slices : max(slices, 1);
+            return g.accumulate || PINGPONG ? slices : max(slices, 1);
         } else {
             return (rows + BM * BLOCKS - 1) / (BM * BLOCKS);
         }
@@ -107,9 +114,13 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     }
 
     // Tiles of a unit.
-    static __device__ __forceinline__ i32 across(const GroupedHopperArgs& g) { return (g.width + BN - 1) / BN; }
+    static __device__ __forceinline__ i32 across(const GroupedHopperArgs& g) {
+        constexpr i32 EACH = BN * (BESIDE ? BLOCKS : 1);
+        return (g.width + EACH - 1) / EACH;
+    }
     static __device__ __forceinline__ i32 down(const GroupedHopperArgs& g) {
-        return (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
+        constexpr i32 EACH = BM * (BESIDE ? 1 : BLOCKS);
+        return (g.height + EACH - 1) / EACH;
     }
     static __device__ __forceinline__ i32 tiles_of_unit(const GroupedHopperArgs& g) {
         return IS_WGRAD ? down(g) * across(g) : across(g);
@@ -178,7 +189,10 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
                 t.blocks = (g.length + BK - 1) / BK;
                 spread(index - before * each, across, here, t);
             }
-            if constexpr (PAIR) t.m = t.m * 2 + i32(cluster_rank());
+            if constexpr (PAIR) {
+                i32& at = BESIDE ? t.n : t.m;
+                at = at * 2 + i32(cluster_rank());
+            }
             return true;
         }
         static __device__ __forceinline__ void spread(i32 at, i32 across, i32 down, GroupedTile& t) {
@@ -193,11 +207,10 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         if (threadIdx.x == 0) {
             for (int s = 0; s < STAGES; s++) {
                 mbarrier_init(full(base, s), 1);
-                mbarrier_init(free(base, s), 8 * BLOCKS);
+                mbarrier_init(free(base, s), (PINGPONG ? 4 : 8) * BLOCKS);
             }
-            // The producer and eight consumer warps of each block read a claimed tile.
             mbarrier_init(claim_full(base), 1);
-            mbarrier_init(claim_free(base), 9 * BLOCKS);
+            mbarrier_init(claim_free(base), READERS * BLOCKS);
             mbarrier_init_fence();
         }
     }

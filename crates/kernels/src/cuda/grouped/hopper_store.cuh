@@ -80,19 +80,41 @@ template <class Load> struct GroupedStore : Load {
         }
     }
 
-    // dw = acc (+ dw). Slices of a long segment are added in order: a tile waits for the slices before it, which were
-    // claimed before it (`GroupedLoad::claim`). The
-    // additions are reductions in the L2 cache, one summand of an element at a time, so that the sum is deterministic.
-    static __device__ __forceinline__ void store_gradient(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
-                                                          float (&c)[BN / 2]) {
-        const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
+    // Slices of a long segment are added in order: a tile waits for the slices before it, which were claimed before it
+    // (`GroupedLoad::claim`). Counters of a tile, one for each of PARTS that different warpgroups have.
+    template <int PARTS> static __device__ __forceinline__ i32* turn_of(const GroupedHopperArgs& g, const GroupedTile& t, int part) {
         const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
-        i32* turn = reinterpret_cast<i32*>(g.counters) + 1 + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
+        return reinterpret_cast<i32*>(g.counters) + 1 + (((i64(t.segment) * down + t.m) * across + t.n) * PARTS + part);
+    }
+    static __device__ __forceinline__ void wait_for_turn(const i32* turn, const GroupedTile& t, int wg) {
         if (t.slice > 0) {
-            if (self == 0) wait_for(turn, t.slice);
+            if ((threadIdx.x & 127) == 0) wait_for(turn, t.slice);
             named_barrier_sync(2 + wg, 128);
         }
-        const i32 first = t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = g.height - first;
+    }
+    static __device__ __forceinline__ void end_turn(i32* turn, const GroupedTile& t, int wg) {
+        if (t.slice + 1 < t.slices) {
+            __threadfence();
+            named_barrier_sync(2 + wg, 128);
+            if ((threadIdx.x & 127) == 0)
+                asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
+        }
+    }
+    // A tile of which each warpgroup has 64 rows.
+    static __device__ __forceinline__ void store_gradient(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
+                                                          float (&c)[BN / 2]) {
+        i32* turn = turn_of<2>(g, t, wg);
+        wait_for_turn(turn, t, wg);
+        add_rows(g, t, wg, c);
+        end_turn(turn, t, wg);
+    }
+
+    // dw = acc (+ dw) of 64 rows of a tile, by a warpgroup. The additions are reductions in the L2 cache, one summand of an
+    // element at a time, so that the sum is deterministic.
+    static __device__ __forceinline__ void add_rows(const GroupedHopperArgs& g, const GroupedTile& t, int part,
+                                                    float (&c)[BN / 2]) {
+        const i32 n0 = t.n * BN, lane = threadIdx.x & 31;
+        const i32 first = t.m * BM + part * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = g.height - first;
         const i32 width = g.width - n0 - (lane & 7) * 4;
         float* to = reinterpret_cast<float*>(g.out) + (t.segment * g.matrix + first * g.row + n0 + (lane & 7) * 4);
         const bool adds = g.accumulate || t.slice > 0;
@@ -117,11 +139,6 @@ template <class Load> struct GroupedStore : Load {
                         else put16(there, x);
                     }
                 });
-        }
-        if (t.slice + 1 < t.slices) {
-            __threadfence();
-            named_barrier_sync(2 + wg, 128);
-            if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
         }
     }
     // Streaming stores, which do not displace operands that are read again soon.

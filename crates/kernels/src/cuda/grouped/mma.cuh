@@ -95,13 +95,11 @@ template <int WM, int WN, int STAGES_, bool TA, bool TB> struct GroupedMma {
     }
     __device__ __forceinline__ void sum(const A& a, const B& b, i32 length) {
         start(a, b, length);
-        finish(a, b, length, [](i32) {});
+        finish(a, b, length);
     }
 
-    // Sums over `length`, which was started. `beside(left)` runs in every step, of which `left` are left. Afterwards no
-    // stage is in use.
-    template <class Beside>
-    __device__ __forceinline__ void finish(const A& a, const B& b, i32 length, Beside beside) {
+    // Sums over `length`, which was started. Afterwards no stage is in use.
+    __device__ __forceinline__ void finish(const A& a, const B& b, i32 length) {
         const u32 base = shared_address(grouped_shared);
         const i32 steps = (length + DEPTH - 1) / DEPTH;
         const int first_row = row0(), first_column = column0();
@@ -125,7 +123,6 @@ template <int WM, int WN, int STAGES_, bool TA, bool TB> struct GroupedMma {
                     // All warps have read the stage that is copied to before the last barrier.
                     copy(a, b, length, steps, n + STAGES - 1, last);
                     last = last + 1 == STAGES ? 0 : last + 1;
-                    beside(steps - n);
                 } else {
                     cp_async_wait<STAGES - 2>();
                     __syncthreads();

@@ -5,25 +5,12 @@
 // Rows of a segment that are summed in the tensor cores' accumulators, which round towards zero: the sums of slices are
 // added in f32, in order.
 constexpr i32 SLICE = 1536;
-// Steps before the end of a sum at which the gradient that it is added to is fetched to the L2 cache: some microseconds.
-constexpr i32 FETCH = 8;
 
 // A tile of dw from its first element on, of which `rows` and `columns` are there.
 template <class Tile> struct TileGradient {
     float* dw;
     i64 ld;
     i32 rows, columns;
-
-    // Fetches the tile to the L2 cache, a line at a time.
-    __device__ __forceinline__ void fetch() const {
-        constexpr int LINES = Tile::BN / 32;
-#pragma unroll
-        for (int i = 0; i < Tile::BM * LINES / Tile::THREADS; i++) {
-            const i32 line = tid() + i * Tile::THREADS, row = line / LINES, column = line % LINES * 32;
-            if (row < rows && column < columns)
-                asm volatile("prefetch.global.L2 [%0];" ::"l"(dw + row * ld + column) : "memory");
-        }
-    }
 
     // dw = c (+ dw) by way of the last stage, 16 rows of each warp at a time, so that a warp reads and writes 256 bytes of
     // a row, 16 to a lane. What is added to the next rows is in flight while these are written.
@@ -116,10 +103,7 @@ template <int WM, int WN, int STAGES> __device__ __forceinline__ void grouped_mm
     // Also a segment without rows has a sum.
 #pragma unroll 1
     for (i32 from = 0; from == 0 || from < length; from += SLICE) {
-        const i32 here = min(length - from, SLICE), fetch = min(FETCH, (here + DEPTH - 1) / DEPTH);
-        t.finish(left(from), right(from), here, [&](i32 steps) {
-            if (added && steps == fetch) gradient.fetch();
-        });
+        t.finish(left(from), right(from), min(length - from, SLICE));
         // The next slice's first steps arrive while this one's sum is stored.
         if (from + SLICE < length) Tile::start(left(from + SLICE), right(from + SLICE), min(length - from - SLICE, SLICE));
         gradient.store(t.c, added);

@@ -80,8 +80,11 @@ pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) 
 /// Every tensor-core kernel of this GPU with its GEMM.
 fn kernels(k: &CudaKernels) -> Vec<(GroupedOp, Chosen)> {
     let hopper = VARIANTS.iter().filter(|_| k.has("grouped/hopper")).map(|v| (v.op, Chosen::Hopper(v)));
-    let mma =
-        [(GroupedOp::Fprop, &mma::FPROP), (GroupedOp::Dgrad, &mma::DGRAD), (GroupedOp::Wgrad, &mma::WGRAD)];
+    let mma = [
+        (GroupedOp::Fprop, &mma::FPROP[..]),
+        (GroupedOp::Dgrad, &mma::DGRAD),
+        (GroupedOp::Wgrad, &mma::WGRAD),
+    ];
     let mma = mma.into_iter().flat_map(|(op, all)| all.iter().map(move |v| (op, Chosen::Mma(v))));
     hopper.chain(mma).collect()
 }
