@@ -317,3 +317,35 @@ impl CudaKernels {
         variant.launch_kernel(self, l, variant.wgrad_tiles(z), &m)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wgrad_takes_the_tiles_that_cover_a_matrix_with_least_waste() {
+        let name = |sizes| choose_wgrad(sizes).map(|v| v.kernel.name);
+        let cases = [
+            ([1536, 2048], "192x128"),
+            ([2048, 768], "128x192"),
+            ([14336, 4096], "192x128"),
+            ([256, 256], "pair"),
+            ([128, 256], "256"),
+            ([64, 64], "128"),
+        ];
+        for (sizes, tiles) in cases {
+            assert_eq!(
+                name(sizes),
+                Some(format!("grouped_hopper_wgrad_{tiles}_bf16")).as_deref(),
+                "{sizes:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn the_tiles_fit_the_shared_memory_of_a_block() {
+        for v in &VARIANTS {
+            assert!(v.shared() <= 227 << 10, "{}", v.kernel.name);
+        }
+    }
+}
