@@ -64,6 +64,8 @@ kernel_args! {
         step: i64,
         accumulate: u32,
         pad: u32,
+        /// mma.sync: i32, zeroed: the next tile, then slices of the sum already in dw for each tile.
+        pub(super) counters: u64,
     }
 }
 
@@ -106,6 +108,7 @@ impl GroupedWgrad<'_> {
             step: z.w.matrix as i64,
             accumulate: self.dw.1.into(),
             pad: 0,
+            counters: 0,
         })
     }
 }

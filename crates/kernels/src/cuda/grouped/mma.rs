@@ -12,6 +12,10 @@ use ferrotron_tensor::{DType, Launch, Result};
 /// Rows of a tile, and elements of a step along the sum.
 const ROWS: usize = 128;
 const DEPTH: usize = 32;
+/// Rows of a segment that one wgrad tile sums: `SLICE` of mma_wgrad.cu.
+const SLICE: usize = 1536;
+/// Blocks of wgrad that fit a multiprocessor.
+const RESIDENT: usize = 2;
 
 /// `GROUPED_MMA(name, row warps, column warps, stages, ..)` of mma.cu, or `GROUPED_MMA_WGRAD` of mma_wgrad.cu: tiles of so
 /// many columns.
@@ -43,6 +47,16 @@ impl MmaVariant {
     fn grid(&self, op: &'static str, tiles: usize) -> Result<LaunchConfig> {
         let threads = (ROWS * self.columns / 4096 * 32) as u32;
         Ok(LaunchConfig { blocks: [blocks(op, tiles, 1)?, 1, 1], threads, shared: self.shared() })
+    }
+
+    /// Tiles of a wgrad matrix.
+    fn wgrad_tiles(&self, z: &GroupedSizes) -> usize {
+        z.n.div_ceil(ROWS) * z.k.div_ceil(self.columns)
+    }
+
+    /// Counters of wgrad: the next tile; slices done of each tile.
+    pub(super) fn wgrad_counters(&self, z: &GroupedSizes) -> usize {
+        1 + z.segments * self.wgrad_tiles(z)
     }
 
     /// `BYTES` of mma.cuh.
@@ -101,7 +115,7 @@ impl CudaKernels {
         self.launch_kernel(l, variant.kernel, grid, &g.args(l, z, segments)?)
     }
 
-    /// The launch's arguments are offsets, counts, dy, x, dw.
+    /// The launch's arguments are offsets, counts, dy, x, dw, counters.
     pub(super) fn mma_grouped_wgrad(
         &self,
         l: &Launch,
@@ -110,9 +124,12 @@ impl CudaKernels {
         segments: Segments,
         variant: &MmaVariant,
     ) -> Result<()> {
-        let tiles = z.segments * z.n.div_ceil(ROWS) * z.k.div_ceil(variant.columns);
-        let grid = variant.grid(GroupedWgrad::NAME, tiles)?;
-        self.launch_kernel(l, variant.kernel, grid, &g.args(l, z, segments)?)
+        let tiles = (z.rows / SLICE + z.segments) * variant.wgrad_tiles(z);
+        let resident = RESIDENT * self.multiprocessors() as usize;
+        let grid = variant.grid(GroupedWgrad::NAME, tiles.min(resident))?;
+        let mut args = g.args(l, z, segments)?;
+        args.counters = l.address(5)?;
+        self.launch_kernel(l, variant.kernel, grid, &args)
     }
 }
 
@@ -138,6 +155,7 @@ mod tests {
             assert!(source.contains(&start), "{start}");
             assert!(v.shared() <= 99 << 10, "{}", v.kernel.name);
         }
+        assert!(include_str!("mma_wgrad.cu").contains(&format!("constexpr i32 SLICE = {SLICE};")));
     }
 
     #[test]

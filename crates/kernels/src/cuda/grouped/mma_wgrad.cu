@@ -83,36 +83,94 @@ template <class Tile> struct TileGradient {
     }
 };
 
-// Blocks of tiles of each segment's dw, columns fastest.
-template <int WM, int WN, int STAGES> __device__ __forceinline__ void grouped_mma_wgrad(const GroupedWgradArgs& g) {
+// A tile of dw and a slice of its segment's rows: `length` rows from `first` on to the segment's end.
+struct WgradTile {
+    i32 segment, tile, slice, first, length;
+};
+
+// Persistent blocks take tiles from a counter: of each segment, of each slice, columns fastest. The slices of a tile are added
+// in order: a block waits for blocks that claimed their tiles before it, and these run. The first steps of the next tile
+// arrive while the sums of a tile are stored.
+template <int WM, int WN, int STAGES> struct GroupedMmaWgrad {
     using Tile = GroupedMma<WM, WN, STAGES, true, true>;
-    const i32 n = i32(g.n), k = i32(g.k), across = (k + Tile::BN - 1) / Tile::BN;
-    const i32 tiles = (n + Tile::BM - 1) / Tile::BM * across, e = i32(blockIdx.x) / tiles, tile = i32(blockIdx.x) - e * tiles;
-    const i32 row0 = tile / across * Tile::BM, column0 = tile % across * Tile::BN;
-    const i64 first = segment_first(g.segments, e);
-    const bf16* dy = reinterpret_cast<const bf16*>(g.dy) + first * g.ldy + row0;
-    const bf16* x = reinterpret_cast<const bf16*>(g.x) + first * g.ldx + column0;
-    float* dw = reinterpret_cast<float*>(g.dw) + e * g.step + row0 * g.ldw + column0;
-    const TileGradient<Tile> gradient = {dw, g.ldw, n - row0, k - column0};
-    const i32 length = segment_length(g.segments, e);
-    auto left = [&](i32 from) { return typename Tile::A(dy + from * g.ldy, g.ldy, n - row0); };
-    auto right = [&](i32 from) { return typename Tile::B(x + from * g.ldx, g.ldx, k - column0); };
-    bool added = g.accumulate;
-    Tile t;
-    Tile::start(left(0), right(0), min(length, SLICE));
-    // Also a segment without rows has a sum.
-#pragma unroll 1
-    for (i32 from = 0; from == 0 || from < length; from += SLICE) {
-        t.finish(left(from), right(from), min(length - from, SLICE));
-        // The next slice's first steps arrive while this one's sum is stored.
-        if (from + SLICE < length) Tile::start(left(from + SLICE), right(from + SLICE), min(length - from - SLICE, SLICE));
-        gradient.store(t.c, added);
-        added = true;
+
+    static __device__ __forceinline__ i32 across(const GroupedWgradArgs& g) { return (i32(g.k) + Tile::BN - 1) / Tile::BN; }
+    static __device__ __forceinline__ i32 tiles(const GroupedWgradArgs& g) {
+        return (i32(g.n) + Tile::BM - 1) / Tile::BM * across(g);
     }
-}
+    static __device__ __forceinline__ i32 row0(const GroupedWgradArgs& g, const WgradTile& w) { return w.tile / across(g) * Tile::BM; }
+    static __device__ __forceinline__ i32 column0(const GroupedWgradArgs& g, const WgradTile& w) { return w.tile % across(g) * Tile::BN; }
+    static __device__ __forceinline__ typename Tile::A left(const GroupedWgradArgs& g, const WgradTile& w) {
+        const i32 at = row0(g, w);
+        return {reinterpret_cast<const bf16*>(g.dy) + w.first * g.ldy + at, g.ldy, i32(g.n) - at};
+    }
+    static __device__ __forceinline__ typename Tile::B right(const GroupedWgradArgs& g, const WgradTile& w) {
+        const i32 at = column0(g, w);
+        return {reinterpret_cast<const bf16*>(g.x) + w.first * g.ldx + at, g.ldx, i32(g.k) - at};
+    }
+
+    // Called by all threads; thread 0 has the index. Segment E where there are no more tiles.
+    static __device__ __forceinline__ WgradTile locate(const GroupedWgradArgs& g, i32 index) {
+        __shared__ WgradTile shared;
+        if (threadIdx.x < 32) {
+            index = __shfl_sync(~0u, index, 0);
+            const i32 unit = index / tiles(g);
+            // Also a segment without rows has a sum.
+            const Place p = find<SLICE, 1>(g.segments, unit);
+            if (threadIdx.x == 0) {
+                WgradTile w = {p.segment, index - unit * tiles(g), p.tile, 0, 0};
+                if (w.segment < g.segments.count) {
+                    w.first = segment_first(g.segments, w.segment) + w.slice * SLICE;
+                    w.length = segment_length(g.segments, w.segment) - w.slice * SLICE;
+                }
+                shared = w;
+            }
+        }
+        __syncthreads();
+        return shared;
+    }
+
+    static __device__ __forceinline__ void store(const GroupedWgradArgs& g, const WgradTile& w, const Tile& t) {
+        i32* turn = reinterpret_cast<i32*>(g.counters) + 1 + (i64(w.segment) * tiles(g) + w.tile);
+        if (w.slice > 0) {
+            i32 done = 0;
+            while (threadIdx.x == 0 && done < w.slice)
+                asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(turn) : "memory");
+            __syncthreads();
+        }
+        const i32 row = row0(g, w), column = column0(g, w);
+        float* dw = reinterpret_cast<float*>(g.dw) + w.segment * g.step + row * g.ldw + column;
+        TileGradient<Tile>{dw, g.ldw, i32(g.n) - row, i32(g.k) - column}.store(t.c, g.accumulate || w.slice > 0);
+        if (w.length > SLICE) {
+            __threadfence();
+            __syncthreads();
+            if (threadIdx.x == 0)
+                asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(w.slice + 1) : "memory");
+        }
+    }
+
+    static __device__ __forceinline__ void run(const GroupedWgradArgs& g) {
+        auto claim = [&] { return threadIdx.x == 0 ? atomicAdd(reinterpret_cast<i32*>(g.counters), 1) : 0; };
+        WgradTile w = locate(g, claim());
+        if (w.segment == g.segments.count) return;
+        Tile::start(left(g, w), right(g, w), min(w.length, SLICE));
+        Tile t;
+#pragma unroll 1
+        while (true) {
+            const i32 index = claim();
+            t.finish(left(g, w), right(g, w), min(w.length, SLICE));
+            const WgradTile next = locate(g, index);
+            const bool more = next.segment < g.segments.count;
+            if (more) Tile::start(left(g, next), right(g, next), min(next.length, SLICE));
+            store(g, w, t);
+            if (!more) return;
+            w = next;
+        }
+    }
+};
 
 #define GROUPED_MMA_WGRAD(NAME, WM, WN, STAGES)                                                                    \
     extern "C" __global__ void __launch_bounds__(WM * WN * 32) NAME(const __grid_constant__ GroupedWgradArgs g) { \
-        grouped_mma_wgrad<WM, WN, STAGES>(g);                                                                      \
+        GroupedMmaWgrad<WM, WN, STAGES>::run(g);                                                                   \
     }
 GROUPED_MMA_WGRAD(grouped_mma_wgrad_128_bf16, 2, 2, 3)

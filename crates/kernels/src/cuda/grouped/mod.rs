@@ -68,7 +68,8 @@ impl CudaKernels {
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.dy), read(g.x), write(g.dw.0)];
         let counters = match chosen {
             Chosen::Hopper(variant) => wgrad_counters(variant, z),
-            _ => None,
+            Chosen::Mma(variant) => Some(variant.wgrad_counters(z)),
+            Chosen::Generic => None,
         };
         let counters = counters.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         args.extend(counters.as_ref().map(write));

@@ -37,16 +37,16 @@ __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y
 struct Place {
     i32 segment, tile;
 };
-// Tile `index` of all segments' tiles; segment E where there are fewer. Called by a whole warp. A lane has four
+// Tile `index` of all segments' tiles, of which each has at least LEAST; segment E where there are fewer. Called by a whole warp. A lane has four
 // neighbouring segments, whose counts are all in flight at once: this is where a block starts.
-template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
+template <int SIDE, int LEAST = 0> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
     const i32 lane = threadIdx.x & 31;
     for (i32 e0 = 0; e0 < z.count; e0 += 128) {
         i32 tiles[4], own = 0;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const i32 e = e0 + lane * 4 + i;
-            tiles[i] = e < z.count ? (segment_length(z, e) + SIDE - 1) / SIDE : 0;
+            tiles[i] = e < z.count ? max((segment_length(z, e) + SIDE - 1) / SIDE, LEAST) : 0;
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) own += tiles[i];

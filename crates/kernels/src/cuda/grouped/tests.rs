@@ -148,9 +148,6 @@ pub(super) fn free(pair: bool) -> u32 {
 #[test]
 fn wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
     let Some((k, s)) = gpu() else { return };
-    if !k.has("grouped/hopper_wgrad") {
-        return;
-    }
     // About twenty slices of a segment, and more tiles than blocks.
     let counts = [5, 20_000, 0, 2500];
     let (at, owned) = spread(&s, &counts, 16, 0);
@@ -162,17 +159,18 @@ fn wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
         upload(&s, &thirds, &[rows, width])
     };
     let (x, dy) = (values(1, depth), values(2, width));
-    let run = |variant| {
+    let run = |chosen| {
         let dw = poisoned(&s, DType::F32, &[counts.len(), width, depth]);
         let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
-        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), Chosen::Hopper(variant)).unwrap();
+        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), chosen).unwrap();
         host(&s, &dw)
     };
-    for variant in VARIANTS.iter().filter(|v| v.op == GroupedOp::Wgrad) {
-        let alone = run(variant);
-        let occupied = Occupied::all_but(&k, &s, free(variant.pair));
-        let beside = run(variant);
-        assert!(occupied.release(), "{variant:?} did not end");
-        assert!(beside == alone, "{variant:?}");
+    for (_, chosen) in kernels(&k).into_iter().filter(|(op, _)| *op == GroupedOp::Wgrad) {
+        let alone = run(chosen);
+        let pair = matches!(chosen, Chosen::Hopper(variant) if variant.pair);
+        let occupied = Occupied::all_but(&k, &s, free(pair));
+        let beside = run(chosen);
+        assert!(occupied.release(), "{chosen:?} did not end");
+        assert!(beside == alone, "{chosen:?}");
     }
 }
