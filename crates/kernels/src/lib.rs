@@ -62,7 +62,9 @@ pub use optimizer::{
     scalars, scaler,
 };
 pub use permutation::{PermutationKernels, RowMap};
-pub use quant::microscaling::{BlockAxis, EmulatedFormat};
+pub use quant::microscaling::{
+    BlockAxis, EmulatedFormat, MicroscaledGemm, MicroscaledTensor, MicroscalingKernels,
+};
 pub use quant::stack::QuantizeStack;
 pub use quant::stats::QuantStats;
 pub use quant::{
@@ -89,6 +91,7 @@ pub trait Kernels:
     + MuonKernels
     + ElementwiseKernels
     + QuantKernels
+    + MicroscalingKernels
     + RouterKernels
     + LoadBalancingKernels
     + PermutationKernels

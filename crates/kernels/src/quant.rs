@@ -53,6 +53,8 @@ pub struct Fp8Tensor {
     pub scaling: ScalingMode,
     /// c, without padding.
     pub cols: usize,
+    /// Scales are known to be powers of two: block scales can be read as MXFP8 scales.
+    pub pow2: bool,
 }
 
 impl Fp8Tensor {
@@ -66,7 +68,7 @@ impl Fp8Tensor {
     ) -> Result<Fp8Tensor> {
         let data = Tensor::empty(s, &[r, c.next_multiple_of(ALIGN)], format, category)?;
         let scale_inv = Tensor::empty(s, &scaling.scales(r, c), DType::F32, category)?;
-        Ok(Fp8Tensor { data, scale_inv, scaling, cols: c })
+        Ok(Fp8Tensor { data, scale_inv, scaling, cols: c, pow2: false })
     }
 
     /// Rows r.

@@ -10,7 +10,7 @@ use cudarc::cublaslt::sys::{
     self, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulAlgoConfigAttributes_t as Config,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode,
     cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtMatrixLayoutAttribute_t as Layout,
-    cublasLtReductionScheme_t as Reduction, cublasStatus_t,
+    cublasLtPointerMode_t as PointerMode, cublasLtReductionScheme_t as Reduction, cublasStatus_t,
 };
 use ferrotron_tensor::{DType, Error, Launch, Result};
 use std::ffi::c_void;
@@ -35,13 +35,38 @@ pub(super) enum Epilogue {
     BiasGrad,
 }
 
-/// Further parameters of an FP8 GEMM.
+/// Which values of an operand share a scale, as the library reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum ScaleMode {
+    /// f32, all values.
+    PerTensor,
+    /// f32, 1x128 blocks.
+    Block1x128,
+    /// f32, 128x128 blocks.
+    Block128x128,
+    /// E8M0, 32 values along k; in tiles of 128x4.
+    Vec32E8m0,
+    /// E4M3, 16 values along k; in tiles of 128x4. Operands are FP4, packed in u8, and alpha and beta are on the device.
+    Vec16E4m3,
+}
+
+impl From<ScalingMode> for ScaleMode {
+    fn from(scaling: ScalingMode) -> ScaleMode {
+        match scaling {
+            ScalingMode::PerTensor => ScaleMode::PerTensor,
+            ScalingMode::Block1x128 => ScaleMode::Block1x128,
+            ScalingMode::Block128x128 => ScaleMode::Block128x128,
+        }
+    }
+}
+
+/// Further parameters of a GEMM with FP8 or FP4 operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Fp8Operands {
     /// Dtype of the second operand.
     pub(super) other: DType,
     /// Scaling modes of both operands.
-    pub(super) scaling: [ScalingMode; 2],
+    pub(super) scaling: [ScaleMode; 2],
     /// Fast accumulation: sums stay in the tensor core's accumulator.
     pub(super) fast: bool,
 }
@@ -65,10 +90,23 @@ pub(super) struct GemmKey {
     pub(super) epilogue: Epilogue,
     /// Alignment of a, b, c and of the epilogue's tensor, in bytes.
     pub(super) align: [usize; 4],
-    /// Set for FP8 operands.
+    /// Set for FP8 and FP4 operands.
     pub(super) fp8: Option<Fp8Operands>,
     /// Set for a batched GEMM.
     pub(super) stacks: Option<Stacks>,
+}
+
+impl GemmKey {
+    /// Whether operands have a microscaling format, which the library multiplies on Blackwell alone.
+    pub(super) fn is_microscaled(&self) -> bool {
+        let small = |mode: &ScaleMode| matches!(mode, ScaleMode::Vec32E8m0 | ScaleMode::Vec16E4m3);
+        self.fp8.is_some_and(|e| e.scaling.iter().all(small))
+    }
+
+    /// Whether alpha and beta are read from the device: per-tensor scales of FP4 operands are in alpha.
+    fn has_device_factors(&self) -> bool {
+        self.fp8.is_some_and(|e| e.scaling[0] == ScaleMode::Vec16E4m3)
+    }
 }
 
 /// Tuned choices are stored under this text: that of a single GEMM says nothing of stacks, so that older choices stand.
@@ -142,6 +180,8 @@ pub(super) struct GemmPointers {
     pub(super) aux: u64,
     /// FP8: inverse scales of a and b.
     pub(super) scales: [u64; 2],
+    /// FP4: alpha and beta.
+    pub(super) factors: u64,
     pub(super) workspace: u64,
 }
 
@@ -152,21 +192,25 @@ fn check(op: &'static str, status: cublasStatus_t) -> Result<()> {
     Err(Error::Cuda { op, what: format!("cuBLASLt: {status:?}") })
 }
 
+/// The library's name of a dtype; u8 stands for pairs of FP4 codes.
 fn kind(t: DType) -> sys::cudaDataType_t {
     match t {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
         DType::E4M3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         DType::E5M2 => sys::cudaDataType_t::CUDA_R_8F_E5M2,
+        DType::U8 => sys::cudaDataType_t::CUDA_R_4F_E2M1,
         _ => sys::cudaDataType_t::CUDA_R_32F,
     }
 }
 
-fn mode(scaling: ScalingMode) -> i32 {
+fn mode(scaling: ScaleMode) -> i32 {
     (match scaling {
-        ScalingMode::PerTensor => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
-        ScalingMode::Block1x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
-        ScalingMode::Block128x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+        ScaleMode::PerTensor => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+        ScaleMode::Block1x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+        ScaleMode::Block128x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+        ScaleMode::Vec32E8m0 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
+        ScaleMode::Vec16E4m3 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC16_UE4M3,
     }) as i32
 }
 
@@ -227,6 +271,10 @@ impl MatmulDesc {
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &b)?;
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &a)?;
             desc.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(fp8.fast))?;
+            if key.has_device_factors() {
+                let mode = PointerMode::CUBLASLT_POINTER_MODE_DEVICE as i32;
+                desc.set(Attribute::CUBLASLT_MATMUL_DESC_POINTER_MODE, &mode)?;
+            }
             // The heuristics need scale pointers that are not null; calls set the real ones.
             desc.scale_from([PLACEHOLDER; 2])?;
         }
@@ -380,7 +428,9 @@ impl CublasLt {
         at: &GemmPointers,
         accumulate: bool,
     ) -> Result<()> {
-        let (alpha, beta) = (1f32, if accumulate { 1f32 } else { 0f32 });
+        let on_host = [1f32, if accumulate { 1f32 } else { 0f32 }];
+        let factors = if at.factors == 0 { on_host.as_ptr() } else { at.factors as *const f32 };
+        let (alpha, beta) = (factors, factors.wrapping_add(1));
         let [la, lb, lc] = desc.layouts;
         let stream = l.cuda_stream()?;
         let _guard = desc.lock.lock().unwrap_or_else(PoisonError::into_inner);
@@ -391,12 +441,12 @@ impl CublasLt {
             sys::cublasLtMatmul(
                 self.handle,
                 desc.operation,
-                std::ptr::from_ref(&alpha).cast(),
+                alpha.cast(),
                 at.b as *const c_void,
                 la,
                 at.a as *const c_void,
                 lb,
-                std::ptr::from_ref(&beta).cast(),
+                beta.cast(),
                 at.c as *const c_void,
                 lc,
                 at.c as *mut c_void,

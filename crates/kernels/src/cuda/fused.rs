@@ -26,7 +26,16 @@ impl CudaKernels {
         if supported && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) && rows_aligned16(f.h, z.n) {
             let epilogue = Epilogue::Gelu { bias: f.bias.is_some(), ld: z.n };
             let (bias, aux) = (f.bias.map(read), Some(write(f.h)));
-            let o = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales: None, accumulate: false };
+            let o = Operands {
+                a: g.a,
+                b: g.b,
+                c: g.c,
+                bias,
+                aux,
+                scales: None,
+                factors: None,
+                accumulate: false,
+            };
             let key = g.key(z, epilogue, Some(f.h));
             if self.gemm_cache.gemm(s, "gemm (output, gelu)", key, &o, Some(&unfused))? {
                 return Ok(());
@@ -59,6 +68,7 @@ impl CudaKernels {
                 bias: Some(write(&sums)),
                 aux: None,
                 scales: None,
+                factors: None,
                 accumulate: g.accumulate,
             };
             let key = g.key(z, Epilogue::BiasGrad, Some(&sums));

@@ -54,7 +54,7 @@ impl CudaKernels {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };
             let (bias, accumulate) = (g.bias.map(read), g.accumulate);
             let (aux, scales) = (None, None);
-            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, accumulate };
+            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, factors: None, accumulate };
             if self.gemm_cache.gemm(s, g.name(), g.key(sizes, epilogue, g.bias), &operands, None)? {
                 return Ok(());
             }
@@ -97,7 +97,8 @@ impl GemmKernels for CudaKernels {
                 stacks: Some(Stacks { count, strides: all.map(|t| t.strides()[0]) }),
             };
             let (bias, aux, scales) = (None, None, None);
-            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, accumulate: false };
+            let operands =
+                Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, factors: None, accumulate: false };
             if self.gemm_cache.gemm(s, "gemm (batched)", key, &operands, None)? {
                 return Ok(());
             }

@@ -11,7 +11,7 @@ use crate::{GemmChoice, GemmLibrary, GemmSizes, NewChoices};
 use ferrotron_tensor::{Arg, Category, DType, Error, Event, GpuInfo, Result, Stream, Tensor, read, write};
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, RwLock};
 
 /// Smaller GEMMs take no longer than their launch: tuning gains nothing.
 const MIN_TUNED_FLOPS: f64 = 4e9;
@@ -27,6 +27,8 @@ pub(super) struct GemmCache {
     description: GemmLibrary,
     folder: Option<PathBuf>,
     known: RwLock<HashMap<GemmKey, Option<Arc<GemmPlan>>>>,
+    /// Whether it was reported that the library refused a microscaling format.
+    refused: Once,
     /// Batch sizes seen of each layer's GEMM.
     batches: Mutex<HashMap<GemmKey, HashSet<usize>>>,
     job: Mutex<JobChoices>,
@@ -59,6 +61,8 @@ pub(super) struct Operands<'a> {
     pub(super) aux: Option<Arg<'a>>,
     /// FP8: inverse scales of `a` and `b`.
     pub(super) scales: Option<[&'a Tensor; 2]>,
+    /// FP4: f32 `[2]`, alpha and beta.
+    pub(super) factors: Option<&'a Tensor>,
     pub(super) accumulate: bool,
 }
 
@@ -126,7 +130,7 @@ impl GemmCache {
         let job = JobChoices { table: HashMap::new(), new: NewChoices::Used, made: Vec::new() };
         let (known, batches) = Default::default();
         let (folder, job) = (cache::folder(), Mutex::new(job));
-        Ok(GemmCache { library, description, folder, known, batches, job })
+        Ok(GemmCache { library, description, folder, known, refused: Once::new(), batches, job })
     }
 
     pub(super) fn description(&self) -> &GemmLibrary {
@@ -155,6 +159,12 @@ impl GemmCache {
         std::mem::take(&mut self.job().made)
     }
 
+    /// Whether the library refused a microscaling format, and that was reported.
+    #[cfg(test)]
+    pub(super) fn has_reported_refusal(&self) -> bool {
+        self.refused.is_completed()
+    }
+
     #[cfg(test)]
     pub(super) fn library(&self) -> &CublasLt {
         &self.library
@@ -176,6 +186,9 @@ impl GemmCache {
             None => {
                 // Without a lock: another rank may have to proceed before this one's operands are ready.
                 let plan = self.find(s, &key, o, candidate)?.map(Arc::new);
+                if plan.is_none() && key.is_microscaled() {
+                    self.refused.call_once(|| self.report_refused(&key));
+                }
                 let mut known = self.known.write().unwrap_or_else(PoisonError::into_inner);
                 known.entry(key).or_insert(plan).clone()
             }
@@ -186,6 +199,16 @@ impl GemmCache {
         }
     }
 
+    fn report_refused(&self, key: &GemmKey) {
+        let GemmSizes { m, n, k, .. } = key.sizes;
+        tracing::warn!(
+            "cuBLASLt {} does not multiply {} operands ([{m}, {k}] by [{n}, {k}]) on this GPU ({}); such GEMMs are emulated",
+            self.description.cublaslt,
+            if key.types[0] == DType::U8 { "NVFP4" } else { "MXFP8" },
+            self.description.card
+        );
+    }
+
     fn find(
         &self,
         s: &Stream,
@@ -193,7 +216,11 @@ impl GemmCache {
         o: &Operands,
         candidate: Option<Candidate>,
     ) -> Result<Option<GemmPlan>> {
-        let desc = MatmulDesc::new(key)?;
+        let desc = match MatmulDesc::new(key) {
+            // The library is older than the format.
+            Err(Error::Cuda { .. }) if key.is_microscaled() => return Ok(None),
+            desc => desc?,
+        };
         let is_large = is_large(key);
         // Untuned: the candidate where there is one, or the heuristics' favourite.
         let untuned = || match candidate {
@@ -334,25 +361,28 @@ impl GemmCache {
             0 => None,
             bytes => Some(Tensor::empty(s, &[bytes], DType::U8, Category::Workspace)?),
         };
-        let mut args =
-            [read(o.a), read(o.b), write(c), read(o.a), read(o.a), read(o.a), read(o.a), read(o.a)];
+        let mut args = [read(o.a); 9];
+        (args[1], args[2]) = (read(o.b), write(c));
         let mut count = 3;
         let [scale_a, scale_b] = o.scales.map_or([None; 2], |both| both.map(|t| Some(read(t))));
-        let places = [o.bias, o.aux, scratch.as_ref().map(write), scale_a, scale_b].map(|arg| {
+        let factors = o.factors.map(read);
+        let places = [o.bias, o.aux, scratch.as_ref().map(write), scale_a, scale_b, factors].map(|arg| {
             let arg = arg?;
             args[count] = arg;
             count += 1;
             Some(count - 1)
         });
         s.launch(op, &args[..count], |l| {
-            let [bias, aux, workspace, scale_a, scale_b] = places.map(|i| i.map_or(Ok(0), |i| l.address(i)));
-            let (bias, aux, workspace, scales) = (bias?, aux?, workspace?, [scale_a?, scale_b?]);
+            let [bias, aux, workspace, scale_a, scale_b, factors] =
+                places.map(|i| i.map_or(Ok(0), |i| l.address(i)));
+            let (bias, aux, workspace) = (bias?, aux?, workspace?);
+            let (scales, factors) = ([scale_a?, scale_b?], factors?);
             let (a, b, c) = (l.address(0)?, l.address(1)?, l.address(2)?);
             self.library.run(
                 l,
                 desc,
                 algorithm,
-                &GemmPointers { a, b, c, bias, aux, scales, workspace },
+                &GemmPointers { a, b, c, bias, aux, scales, factors, workspace },
                 o.accumulate,
             )
         })

@@ -81,7 +81,7 @@ impl Case<'_> {
             let [a, b, c, workspace] = [0, 1, 2, 3].map(|i| l.address(i).unwrap());
             let bias = self.bias.map_or(0, |_| l.address(4).unwrap());
             let aux = self.aux.map_or(0, |_| l.address(args.len() - 1).unwrap());
-            let at = GemmPointers { a, b, c, bias, aux, scales: [0; 2], workspace };
+            let at = GemmPointers { a, b, c, bias, aux, scales: [0; 2], factors: 0, workspace };
             k.gemm_cache.library().run(l, desc, algorithm, &at, self.g.accumulate)
         })
         .unwrap();
@@ -226,7 +226,7 @@ fn bench_launch_overhead() {
         s.synchronize().unwrap();
         s.launch("gemm", &args, |l| {
             let [a, b, c, workspace] = [0, 1, 2, 3].map(|i| l.address(i).unwrap());
-            let at = GemmPointers { a, b, c, bias: 0, aux: 0, scales: [0; 2], workspace };
+            let at = GemmPointers { a, b, c, bias: 0, aux: 0, scales: [0; 2], factors: 0, workspace };
             let start = std::time::Instant::now();
             (0..16).for_each(|_| k.gemm_cache.library().run(l, &desc, &all[0], &at, false).unwrap());
             bare.push(start.elapsed().as_secs_f64() / 16.0 * 1e6);

@@ -137,6 +137,7 @@ pub const SOURCES: &[Source] = sources! {
     "quant/amax" ANY BASE;
     "quant/emulate" ANY BASE;
     "quant/generic" ANY BASE;
+    "quant/microscale" ANY BASE;
     "quant/quantize" ANY BASE;
     "quant/transpose_stack" ANY BASE;
     "random_normal" ANY BASE;
@@ -193,6 +194,7 @@ const HEADERS: &[(&str, &str)] = headers![
     "prelude.cuh",
     "quant/common.cuh",
     "quant/matrix.cuh",
+    "quant/microscaling.cuh",
     "quant/transpose.cuh",
     "router/common.cuh",
     "router/select.cuh",
@@ -236,6 +238,7 @@ pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
     &quant::amax::ARGS,
     &quant::emulate::ARGS,
     &quant::generic::ARGS,
+    &quant::microscale::ARGS,
     &quant::quantize::ARGS,
     &quant::stack::ARGS,
     &random_normal::ARGS,

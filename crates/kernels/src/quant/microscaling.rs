@@ -1,5 +1,12 @@
-//! Emulated microscaling formats (MXFP8, NVFP4): values are quantized and dequantized, and GEMMs run on the result. Blackwell
-//! tensor cores multiply these formats; here only their rounding is reproduced.
+//! Microscaling formats (MXFP8, NVFP4). Blackwell tensor cores multiply them ([`MicroscaledGemm`]). Elsewhere they are
+//! emulated: values are quantized and dequantized, and bf16 GEMMs run on the result.
+
+pub(crate) mod gemm;
+mod operand;
+pub(crate) mod over_host;
+
+pub use gemm::{MicroscaledGemm, MicroscalingKernels};
+pub use operand::{DEPTH, MicroscaledTensor};
 
 use super::check::matrix;
 use crate::cpu::quant::emulate as on_host;
@@ -17,7 +24,7 @@ pub enum BlockAxis {
     Cols,
 }
 
-/// An emulated quantization format.
+/// A microscaling format, and how a matrix is quantized to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EmulatedFormat {
     /// MXFP8: a power-of-two (E8M0) scale per 32 values.

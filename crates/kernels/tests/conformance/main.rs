@@ -23,6 +23,7 @@ mod grouped_bias;
 mod grouped_gemm;
 mod invalid_arguments;
 mod loss_scale;
+mod microscaled_gemm;
 mod microscaling;
 mod mla;
 mod moments;

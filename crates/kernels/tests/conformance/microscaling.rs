@@ -258,7 +258,7 @@ impl QuantKernels for Bare {
 }
 
 /// Every emulated format; those with stochastic rounding use one random stream.
-fn ways(stream: RandomStream) -> Vec<EmulatedFormat> {
+pub fn ways(stream: RandomStream) -> Vec<EmulatedFormat> {
     let mut all = Vec::new();
     for (along, square) in [(BlockAxis::Rows, false), (BlockAxis::Cols, false), (BlockAxis::Cols, true)] {
         all.extend([DType::E4M3, DType::E5M2].map(|format| EmulatedFormat::Mxfp8 { format, along, square }));

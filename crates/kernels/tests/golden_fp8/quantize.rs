@@ -159,7 +159,8 @@ fn quantized(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2]) {
             let bytes: Vec<u8> = scales.iter().map(|s| s.0).collect();
             assert_eq!(bytes, t.u8(&format!("{at}/scale")), "{at}");
             if t.has(&format!("{at}/scale_swizzled")) {
-                assert_eq!(swizzle(&scales, grid.blocks()), t.u8(&format!("{at}/scale_swizzled")), "{at}");
+                let bytes: Vec<u8> = scales.iter().map(|s| s.0).collect();
+                assert_eq!(swizzle(&bytes, grid.blocks()), t.u8(&format!("{at}/scale_swizzled")), "{at}");
             }
         }
         _ => panic!("the format has no result {at}"),

@@ -71,7 +71,7 @@ pub fn both_orientations(h: &Scene) {
         k.dequantize(s, &by_row, &back).unwrap();
         let data = h.gather(&by_row.data, &groups);
         let wanted = h.cpu_empty(DType::BF16, data.shape());
-        let q = Fp8Tensor { data, scale_inv: h.fetch(&by_row.scale_inv), scaling, cols: width };
+        let q = Fp8Tensor { data, scale_inv: h.fetch(&by_row.scale_inv), scaling, cols: width, pow2: false };
         cpu.k.dequantize(&cpu.s, &q, &wanted).unwrap();
         h.same("dequantize", &back, &groups, &wanted);
     }

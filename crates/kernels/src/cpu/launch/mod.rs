@@ -28,17 +28,24 @@ use ferrotron_tensor::Launch;
 #[derive(Clone, Copy, Debug)]
 pub struct CpuKernels {
     isa: Isa,
+    takes_microscaled: bool,
 }
 
 impl CpuKernels {
     /// Kernels at the best level of this machine. Call before compute threads start.
     pub fn detect() -> CpuKernels {
-        CpuKernels { isa: Isa::detect() }
+        CpuKernels::with(Isa::detect())
     }
 
     /// Kernels at a level from [`Isa::all`].
     pub fn with(isa: Isa) -> CpuKernels {
-        CpuKernels { isa }
+        CpuKernels { isa, takes_microscaled: false }
+    }
+
+    /// The same kernels, which ask for MXFP8 and NVFP4 operands in quantized form and emulate their GEMMs afterwards: with it
+    /// the path of GPUs that multiply these formats runs on the CPU, with the bits of the emulation.
+    pub fn taking_microscaled(self) -> CpuKernels {
+        CpuKernels { takes_microscaled: true, ..self }
     }
 
     /// The level in use.

@@ -9,8 +9,16 @@ use crate::cpu::rows::{RowsView, RowsViewMut};
 use crate::quant::check::{check_delayed, check_transpose, matrix, one};
 use crate::quant::microscaling::{self, EmulatedFormat};
 use crate::quant::scale::ScaleRule;
-use crate::{DelayedUpdate, Fp8Tensor, QuantKernels, Quantize, QuantizeStack, ScaleSource};
+use crate::{
+    DelayedUpdate, Fp8Tensor, MicroscalingKernels, QuantKernels, Quantize, QuantizeStack, ScaleSource,
+};
 use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, write};
+
+impl MicroscalingKernels for CpuKernels {
+    fn takes_microscaled(&self) -> bool {
+        self.takes_microscaled
+    }
+}
 
 impl QuantKernels for CpuKernels {
     fn amax(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {

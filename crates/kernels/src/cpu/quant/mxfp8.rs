@@ -38,16 +38,16 @@ pub fn mxfp8_dequantize<F: Format, T: Float>(
     grid.dequantize(cpu, codes, scales, &|s| s.decode(), out)
 }
 
-/// Swizzles scales `[r, c]` for tensor cores: zero-padded to multiples of 128 and 4, in consecutive 128x4 tiles whose rows of
+/// Swizzles scales `[r, c]`, E8M0 or E4M3, for tensor cores: zero-padded to multiples of 128 and 4, in consecutive 128x4 tiles whose rows of
 /// four bytes are ordered 0, 32, 64, 96, 1, 33, …
-pub fn swizzle(scales: &[E8m0], [r, c]: [usize; 2]) -> Vec<u8> {
+pub fn swizzle(scales: &[u8], [r, c]: [usize; 2]) -> Vec<u8> {
     let across = c.div_ceil(4);
     let mut out = vec![0; r.div_ceil(128) * across * 512];
     for (row, scales) in scales.chunks(c.max(1)).enumerate() {
         let (tile, row) = (row / 128 * across, row % 128);
         let at = row % 32 * 16 + row / 32 * 4;
         for (k, scale) in scales.iter().enumerate() {
-            out[(tile + k / 4) * 512 + at + k % 4] = scale.0;
+            out[(tile + k / 4) * 512 + at + k % 4] = *scale;
         }
     }
     out

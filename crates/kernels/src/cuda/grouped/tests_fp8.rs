@@ -38,7 +38,7 @@ fn fp8_tensor(
     let n: usize = shape.iter().product();
     let scales: Vec<f32> = (0..n).map(|i| 2f32.powi((i * 7 % 5) as i32 - 2)).collect();
     let scale_inv = s.upload(&scales, &shape, Category::Workspace).unwrap();
-    Fp8Tensor { data, scale_inv, scaling, cols: c }
+    Fp8Tensor { data, scale_inv, scaling, cols: c, pow2: false }
 }
 
 #[test]

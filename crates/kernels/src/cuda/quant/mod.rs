@@ -1,9 +1,13 @@
-//! FP8 on CUDA: quantization by our own kernels, GEMMs by cuBLASLt.
+//! FP8 and FP4 on CUDA: quantization by our own kernels, GEMMs by cuBLASLt.
 
 pub(super) mod amax;
 pub(super) mod emulate;
 mod fp8_gemm;
 pub(super) mod generic;
+pub(super) mod microscale;
+mod microscaled_gemm;
+#[cfg(test)]
+mod microscaled_tests;
 pub(super) mod quantize;
 pub(super) mod stack;
 #[cfg(test)]

@@ -9,7 +9,7 @@ use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
 };
 
-fn gpu() -> Option<(CudaKernels, Stream)> {
+pub(super) fn gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
@@ -19,7 +19,7 @@ fn gpu() -> Option<(CudaKernels, Stream)> {
 }
 
 /// Nearly normal values, some rows larger than others.
-fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
+pub(super) fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
     let mut x = seed | 1;
     let mut draw = || {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -29,7 +29,7 @@ fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
     (0..rows * cols).map(&mut one).collect()
 }
 
-fn empty_fp8(s: &Stream, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
+pub(super) fn empty_fp8(s: &Stream, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
     Fp8Tensor::empty(s, shape, format, scaling, Category::Workspace).unwrap()
 }
 
@@ -83,7 +83,8 @@ fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
             _ => s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
         }
     };
-    let key = g.key([m, n, deep], matrix("fp8_gemm", g.c).unwrap().outer_stride);
+    let modes = [g.a.scaling.into(), g.b.scaling.into()];
+    let key = g.key([m, n, deep], matrix("fp8_gemm", g.c).unwrap().outer_stride, modes);
     let desc = MatmulDesc::new(&key).unwrap();
     let all = k.gemm_cache.library().algorithms(&key, &desc).unwrap();
     assert!(!all.is_empty(), "{name}: the library refuses");
@@ -105,7 +106,7 @@ fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
             let done = s.launch("gemm", &args, |l| {
                 let [a, b, c, workspace, sa, sb] = [0, 1, 2, 3, 4, 5].map(|i| l.address(i).unwrap());
                 let bias = g.bias.map_or(0, |_| l.address(6).unwrap());
-                let at = GemmPointers { a, b, c, bias, aux: 0, scales: [sa, sb], workspace };
+                let at = GemmPointers { a, b, c, bias, aux: 0, scales: [sa, sb], factors: 0, workspace };
                 k.gemm_cache.library().run(l, &desc, algorithm, &at, g.accumulate)
             });
             done.map(|()| host(g.c))
