@@ -232,7 +232,7 @@ impl Experts {
                 rows: b.data,
                 scales: RowScales { scale_inv: Some(b.scale_inv), amax: None },
             }),
-            GemmOperand::HighPrecision { .. } => Ok(unquantized(amax)),
+            GemmOperand::HighPrecision { .. } | GemmOperand::Microscaled(_) => Ok(unquantized(amax)),
         }
     }
 
@@ -276,6 +276,7 @@ impl Experts {
                     scale_inv: scale_inv.clone(),
                     scaling,
                     cols,
+                    pow2: false,
                 })
             };
             return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));

@@ -255,6 +255,9 @@ impl WgradOperand {
                 rank.kernels.moe_permute(&rank.compute, t, map, &rows)?;
                 return Ok(GemmOperand::columnwise(&rows));
             }
+            GemmOperand::Microscaled(_) => {
+                return shape_error(LinearGemm::Wgrad.grouped(), "experts have no microscaled operands");
+            }
         };
         let (s, shape) = (&rank.compute, [b.cols, map.source.numel()]);
         let cols = Fp8Tensor::empty(s, shape, b.data.dtype(), ScalingMode::PerTensor, Category::Activations)?;

@@ -31,6 +31,8 @@ pub(crate) struct Fp8Param {
     /// Inverse scales of all its elements.
     pub(crate) scale_inv: Tensor,
     pub(crate) scaling: ScalingMode,
+    /// Scales are powers of two.
+    pub(crate) pow2: bool,
 }
 
 /// An FP8-resident weight that a pass uses. Where weights are sharded, its unit stays gathered while this is held.
@@ -48,8 +50,8 @@ impl Fp8Param {
     /// The weight with `data`, all of its elements.
     pub(crate) fn with(&self, data: &Tensor) -> Result<Fp8Tensor> {
         let [_, cols] = self.shape;
-        let (scale_inv, scaling) = (self.scale_inv.clone(), self.scaling);
-        Ok(Fp8Tensor { data: data.view(&self.shape)?, scale_inv, scaling, cols })
+        let (scale_inv, scaling, pow2) = (self.scale_inv.clone(), self.scaling, self.pow2);
+        Ok(Fp8Tensor { data: data.view(&self.shape)?, scale_inv, scaling, cols, pow2 })
     }
 }
 
@@ -107,7 +109,7 @@ impl Fp8Params {
             let held = buckets[bucket].narrow(0, at.start, at.len())?;
             let scale_inv = s.zeros(&scales, DType::F32, Category::Parameters)?;
             let start = if own.is_empty() { 0 } else { first - range.start };
-            Ok(Some(Fp8Param { shape: [r, c], held, start, scale_inv, scaling }))
+            Ok(Some(Fp8Param { shape: [r, c], held, start, scale_inv, scaling, pow2: recipe.pow2 }))
         };
         let weights = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         Ok(Fp8Params { recipe: Some(recipe), buckets, weights })
@@ -189,6 +191,7 @@ impl QuantState {
 pub(super) fn transpose(rank: &Rank, fp8: &Fp8Tensor) -> Result<Fp8Tensor> {
     let (s, k, shape) = (&rank.compute, &rank.kernels, [fp8.cols, fp8.rows()]);
     let cols = Fp8Tensor::empty(s, shape, fp8.data.dtype(), fp8.scaling, Category::Activations)?;
+    let cols = Fp8Tensor { pow2: fp8.pow2, ..cols };
     if fp8.scaling == ScalingMode::PerTensor {
         k.fp8_transpose(s, fp8, &cols)?;
         return Ok(cols);

@@ -1,8 +1,8 @@
-//! One operand of a GEMM, in the model's dtype or FP8.
+//! One operand of a GEMM, in the model's dtype or quantized.
 
 use super::LinearGemm;
 use crate::{Rank, Saved, SavedTensor, StepContext};
-use ferrotron_kernels::{BLOCK, Fp8Gemm, Fp8Tensor, Gemm, ScalingMode};
+use ferrotron_kernels::{BLOCK, Fp8Gemm, Fp8Tensor, Gemm, MicroscaledGemm, MicroscaledTensor, ScalingMode};
 use ferrotron_tensor::{Category, Result, Tensor, shape_error};
 
 /// A GEMM operand `[r, k]`, contracted along k.
@@ -17,6 +17,8 @@ pub(crate) enum GemmOperand {
     },
     /// Quantized, with its scales.
     Fp8(Fp8Tensor),
+    /// In MXFP8 or NVFP4. It is not communicated: those formats are quantized after a gather.
+    Microscaled(MicroscaledTensor),
 }
 
 /// Options of a GEMM.
@@ -48,6 +50,7 @@ impl GemmOperand {
         match self {
             GemmOperand::HighPrecision { t, trans } => t.shape()[usize::from(*trans)],
             GemmOperand::Fp8(b) => b.rows(),
+            GemmOperand::Microscaled(q) => q.rows(),
         }
     }
 
@@ -57,6 +60,7 @@ impl GemmOperand {
         match self {
             GemmOperand::HighPrecision { t, .. } => t,
             GemmOperand::Fp8(b) => &b.data,
+            GemmOperand::Microscaled(q) => &q.data,
         }
     }
 
@@ -78,6 +82,7 @@ impl GemmOperand {
         match self {
             GemmOperand::HighPrecision { trans, .. } => !trans,
             GemmOperand::Fp8(b) => b.scaling == ScalingMode::PerTensor,
+            GemmOperand::Microscaled(_) => true,
         }
     }
 
@@ -88,6 +93,9 @@ impl GemmOperand {
                 GemmOperand::HighPrecision { t: memory, trans: *trans }
             }
             GemmOperand::Fp8(b) => GemmOperand::Fp8(Fp8Tensor { data: memory, ..b.clone() }),
+            GemmOperand::Microscaled(q) => {
+                GemmOperand::Microscaled(MicroscaledTensor { data: memory, ..q.clone() })
+            }
         }
     }
 
@@ -96,7 +104,7 @@ impl GemmOperand {
         if let (GemmOperand::Fp8(b), Some(_)) = (self, self.scales()) {
             let (s, format) = (&rank.compute, b.data.dtype());
             let fp8 = Fp8Tensor::empty(s, [rows, b.cols], format, b.scaling, Category::Activations)?;
-            return Ok(GemmOperand::Fp8(fp8));
+            return Ok(GemmOperand::Fp8(Fp8Tensor { pow2: b.pow2, ..fp8 }));
         }
         let t = self.memory();
         Ok(self.with(rank.activation(&[rows, t.shape()[1]], t.dtype())?))
@@ -106,6 +114,9 @@ impl GemmOperand {
     pub(crate) fn narrow(&self, start: usize, len: usize) -> Result<GemmOperand> {
         if !self.divides() {
             return shape_error("rows of a GEMM operand", "its block scales cannot be split by rows");
+        }
+        if let GemmOperand::Microscaled(q) = self {
+            return q.narrow(start, len).map(GemmOperand::Microscaled);
         }
         Ok(self.with(self.memory().narrow(0, start, len)?))
     }
@@ -119,7 +130,7 @@ impl GemmOperand {
             GemmOperand::HighPrecision { t, trans } => {
                 Ok(GemmOperand::HighPrecision { t: t.narrow(usize::from(trans), 0, rows)?, trans })
             }
-            fp8 => fp8.narrow(0, rows),
+            quantized => quantized.narrow(0, rows),
         }
     }
 
@@ -132,15 +143,30 @@ impl GemmOperand {
                 false => shape_error("padded weight", "FP8 weights are padded to multiples of 16"),
             };
         }
-        let (s, t) = (&rank.compute, self.memory());
-        let [rows, width] = [t.shape()[0], t.shape()[1]];
-        let padded = rank.activation(&[out, width], t.dtype())?;
-        s.copy(t, &padded.narrow(0, 0, rows)?)?;
-        s.zero(&padded.narrow(0, rows, out - rows)?)?;
+        // Lines of a microscaled weight are padded already, too.
+        if let (GemmOperand::Microscaled(q), LinearGemm::Dgrad) = (&self, product) {
+            return match out <= q.depth() {
+                true => Ok(GemmOperand::Microscaled(MicroscaledTensor { cols: out, ..q.clone() })),
+                false => shape_error("padded weight", "microscaled weights are padded to multiples of 32"),
+            };
+        }
+        let pad = |t: &Tensor| -> Result<Tensor> {
+            let [rows, width] = [t.shape()[0], t.shape()[1]];
+            let padded = rank.activation(&[out, width], t.dtype())?;
+            rank.compute.copy(t, &padded.narrow(0, 0, rows)?)?;
+            rank.compute.zero(&padded.narrow(0, rows, out - rows)?)?;
+            Ok(padded)
+        };
+        let t = self.memory();
+        let ([rows, width], padded) = ([t.shape()[0], t.shape()[1]], pad(t)?);
         // The number of 128×128 scales is unchanged if the padding ends within the last tile.
         match &self {
             GemmOperand::Fp8(b) if b.scaling.scales(out, width) != b.scaling.scales(rows, width) => {
                 shape_error("padded weight", "its scales do not cover the padding")
+            }
+            GemmOperand::Microscaled(q) => {
+                let (data, scales) = (padded, pad(&q.scales)?);
+                Ok(GemmOperand::Microscaled(MicroscaledTensor { data, scales, ..q.clone() }))
             }
             _ => Ok(self.with(padded)),
         }
@@ -161,7 +187,11 @@ impl GemmOperand {
                 let name = how.product.kernel();
                 rank.kernels.fp8_gemm(s, &Fp8Gemm { a, b, bias, accumulate, fast, name, c })
             }
-            _ => shape_error(how.product.kernel(), "one operand is FP8 and the other is not"),
+            (GemmOperand::Microscaled(a), GemmOperand::Microscaled(b)) => {
+                let name = how.product.kernel();
+                rank.kernels.microscaled_gemm(s, &MicroscaledGemm { a, b, bias, accumulate, name, c })
+            }
+            _ => shape_error(how.product.kernel(), "one operand is quantized and the other is not"),
         }
     }
 }
@@ -215,7 +245,7 @@ impl StepContext<'_> {
         let (from, to) =
             (data.as_i32_words()?.view(&[t, k, m / 4])?, all.data.as_i32_words()?.view(&[k, t, m / 4])?);
         rank.kernels.copy(s, &from.transpose(0, 1)?, &to)?;
-        Ok(Fp8Tensor { scale_inv: scales.clone(), ..all })
+        Ok(Fp8Tensor { scale_inv: scales.clone(), pow2: mine.pow2, ..all })
     }
 }
 
@@ -235,6 +265,7 @@ impl SavedOperand {
             GemmOperand::Fp8(b) if b.scaling != ScalingMode::PerTensor => {
                 Some(SavedTensor::small(&b.scale_inv))
             }
+            GemmOperand::Microscaled(q) => Some(SavedTensor::small(&q.scales)),
             _ => None,
         };
         SavedOperand { operand: operand.clone(), memory: SavedTensor::activation(operand.memory()), scales }
@@ -246,6 +277,9 @@ impl SavedOperand {
         match (operand, &self.scales) {
             (GemmOperand::Fp8(b), Some(scales)) => {
                 GemmOperand::Fp8(Fp8Tensor { scale_inv: (**scales).clone(), ..b })
+            }
+            (GemmOperand::Microscaled(q), Some(scales)) => {
+                GemmOperand::Microscaled(MicroscaledTensor { scales: (**scales).clone(), ..q })
             }
             (operand, _) => operand,
         }

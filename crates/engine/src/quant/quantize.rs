@@ -5,7 +5,7 @@ use super::state::{CachedWeight, QuantState};
 use super::{GemmOperand, Method, Recipe, Role};
 use crate::{ParamId, Rank, StepContext, WithAmax};
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{BlockAxis, EmulatedFormat, Fp8Tensor, Quantize, ScaleSource};
+use ferrotron_kernels::{BlockAxis, EmulatedFormat, Fp8Tensor, MicroscaledTensor, Quantize, ScaleSource};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 /// Orientations in which an operand is needed, as in Transformer Engine.
@@ -203,22 +203,29 @@ fn quantize(
         if let Some(sums) = sums {
             k.column_sum(s, x, false, sums)?;
         }
-        let rounded = |along| -> Result<Tensor> {
-            let out = rank.activation(x.shape(), x.dtype())?;
-            k.emulate(s, emulated(rank, operand, along), x, &out)?;
-            Ok(out)
+        // Emulated GEMMs are bf16 too: elsewhere operands stay in the model's dtype.
+        let in_hardware = x.dtype() == DType::BF16 && k.takes_microscaled();
+        let rounded = |along| -> Result<GemmOperand> {
+            let how = emulated(rank, operand, along);
+            if in_hardware {
+                let shape = [x.shape()[0], x.shape()[1]];
+                let out = MicroscaledTensor::empty(s, how, shape, Category::Activations)?;
+                k.microscale(s, how, x, &out)?;
+                return Ok(GemmOperand::Microscaled(out));
+            }
+            let t = rank.activation(x.shape(), x.dtype())?;
+            k.emulate(s, how, x, &t)?;
+            Ok(GemmOperand::HighPrecision { t, trans: along == BlockAxis::Cols })
         };
         let rows = orientations.rows.then(|| rounded(BlockAxis::Rows)).transpose()?;
         let cols = orientations.cols.then(|| rounded(BlockAxis::Cols)).transpose()?;
-        return Ok(Quantized {
-            rows: rows.as_ref().map(GemmOperand::rowwise),
-            cols: cols.as_ref().map(GemmOperand::columnwise),
-        });
+        return Ok(Quantized { rows, cols });
     }
     let (r, c) = (x.shape()[0], x.shape()[1]);
     let (format, scaling) = (recipe.format(role), recipe.scaling(role));
-    let memory = |wanted: bool, shape| {
-        wanted.then(|| Fp8Tensor::empty(s, shape, format, scaling, Category::Activations)).transpose()
+    let memory = |wanted: bool, shape| -> Result<Option<Fp8Tensor>> {
+        let make = || Fp8Tensor::empty(s, shape, format, scaling, Category::Activations);
+        Ok(wanted.then(make).transpose()?.map(|b| Fp8Tensor { pow2: recipe.pow2, ..b }))
     };
     let (rows, cols) = (memory(orientations.rows, [r, c])?, memory(orientations.cols, [c, r])?);
     let range = match source {

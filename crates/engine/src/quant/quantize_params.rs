@@ -89,13 +89,13 @@ impl UpdatedParam<'_> {
 
     /// FP8 memory of a run as a matrix `[r, c]`, with its scales.
     fn fp8_of(&self, run: &Run, flat: &Tensor) -> Result<Fp8Tensor> {
-        let Fp8Param { scale_inv, scaling, shape: [_, c], .. } = self.fp8;
+        let Fp8Param { scale_inv, scaling, shape: [_, c], pow2, .. } = self.fp8;
         let each = if run.whole { scale_inv.shape()[0] / self.spec.matrices } else { 1 };
         let data = if run.whole { flat.view(&[flat.numel() / c, *c])? } else { matrix(flat)? };
         let matrices =
             if run.whole { run.matrices.clone() } else { run.matrices.start..run.matrices.start + 1 };
         let scale_inv = scale_inv.narrow(0, matrices.start * each, matrices.len() * each)?;
-        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, scaling: *scaling })
+        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, scaling: *scaling, pow2: *pow2 })
     }
 }
 
@@ -166,7 +166,7 @@ impl Params {
             let x = Tensor::empty(s, &[all.len(), 0, c], self.dtype(), Category::Workspace)?;
             let (scale_inv, scaling) = (new.fp8.scale_inv.clone(), new.fp8.scaling);
             let data = new.fp8.held.narrow(0, 0, 0)?.view(&[0, c])?;
-            let none = Fp8Tensor { data, scale_inv, scaling, cols: c };
+            let none = Fp8Tensor { data, scale_inv, scaling, cols: c, pow2: new.fp8.pow2 };
             let mut amax = None;
             let range = new.range(&all, &mut amax)?;
             k.quantize_stack(s, &QuantizeStack { x: &x, range, rows: Some(&none), cols: None })?;

@@ -17,9 +17,9 @@ pub enum Method {
     },
     /// One scale per 1×128 block of activations and gradients, per 128×128 block of weights.
     Block,
-    /// MXFP8: a power-of-two scale per 32 values; emulated in bf16.
+    /// MXFP8: a power-of-two scale per 32 values; emulated in bf16 where the device does not multiply it.
     Mxfp8,
-    /// NVFP4: an FP8 scale per 16 values and an f32 scale per tensor; emulated in bf16.
+    /// NVFP4: an FP8 scale per 16 values and an f32 scale per tensor; emulated in bf16 where the device does not multiply it.
     Nvfp4,
 }
 
@@ -65,7 +65,7 @@ impl Recipe {
         }
     }
 
-    /// Whether it is emulated in bf16 on rounded values.
+    /// Whether it is a microscaling format: emulated in bf16 on rounded values, except on GPUs that multiply it.
     pub fn emulated(&self) -> bool {
         matches!(self.method, Method::Mxfp8 | Method::Nvfp4)
     }

@@ -26,5 +26,10 @@ pub(super) fn measure(rank: &Rank, x: &Tensor, quantized: &Quantized) -> Result<
     Ok(Some(match operand {
         GemmOperand::Fp8(fp8) => k.quant_stats(s, x, fp8, transposed)?,
         GemmOperand::HighPrecision { t, .. } => QuantStats::rounded(s, x, t)?,
+        GemmOperand::Microscaled(q) => {
+            let rounded = rank.activation(x.shape(), x.dtype())?;
+            k.dequantize_microscaled(s, q, &rounded)?;
+            QuantStats::rounded(s, x, &rounded)?
+        }
     }))
 }

@@ -26,11 +26,11 @@ fn targets(s: &Setup, tokens: usize, vocab: usize) -> Targets {
 }
 
 /// The LM head as a linear layer.
-fn map(tokens: usize, hidden: usize, vocab: usize) -> Map {
+pub fn map(tokens: usize, hidden: usize, vocab: usize) -> Map {
     Map::new(tokens, hidden, &[vocab], false)
 }
 
-fn build(recipe: Option<Recipe>, except: &[&str], tied: bool, m: &Map) -> (LmHead, Setup) {
+pub fn build(recipe: Option<Recipe>, except: &[&str], tied: bool, m: &Map) -> (LmHead, Setup) {
     let mut d = Declarations::default();
     if let Some(recipe) = recipe {
         d = d.with_policy(with_head(recipe, except));
@@ -54,7 +54,7 @@ fn columns(x: &[f64], from: usize, to: usize) -> Vec<f64> {
 }
 
 /// Logits, input gradient and weight gradient; the gradient of the logits; losses.
-fn run(s: &Setup, head: &LmHead, m: &Map, x: &Tensor) -> (Numbers, Vec<f64>, Vec<f64>) {
+pub fn run(s: &Setup, head: &LmHead, m: &Map, x: &Tensor) -> (Numbers, Vec<f64>, Vec<f64>) {
     let (p, targets) = (s.pass(), targets(s, m.tokens, m.out()));
     let logits = s.host(&head.logits(&p, x).unwrap());
     let (rows, saved) = head.loss(&p, x, &targets, true).unwrap();

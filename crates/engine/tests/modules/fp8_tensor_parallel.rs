@@ -9,10 +9,10 @@ use ferrotron_engine::quant::{Method, Recipe};
 use ferrotron_engine::{Declarations, Linear, Rank, Split, WeightGrad};
 use ferrotron_tensor::DType;
 
-const ROWS: Split = Split::Rows { unit: 1 };
-const COLUMNS: Split = Split::Columns { unit: 1 };
+pub const ROWS: Split = Split::Rows { unit: 1 };
+pub const COLUMNS: Split = Split::Columns { unit: 1 };
 
-fn build(
+pub fn build(
     recipe: Option<Recipe>,
     except: &[&str],
     map: &Map,
@@ -26,7 +26,7 @@ fn build(
 }
 
 /// Forward and backward of this rank's shard; output and input gradient joined.
-fn pass(
+pub fn pass(
     s: &Setup,
     linear: &Linear,
     map: &Map,

@@ -15,6 +15,7 @@ mod gradients;
 mod linear;
 mod lm_head;
 mod lora;
+mod microscaled;
 mod mla;
 mod mlp;
 mod moe;

@@ -234,6 +234,7 @@ pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize 
             DType::I32 => copied::<i32>(rank, s),
             DType::E4M3 => copied::<E4m3>(rank, s),
             DType::E5M2 => copied::<E5m2>(rank, s),
+            DType::U8 => copied::<u8>(rank, s),
             other => panic!("{other}"),
         };
         s.replace(copy);

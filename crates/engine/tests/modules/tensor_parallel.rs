@@ -62,7 +62,8 @@ pub fn on_ranks<M>(
         let watched =
             Rank::cpu_instrumented(1, 1, Instrumentation { race_check: true, ..Instrumentation::default() })
                 .unwrap();
-        let rank = Rank { tp: world.all(), world, overlap, ..watched };
+        let kernels = alone.rank.kernels.clone();
+        let rank = Rank { tp: world.all(), world, overlap, kernels, ..watched };
         let mut d = Declarations::at(rank.place());
         let module = build(&mut d, &rank);
         let mut specs = d.finish();
