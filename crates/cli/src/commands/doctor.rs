@@ -81,6 +81,22 @@ struct Gpu {
     own_compute_capability: Option<String>,
     multiprocessors: u32,
     driver: String,
+    /// How GEMMs of each low-precision recipe run.
+    low_precision: &'static str,
+}
+
+/// How a card runs the GEMMs of `precision.recipe`.
+fn low_precision(capability: (u32, u32)) -> &'static str {
+    match capability {
+        c if c < (8, 9) => "mxfp8 and nvfp4 are emulated in bf16; FP8 recipes need compute capability 8.9",
+        (9, 0) => "FP8 recipes on tensor cores; mxfp8 and nvfp4 are emulated in bf16",
+        c if c < (10, 0) => {
+            "fp8-current and fp8-delayed on tensor cores; fp8-block is slow; mxfp8 and nvfp4 are emulated in bf16"
+        }
+        _ => {
+            "FP8 recipes, mxfp8 and nvfp4 on tensor cores, where cuBLASLt takes the GEMM; otherwise emulated"
+        }
+    }
 }
 
 impl From<GpuInfo> for Gpu {
@@ -93,6 +109,7 @@ impl From<GpuInfo> for Gpu {
             own_compute_capability: own,
             multiprocessors: c.multiprocessors,
             driver: format!("{}.{}", c.driver / 1000, c.driver % 1000 / 10),
+            low_precision: low_precision(c.capability),
         }
     }
 }
@@ -161,11 +178,14 @@ fn page(r: &Report) -> String {
         rows.push(row(&format!("cuda:{i}"), found, fits(gpu.memory as u64)));
     }
     match (r.gpus.first(), &r.no_gpu) {
-        (Some(gpu), _) => rows.push(row(
-            "driver",
-            format!("CUDA {}", gpu.driver),
-            "highest CUDA version the driver supports".into(),
-        )),
+        (Some(gpu), _) => {
+            rows.push(row("low precision", gpu.low_precision.into(), "GEMMs of precision.recipe".into()));
+            rows.push(row(
+                "driver",
+                format!("CUDA {}", gpu.driver),
+                "highest CUDA version the driver supports".into(),
+            ));
+        }
         (None, why) => {
             let found = if why.is_some() { "none" } else { "none visible to the driver" };
             rows.push(row("GPU", found.into(), "everything runs on the CPU".into()));

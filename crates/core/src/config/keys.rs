@@ -339,7 +339,7 @@ keys! {
         /// step (hysteresis 2, minimum 1), and doubles after 1000 steps, or growth interval steps, without.
         loss_scale: LossScale = LossScale::default(), "initial_loss_scale", "init_scale", "min_loss_scale", "hysteresis", "loss_scale_window", "growth_interval", "scale_window";
         /// Quantization recipe of the GEMMs of linear layers: none, fp8-current, fp8-delayed or fp8-block scaling, or mxfp8 or
-        /// nvfp4, which are emulated.
+        /// nvfp4, which are emulated on devices before Blackwell.
         recipe: QuantRecipe = QuantRecipe::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
         /// Keep quantized weights in FP8 only, without a bf16 copy: 1 byte per parameter instead of 2, with bit-identical
         /// results.

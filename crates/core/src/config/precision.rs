@@ -88,7 +88,7 @@ impl Recipe {
             p.pow2_scales = Some(derived.add("precision.pow2_scales", value, reason));
         }
         if matches!(p.recipe, QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4) {
-            let reason = "emulated: bf16 GEMMs of values rounded to the format, for Blackwell's numerics and not for speed";
+            let reason = "on GPUs before Blackwell emulated: bf16 GEMMs of values rounded to the format, for its numerics, not for speed";
             derived.add("precision.recipe", p.recipe, reason);
         }
     }

@@ -37,9 +37,9 @@ choice! {
         Fp8Delayed = "fp8-delayed",
         /// FP8, one scale per 1 x 128 block (activations, gradients) or 128 x 128 block (weights).
         Fp8Block = "fp8-block",
-        /// FP8, one power-of-two scale per 32 elements; emulated.
+        /// FP8, one power-of-two scale per 32 elements; emulated on devices before Blackwell.
         Mxfp8 = "mxfp8",
-        /// FP4, one scale per 16 elements; emulated.
+        /// FP4, one scale per 16 elements; emulated on devices before Blackwell.
         Nvfp4 = "nvfp4",
     }
 }
