@@ -74,6 +74,14 @@ pub(super) trait Block<T>: Sync {
         accumulate: bool,
         meanwhile: impl FnMut(&mut Self::Guard),
     );
+
+    /// Corrects finished sums `[32, 32]` of op(A) at `a` by op(B) at `b`, of this `[m, n, k]`.
+    ///
+    /// # Safety
+    /// Those elements of A and B are valid to read.
+    unsafe fn mend(&self, sums: &mut Sums, a: From<T>, b: From<T>, size: [usize; 3]) {
+        let _ = (sums, a, b, size);
+    }
 }
 
 /// Packed operands of a 32x32 block GEMM.
@@ -133,7 +141,7 @@ pub(super) struct From<T> {
 
 impl<T> From<T> {
     /// The part that begins at this row and column of op(·). The offset wraps, since an empty operand has no valid address.
-    fn part(self, row: usize, col: usize) -> From<T> {
+    pub(super) fn part(self, row: usize, col: usize) -> From<T> {
         let at = if self.trans { col * self.ld + row } else { row * self.ld + col };
         From { at: self.at.wrapping_add(at), ..self }
     }
@@ -284,6 +292,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                             accumulate: job.epilogue.accumulate,
                             c: job.c.wrapping_add(row * ldc + panel * TILE),
                             ldc,
+                            origin: [row, panel * TILE],
                             fetched: 0,
                             row: 0,
                         });
@@ -297,8 +306,8 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                                 if let Some(right) = &mut packing_right {
                                     block.pack_right(right, right_units);
                                 }
-                                if let Some(block_before) = &mut storing {
-                                    block_before.advance(block.isa(), block_rows);
+                                if let Some(before) = &mut storing {
+                                    store(block, job, before, block_rows);
                                 }
                                 if let Some(finished) = &mut finished {
                                     finished.fetch(block_rows);
@@ -316,7 +325,7 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         }
                         if let Some(mut before) = std::mem::replace(&mut storing, finished) {
                             // SAFETY: as above.
-                            unsafe { before.advance(block.isa(), usize::MAX) };
+                            unsafe { store(block, job, &mut before, usize::MAX) };
                         }
                     }
                     // SAFETY: as above.
@@ -329,10 +338,31 @@ fn piece<T: Float, C: Float, K: Block<T>>(
             }
             if let Some(mut last) = storing {
                 // SAFETY: as above.
-                unsafe { last.advance(block.isa(), usize::MAX) };
+                unsafe { store(block, job, &mut last, usize::MAX) };
             }
         });
     });
+}
+
+/// Stores the next `rows` rows of a finished block; mends its sums first.
+///
+/// # Safety
+/// As for [`Finished::advance`]; the block is inside C.
+unsafe fn store<T: Float, C: Float, K: Block<T>>(
+    block: &K,
+    job: &Job<'_, T, C>,
+    finished: &mut Finished<'_, C>,
+    rows: usize,
+) {
+    let [row, col] = finished.origin;
+    // SAFETY: the caller's promise; rows and columns of C are rows of op(A) and columns of op(B).
+    unsafe {
+        if finished.row == 0 {
+            let size = [finished.m, finished.n, job.shape.k];
+            block.mend(&mut *finished.sums, job.a().part(row, 0), job.b().part(0, col), size);
+        }
+        finished.advance(block.isa(), rows);
+    }
 }
 
 /// Bias of the columns from `col` in f32, zero where there is none.

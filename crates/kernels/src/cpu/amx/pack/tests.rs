@@ -1,10 +1,9 @@
 //! Packed operands hold every element at its position and zeros elsewhere; block GEMMs of packed operands.
 
-use super::{Left, Right, STEP, cols, rows};
+use super::{Left, Pairs, Right, STEP, cols, rows};
 use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, mm_32x32};
 use crate::cpu::gemm::PackedOperands;
-use crate::cpu::gemm::transpose::Words;
 use ferrotron_tensor::bf16;
 
 #[repr(C, align(64))]
@@ -42,7 +41,7 @@ fn packers_place_every_element_and_pad_with_zeros() {
                 rows(by_row.as_ptr(), wide, k, n, p.as_mut_ptr().cast());
                 cols(by_col.as_ptr(), tall, k, n, q.as_mut_ptr().cast());
                 // In portions, as the driver does.
-                let mut pairs = [Words([0; 256]), Words([0; 256])];
+                let mut pairs = Pairs::default();
                 for (trans, from, lda, out) in [(false, &by_col, tall, &mut l), (true, &by_row, wide, &mut t)]
                 {
                     let (a, out) = (from.as_ptr(), out.as_mut_ptr().cast());
