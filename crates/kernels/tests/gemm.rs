@@ -346,12 +346,10 @@ fn speed() {
                 false => gemm_bf16(cpu, shape, &a, &b, Epilogue::OVERWRITE, &mut c),
             });
             print!("  bf16 {isa:?} {speed:6.0}");
-            if isa != Isa::Amx {
-                let speed = best(&mut || {
-                    gemm_f32(cpu, shape, &af, &bf, Epilogue { bias: None, accumulate: wide }, &mut cw)
-                });
-                print!("  f32 {isa:?} {speed:6.0}");
-            }
+            let speed = best(&mut || {
+                gemm_f32(cpu, shape, &af, &bf, Epilogue { bias: None, accumulate: wide }, &mut cw)
+            });
+            print!("  f32 {isa:?} {speed:6.0}");
         }
         println!(" GFLOP/s");
     }

@@ -5,7 +5,7 @@
 //! are left out are below `2·2⁻²⁴|a·b|`. AMX rounds a sum of 32 products like two chains of 16 and then adds it to the
 //! accumulator, so for k of 32 and more the error of such a GEMM is below the bound of a plain f32 one, `k·2⁻²⁴·Σ|a·b|`.
 //!
-//! Parts below 2⁻¹²⁶ count as zero: values below 2⁻¹¹⁰ lose their last bits, and subnormal values all of them. A part of an
+//! Parts below 2⁻¹²⁶ count as zero, so values below 2⁻¹⁰³ may be off by as much, and subnormal values are zero. A part of an
 //! infinity times a zero part is NaN: see `gemm::amx`, which computes non-finite sums again without parts.
 
 use ferrotron_tensor::{Float, bf16};
@@ -17,7 +17,7 @@ pub(crate) trait Operand: Float {
     type Packed: Copy + Send + Sync;
     /// Number of bf16 parts of an element.
     const PARTS: usize;
-    /// The products of parts (left, right) that make a product, smallest first. Neighbours share a part.
+    /// The products of parts (left, right) that make a product. Neighbours share a part, which is then loaded once.
     const PRODUCTS: &'static [(usize, usize)];
 
     /// Up to 32 elements of a row as 32 bf16 of each part, zero where `keep` has no bit. Only the first `PARTS` vectors count.
@@ -64,7 +64,7 @@ impl Operand for bf16 {
 impl Operand for f32 {
     type Packed = [bf16; 3];
     const PARTS: usize = 3;
-    const PRODUCTS: &'static [(usize, usize)] = &[(2, 0), (1, 1), (0, 2), (0, 1), (1, 0), (0, 0)];
+    const PRODUCTS: &'static [(usize, usize)] = &[(1, 1), (0, 1), (0, 2), (0, 0), (1, 0), (2, 0)];
 
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]

@@ -73,28 +73,54 @@ impl Tiles {
         }
     }
 
-    /// Adds one step of k: 32 rows of 32 elements of A, `lda` apart, times one step of a panel.
+    /// Loads 32 rows of 32 elements of A, `lda` apart.
     ///
     /// # Safety
-    /// Both are valid for reads.
+    /// `a` is valid for those reads.
     #[inline(always)]
-    pub(crate) unsafe fn step(&self, a: *const bf16, lda: usize, b: *const bf16) {
+    pub(crate) unsafe fn load_left(&self, a: *const bf16, lda: usize) {
         // SAFETY: as the caller vouches; the tiles are configured.
         unsafe {
             asm!(
-                "tileloadd tmm6, [{b} + {bs}]",
                 "tileloadd tmm4, [{a} + {s}]",
-                "tdpbf16ps tmm0, tmm4, tmm6",
-                "tileloadd tmm7, [{b} + {bs} + 1024]",
-                "tdpbf16ps tmm1, tmm4, tmm7",
                 "tileloadd tmm5, [{d} + {s}]",
+                a = in(reg) a, d = in(reg) a.wrapping_add(16 * lda), s = in(reg) 2 * lda,
+                out("tmm4") _, out("tmm5") _,
+                options(nostack, readonly, preserves_flags),
+            );
+        }
+    }
+
+    /// Loads a step of a panel.
+    ///
+    /// # Safety
+    /// `b` is valid for that read.
+    #[inline(always)]
+    pub(crate) unsafe fn load_right(&self, b: *const bf16) {
+        // SAFETY: as the caller vouches; the tiles are configured.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {s}]",
+                "tileloadd tmm7, [{b} + {s} + 1024]",
+                b = in(reg) b, s = in(reg) 64usize,
+                out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly, preserves_flags),
+            );
+        }
+    }
+
+    /// Adds the product of what is loaded.
+    #[inline(always)]
+    pub(crate) fn multiply(&self) {
+        // SAFETY: the guard exists, so the tiles are configured.
+        unsafe {
+            asm!(
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tdpbf16ps tmm1, tmm4, tmm7",
                 "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
-                a = in(reg) a, d = in(reg) a.wrapping_add(16 * lda), s = in(reg) 2 * lda,
-                b = in(reg) b, bs = in(reg) 64usize,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly, preserves_flags),
+                options(nostack, nomem, preserves_flags),
             );
         }
     }
@@ -150,7 +176,9 @@ pub(crate) unsafe fn mm_32x32(
         tiles.start(c, ldc, accumulate);
         let PackedOperands { a, lda, b, k } = operands;
         for step in 0..k / 32 {
-            tiles.step(a.add(32 * step), lda, b.add(1024 * step));
+            tiles.load_left(a.add(32 * step), lda);
+            tiles.load_right(b.add(1024 * step));
+            tiles.multiply();
         }
         tiles.finish(c, ldc);
     }

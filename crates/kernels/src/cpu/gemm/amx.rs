@@ -76,9 +76,17 @@ impl<T: Operand> Block<T> for Amx {
         unsafe {
             guard.0.start(sums, TILE, accumulate);
             for step in 0..k / 32 {
+                let (a, b) = (a.add(32 * step), b.add(step * T::PARTS * pack::STEP));
+                let mut loaded = (usize::MAX, usize::MAX);
                 for (i, j) in T::PRODUCTS {
-                    let a = a.add(i * TILE * lda + 32 * step);
-                    guard.0.step(a, lda, b.add((step * T::PARTS + j) * pack::STEP));
+                    if loaded.0 != *i {
+                        guard.0.load_left(a.add(i * TILE * lda), lda);
+                    }
+                    if loaded.1 != *j {
+                        guard.0.load_right(b.add(j * pack::STEP));
+                    }
+                    guard.0.multiply();
+                    loaded = (*i, *j);
                     meanwhile(guard);
                 }
             }
@@ -109,7 +117,7 @@ multiversion! {
 
 /// Whether an f32 GEMM is faster, and as exact, in parts: see `amx::operand`. Depends on the shape alone.
 pub(super) fn splits(shape: &GemmShape) -> bool {
-    shape.k >= 32 && shape.m >= 32 && shape.n >= 32
+    shape.k >= 32 && shape.m >= 16 && shape.n >= 24
 }
 
 /// bf16 or f32 GEMM on a machine with AMX.

@@ -5,7 +5,7 @@
 //! GEMMs on AVX2 and AVX-512, and those too small for AMX, use the `gemm` crate (`gemm_crate`). The order of every sum depends on
 //! the shape alone, so results do not depend on the number of threads.
 //!
-//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero, and f32 inputs below 2⁻¹¹⁰ lose their last bits; all
+//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero, and f32 inputs below 2⁻¹⁰³ may be off by 2⁻¹²⁶; all
 //! else follows IEEE on every level.
 
 #[cfg(target_arch = "x86_64")]
