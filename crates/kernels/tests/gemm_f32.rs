@@ -89,7 +89,9 @@ fn compare(what: &str, p: &Product) {
 
 #[test]
 fn errors_are_those_of_f32() {
-    for (seed, size) in [(1, [64, 96, 32]), (2, [70, 33, 100]), (3, [48, 64, 256]), (4, [33, 40, 1100])] {
+    for (seed, size) in
+        [(1, [64, 96, 32]), (2, [70, 33, 100]), (3, [48, 64, 256]), (4, [33, 40, 1100]), (5, [33, 40, 4096])]
+    {
         compare("random", &Product::random(seed, size));
         // Operands of 24 significant bits of one sign: no error cancels.
         let mut positive = Product::random(seed, size);

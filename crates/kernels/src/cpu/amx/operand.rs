@@ -3,7 +3,8 @@
 //! An f32 value `a` is `a₀ + a₁ + a₂`, exactly: each part is the nearest bf16 (8 bits) to what the parts before it leave of the 24
 //! bits, so `|a₁| ≤ 2⁻⁸|a|` and `|a₂| ≤ 2⁻¹⁶|a|`. A product is the sum of the six products `aᵢ·bⱼ` with `i + j ≤ 2`; the three that
 //! are left out are below `2·2⁻²⁴|a·b|`. AMX rounds a sum of 32 products like two chains of 16 and then adds it to the
-//! accumulator, so for k of 32 and more the error of such a GEMM is below the bound of a plain f32 one, `k·2⁻²⁴·Σ|a·b|`.
+//! accumulator, so for k of 32 and more the error of such a GEMM is below the bound of a plain f32 one, `k·2⁻²⁴·Σ|a·b|`
+//! (`tests/gemm_f32.rs` compares the two).
 //!
 //! Parts below 2⁻¹²⁶ count as zero, so values below 2⁻¹⁰³ may be off by as much, and subnormal values are zero. A part of an
 //! infinity times a zero part is NaN: see `gemm::amx`, which computes non-finite sums again without parts.

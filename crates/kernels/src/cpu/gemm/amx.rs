@@ -15,8 +15,10 @@ impl<T: Operand> Block<T> for Amx {
     type Left = pack::Left<T>;
     type Right = pack::Right<T>;
     const K_UNIT: usize = 32;
-    /// Both operands of a block GEMM then fit in L1.
-    const K_BLOCK: usize = if T::PARTS == 1 { 256 } else { 128 };
+    /// Both operands of a bf16 block GEMM then fit in L1. Those of f32 are three times as large, but used six times.
+    const K_BLOCK: usize = 256;
+    /// Every product of parts is a rounding of the sums.
+    const SEPARATE: bool = T::PARTS > 1;
 
     fn isa(&self) -> Isa {
         Isa::Amx

@@ -7,7 +7,7 @@ use super::GemmShape;
 use super::epilogue::{Epilogue, Finished};
 use super::scratch::{PIECE, SHARED};
 use super::tiling::Tiling;
-use crate::cpu::Isa;
+use crate::cpu::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -32,6 +32,8 @@ pub(super) trait Block<T>: Sync {
     const K_UNIT: usize;
     /// Largest k of one block GEMM.
     const K_BLOCK: usize;
+    /// Whether the sums of each block of k start at zero, and are then added to those before: shorter chains of roundings.
+    const SEPARATE: bool = false;
 
     /// Instruction-set level.
     fn isa(&self) -> Isa;
@@ -227,12 +229,13 @@ fn piece<T: Float, C: Float, K: Block<T>>(
     let kept = if chunks == 1 { 2 } else { strips * width };
     let (left_len, right_len) =
         (TILE * plan.k_block, if shared.is_some() { 0 } else { width * TILE * plan.k_block });
-    let sums_bytes = kept * size_of::<Sums>();
+    let sums_bytes = (kept + 1) * size_of::<Sums>();
     let bias_bytes = width * size_of::<[f32; TILE]>();
     let packed_bytes = 2 * (left_len + right_len) * size_of::<K::Packed>();
     PIECE.with(|s| {
         s.with(sums_bytes + bias_bytes + packed_bytes, |scratch| {
             let sums: *mut Sums = scratch.cast();
+            let separate = sums.wrapping_add(kept);
             let bias: *mut [f32; TILE] = scratch.wrapping_add(sums_bytes).cast();
             let left: *mut K::Packed = scratch.wrapping_add(sums_bytes + bias_bytes).cast();
             let right = left.wrapping_add(2 * left_len);
@@ -255,6 +258,8 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                 block.right(job.b().part(at, col), k, cols, right(chunk), TILE * plan.k_block)
             };
 
+            // Where the separate sums of the previous block GEMM are to be added.
+            let mut adding: Option<*mut Sums> = None;
             let mut storing: Option<Finished<'_, C>> = None;
             let mut packing = next_left(0);
             let mut packing_right = None;
@@ -302,6 +307,9 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         let meanwhile = |guard: &mut K::Guard| {
                             // SAFETY: as above; a finished block is inside C, and only this piece writes it.
                             unsafe {
+                                if let Some(tile) = adding.take() {
+                                    add(block.isa(), &mut *tile, &*separate);
+                                }
                                 block.pack_left(guard, &mut packing, left_units);
                                 if let Some(right) = &mut packing_right {
                                     block.pack_right(right, right_units);
@@ -321,7 +329,12 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         // SAFETY: packed operands and sums are inside the scratch sized for them.
                         unsafe {
                             let operands = PackedOperands { a: left(step), lda: plan.k_block, b, k: len };
-                            block.multiply(&mut guard, operands, tile.cast(), chunk > 0, meanwhile);
+                            if K::SEPARATE && chunk > 0 {
+                                block.multiply(&mut guard, operands, separate.cast(), false, meanwhile);
+                                adding = Some(tile);
+                            } else {
+                                block.multiply(&mut guard, operands, tile.cast(), chunk > 0, meanwhile);
+                            }
                         }
                         if let Some(mut before) = std::mem::replace(&mut storing, finished) {
                             // SAFETY: as above.
@@ -336,12 +349,25 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                     unsafe { block.pack_right(&mut right, usize::MAX) };
                 }
             }
-            if let Some(mut last) = storing {
-                // SAFETY: as above.
-                unsafe { store(block, job, &mut last, usize::MAX) };
+            // SAFETY: as above.
+            unsafe {
+                if let Some(tile) = adding {
+                    add(block.isa(), &mut *tile, &*separate);
+                }
+                if let Some(mut last) = storing {
+                    store(block, job, &mut last, usize::MAX);
+                }
             }
         });
     });
+}
+
+multiversion! {
+    fn add(to: &mut Sums, from: &Sums) {
+        for (to, from) in to.as_flattened_mut().iter_mut().zip(from.as_flattened()) {
+            *to += from;
+        }
+    }
 }
 
 /// Stores the next `rows` rows of a finished block; mends its sums first.
