@@ -1,5 +1,7 @@
 //! Tile configuration and the 32x32 microkernel.
 
+use super::Operand;
+use super::pack::STEP;
 use crate::cpu::gemm::PackedOperands;
 use ferrotron_tensor::bf16;
 use std::arch::asm;
@@ -78,7 +80,7 @@ impl Tiles {
     /// # Safety
     /// `a` is valid for those reads.
     #[inline(always)]
-    pub(crate) unsafe fn load_left(&self, a: *const bf16, lda: usize) {
+    unsafe fn load_left(&self, a: *const bf16, lda: usize) {
         // SAFETY: as the caller vouches; the tiles are configured.
         unsafe {
             asm!(
@@ -96,7 +98,7 @@ impl Tiles {
     /// # Safety
     /// `b` is valid for that read.
     #[inline(always)]
-    pub(crate) unsafe fn load_right(&self, b: *const bf16) {
+    unsafe fn load_right(&self, b: *const bf16) {
         // SAFETY: as the caller vouches; the tiles are configured.
         unsafe {
             asm!(
@@ -111,7 +113,7 @@ impl Tiles {
 
     /// Adds the product of what is loaded.
     #[inline(always)]
-    pub(crate) fn multiply(&self) {
+    fn multiply(&self) {
         // SAFETY: the guard exists, so the tiles are configured.
         unsafe {
             asm!(
@@ -123,6 +125,33 @@ impl Tiles {
                 options(nostack, nomem, preserves_flags),
             );
         }
+    }
+
+    /// Adds product `number` of [`Operand::PRODUCTS`] of one step of k; all of them in turn make the step. Loads what the product
+    /// before it has not: `a` and `b` are the first part of 32 rows of A, `lda` apart, and of a step of a panel.
+    ///
+    /// # Safety
+    /// All parts are valid for reads.
+    #[inline(always)]
+    pub(crate) unsafe fn product<T: Operand>(
+        &self,
+        number: usize,
+        a: *const bf16,
+        lda: usize,
+        b: *const bf16,
+    ) {
+        let (i, j) = T::PRODUCTS[number];
+        let before = number.checked_sub(1).map(|number| T::PRODUCTS[number]);
+        // SAFETY: as the caller vouches.
+        unsafe {
+            if before.is_none_or(|(before, _)| before != i) {
+                self.load_left(a.add(i * 32 * lda), lda);
+            }
+            if before.is_none_or(|(_, before)| before != j) {
+                self.load_right(b.add(j * STEP));
+            }
+        }
+        self.multiply();
     }
 
     /// Writes the sums to `c[32][32]`, `ldc` elements from row to row.
@@ -154,8 +183,8 @@ impl Drop for Tiles {
 
 /// 32x32 block GEMM: `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
 ///
-/// * `operands.a`: fastest when every row starts on a 64-byte boundary.
-/// * `operands.b`: VNNI panel `[k/32][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
+/// * `operands.a`: fastest when every row starts on a 64-byte boundary; the next part is `32 * lda` elements on.
+/// * `operands.b`: VNNI panel `[k/32][parts][2 column halves][16 k pairs][16 columns][2]`, as `pack::Right` writes
 ///   it; 64-byte aligned or it runs at a third of the speed.
 /// * `operands.k`: a multiple of 32; 0 gives zeros (or leaves `c` as it is).
 /// * `c`: f32, `ldc` elements from row to row.
@@ -164,21 +193,22 @@ impl Drop for Tiles {
 ///
 /// # Safety
 /// The operands must be valid for reads, and `c` for writes and, with `accumulate`, for reads.
-pub(crate) unsafe fn mm_32x32(
+pub(crate) unsafe fn mm_32x32<T: Operand>(
     tiles: &Tiles,
-    operands: PackedOperands<bf16>,
+    operands: PackedOperands<T::Packed>,
     c: *mut f32,
     ldc: usize,
     accumulate: bool,
 ) {
+    let PackedOperands { a, lda, b, k } = operands;
+    let (a, b) = (a.cast::<bf16>(), b.cast::<bf16>());
     // SAFETY: the blocks are those the caller vouches for.
     unsafe {
         tiles.start(c, ldc, accumulate);
-        let PackedOperands { a, lda, b, k } = operands;
         for step in 0..k / 32 {
-            tiles.load_left(a.add(32 * step), lda);
-            tiles.load_right(b.add(1024 * step));
-            tiles.multiply();
+            for number in 0..T::PRODUCTS.len() {
+                tiles.product::<T>(number, a.add(32 * step), lda, b.add(step * T::PARTS * STEP));
+            }
         }
         tiles.finish(c, ldc);
     }

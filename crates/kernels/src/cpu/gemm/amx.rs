@@ -78,17 +78,9 @@ impl<T: Operand> Block<T> for Amx {
         unsafe {
             guard.0.start(sums, TILE, accumulate);
             for step in 0..k / 32 {
-                let (a, b) = (a.add(32 * step), b.add(step * T::PARTS * pack::STEP));
-                let mut loaded = (usize::MAX, usize::MAX);
-                for (i, j) in T::PRODUCTS {
-                    if loaded.0 != *i {
-                        guard.0.load_left(a.add(i * TILE * lda), lda);
-                    }
-                    if loaded.1 != *j {
-                        guard.0.load_right(b.add(j * pack::STEP));
-                    }
-                    guard.0.multiply();
-                    loaded = (*i, *j);
+                for number in 0..T::PRODUCTS.len() {
+                    let b = b.add(step * T::PARTS * pack::STEP);
+                    guard.0.product::<T>(number, a.add(32 * step), lda, b);
                     meanwhile(guard);
                 }
             }

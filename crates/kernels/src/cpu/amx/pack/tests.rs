@@ -119,7 +119,7 @@ fn block_gemm_is_exact_on_integers() {
                 rows(b.as_ptr(), 32, k, 32, p.as_mut_ptr().cast());
                 let tiles = Tiles::load();
                 let operands = PackedOperands { a: a.as_ptr(), lda, b: p.as_ptr().cast(), k };
-                mm_32x32(&tiles, operands, c.as_mut_ptr(), ldc, accumulate);
+                mm_32x32::<bf16>(&tiles, operands, c.as_mut_ptr(), ldc, accumulate);
             }
             for i in 0..32 {
                 for j in 0..ldc {
