@@ -2,7 +2,7 @@
 //! `unsafe` covers the system calls. Pages are zero when they become accessible.
 
 use crate::segment::ALIGN;
-use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
+use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect, munmap};
 use std::alloc::Layout;
 use std::ops::Range;
 use std::ptr::null_mut;
@@ -19,10 +19,15 @@ pub(crate) fn unreserve(region: Range<usize>) {
     let _ = unsafe { munmap(region.start as _, region.len()) };
 }
 
-/// Makes reserved pages accessible; false if the system refuses that much memory.
+/// Makes reserved pages accessible; false if the system refuses that much memory. Asks for huge pages: GEMMs walk down columns of
+/// large matrices, where every row is on a page of its own.
 pub(crate) fn map(at: usize, bytes: usize) -> bool {
-    // SAFETY: pages of a region of `reserve` that nobody uses.
-    unsafe { mprotect(at as _, bytes, MprotectFlags::READ | MprotectFlags::WRITE) }.is_ok()
+    // SAFETY: pages of a region of `reserve` that nobody uses; the advice, which may be refused, changes no contents.
+    unsafe {
+        let mapped = mprotect(at as _, bytes, MprotectFlags::READ | MprotectFlags::WRITE).is_ok();
+        let _ = madvise(at as _, bytes, Advice::LinuxHugepage);
+        mapped
+    }
 }
 
 /// Gives pages back to the system; their addresses stay reserved.
