@@ -109,9 +109,10 @@ multiversion! {
     }
 }
 
-/// Whether an f32 GEMM is faster, and as exact, in parts: see `amx::operand`. Depends on the shape alone.
+/// Whether an f32 GEMM is computed in parts: it is as exact from k = 32 on (see `amx::operand`), but packing must be worth it.
+/// Depends on the shape alone.
 pub(super) fn splits(shape: &GemmShape) -> bool {
-    shape.k >= 32 && shape.m >= 16 && shape.n >= 24
+    shape.m.min(shape.n).min(shape.k) >= 128
 }
 
 /// bf16 or f32 GEMM on a machine with AMX.
