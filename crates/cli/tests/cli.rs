@@ -37,7 +37,7 @@ fn fails(args: &[&str], code: i32) -> String {
     errors
 }
 
-const COMMANDS: [&str; 21] = [
+const COMMANDS: [&str; 22] = [
     "train",
     "forward",
     "parity",
