@@ -169,7 +169,9 @@ mod tests {
     #[test]
     fn the_first_step_of_every_metric_that_differs_is_named() {
         assert!(differences(|_| ()).is_empty());
-        let loss = |now: &mut Results| &mut *now.steps.get_mut("loss").unwrap();
+        fn loss(now: &mut Results) -> &mut Vec<f64> {
+            now.steps.get_mut("loss").unwrap()
+        }
         assert!(differences(|now| loss(now)[1] *= 1.00009).is_empty());
         assert_eq!(differences(|now| loss(now)[1] *= 1.0002), [("loss".into(), Some(2))]);
         assert_eq!(differences(|now| loss(now)[2] = f64::NAN), [("loss".into(), Some(3))]);
