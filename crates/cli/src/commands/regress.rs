@@ -80,7 +80,7 @@ struct Verdict {
     passed: Option<bool>,
     loss: Option<f64>,
     memory: Option<u64>,
-    /// Time over the recorded one: of the step, or of the kernel with the largest.
+    /// Time over the recorded one: of the step, or of kernels in the geometric mean.
     time: Option<f64>,
     /// Where it differs, the earliest step first.
     differences: Vec<Difference>,
@@ -256,10 +256,7 @@ impl Suite<'_> {
         let compared = recorded.filter(|r| !r.steps.is_empty() || !r.time.is_empty());
         let tolerance = self.cases.tolerance(case, self.on_gpu());
         let differences = compared.as_ref().map(|r| results.differences(r, &tolerance));
-        let slower = compared.as_ref().and_then(|r| {
-            let ratio = |(key, t): (&String, &f64)| r.time.get(key).map(|recorded| t / recorded);
-            results.time.iter().filter_map(ratio).max_by(f64::total_cmp)
-        });
+        let slower = compared.as_ref().and_then(|r| results.relative_time(r));
         Verdict {
             case: name.to_string(),
             passed: differences.as_ref().map(Vec::is_empty),

@@ -13,6 +13,9 @@ pub const GROWTH_LIMIT: f64 = (256 << 10) as f64;
 /// decision may flip.
 const ZEROS: f64 = 0.02;
 
+/// How much more than the mean of all kernels the time of one may rise.
+const ONE_KERNEL: f64 = 4.0;
+
 /// Results that were recorded on one device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -107,15 +110,34 @@ impl Results {
             let (metric, found) = ("resident memory per step".into(), self.growth);
             out.push(Difference { metric, step: None, found, recorded: 0.0, allowed: GROWTH_LIMIT });
         }
-        for (name, wanted) in &recorded.time {
-            let allowed = if name == "step" { tolerance.step_time } else { tolerance.kernel_time };
-            if let Some(found) = self.time.get(name).filter(|t| **t > wanted * (1.0 + allowed)) {
-                let (metric, found, recorded) = (format!("time of {name}"), *found, *wanted);
-                out.push(Difference { metric, step: None, found, recorded, allowed });
-            }
-        }
+        out.extend(self.slower(recorded, tolerance));
         out.sort_by_key(|d| d.step.unwrap_or(usize::MAX));
         out
+    }
+
+    /// The geometric mean of times over the recorded ones; none where no time is in both.
+    pub fn relative_time(&self, recorded: &Results) -> Option<f64> {
+        let ratio = |(name, t): (&String, &f64)| recorded.time.get(name).map(|r| (t / r).ln());
+        let all: Vec<f64> = self.time.iter().filter_map(ratio).collect();
+        (!all.is_empty()).then(|| (all.iter().sum::<f64>() / all.len() as f64).exp())
+    }
+
+    /// Times over their limit: of a step; of all kernels in the mean, which scatters less than one of them, and of each.
+    fn slower(&self, recorded: &Results, tolerance: &Tolerance) -> Vec<Difference> {
+        let is_step = recorded.time.contains_key("step");
+        let (name, allowed) = match is_step {
+            true => ("time of a step", tolerance.step_time),
+            false => ("time of all kernels, mean", tolerance.kernel_time),
+        };
+        let over = |metric: &str, found: f64, recorded: f64, allowed: f64| {
+            let slow = found > recorded * (1.0 + allowed);
+            slow.then(|| Difference { metric: metric.into(), step: None, found, recorded, allowed })
+        };
+        let mean = self.relative_time(recorded).and_then(|ratio| over(name, ratio, 1.0, allowed));
+        let each = recorded.time.iter().filter(|_| !is_step).filter_map(|(kernel, wanted)| {
+            over(&format!("time of {kernel}"), *self.time.get(kernel)?, *wanted, ONE_KERNEL * allowed)
+        });
+        mean.into_iter().chain(each).collect()
     }
 }
 
@@ -156,7 +178,7 @@ mod tests {
             steps: steps.map(|(name, values)| (name.to_string(), values)).into(),
             memory: vec![900, 1000, 1000],
             growth: 1000.0,
-            time: [("step".to_string(), 10.0), ("gemm.qkv.forward".to_string(), 2.0)].into(),
+            time: [("step".to_string(), 10.0)].into(),
         }
     }
 
@@ -198,10 +220,20 @@ mod tests {
         assert_eq!(differences(|now| now.growth = 1e6), [("resident memory per step".into(), None)]);
         let time =
             |name: &'static str, x: f64| differences(move |now| now.time.extend([(name.to_string(), x)]));
-        assert!(time("step", 12.0).is_empty() && time("gemm.qkv.forward", 1.0).is_empty());
-        assert_eq!(time("step", 13.0), [("time of step".into(), None)]);
-        assert_eq!(time("gemm.qkv.forward", 2.2), [("time of gemm.qkv.forward".into(), None)]);
+        assert!(time("step", 12.0).is_empty());
+        assert_eq!(time("step", 13.0), [("time of a step".into(), None)]);
         assert!(differences(|now| now.time.clear()).is_empty(), "not measured");
+        let kernels = |times: [f64; 3]| Results {
+            time: ["gemm.a", "gemm.b", "gemm.c"].map(String::from).into_iter().zip(times).collect(),
+            ..Results::default()
+        };
+        let slower = |times| {
+            let all = kernels(times).differences(&kernels([1.0, 2.0, 4.0]), &TOLERANCE);
+            all.into_iter().map(|d| d.metric).collect::<Vec<_>>()
+        };
+        assert!(slower([1.1, 2.0, 4.0]).is_empty(), "one of them scatters");
+        assert_eq!(slower([1.1, 2.2, 4.4]), ["time of all kernels, mean"]);
+        assert_eq!(slower([1.0, 2.6, 3.3]), ["time of gemm.b"]);
     }
 
     #[test]
