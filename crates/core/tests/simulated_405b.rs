@@ -5,6 +5,9 @@ use ferrotron_core::config::Recipe;
 use ferrotron_core::dry_run::dry_run;
 use ferrotron_core::plan::Machine;
 
+/// A minute of two cores, in a release build. A test build is less optimized and checks every index and overflow.
+const LIMIT: f64 = if cfg!(debug_assertions) { 240.0 } else { 120.0 };
+
 /// Processor time of this process, in seconds: what other processes do does not count.
 #[cfg(target_os = "linux")]
 fn cpu_seconds() -> f64 {
@@ -24,7 +27,7 @@ fn peak_bytes() -> usize {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn llama_405b_on_1024_ranks_is_checked_in_a_minute_of_two_cores() {
+fn llama_405b_on_1024_ranks_is_checked_in_minutes() {
     let mut recipe = Recipe::named("llama-405b").unwrap();
     recipe.set("data.path=embedded").unwrap();
     let r = recipe.resolve(None).unwrap();
@@ -34,6 +37,6 @@ fn llama_405b_on_1024_ranks_is_checked_in_a_minute_of_two_cores() {
     assert_eq!(report.problems, Vec::<String>::new());
     assert_eq!((report.ranks, report.micro_batches), (1024, 768));
     assert!(report.step_calls > 100_000_000);
-    assert!(cpu_seconds() < 120.0, "{} CPU seconds", cpu_seconds());
+    assert!(cpu_seconds() < LIMIT, "{} CPU seconds", cpu_seconds());
     assert!(peak_bytes() < 8 << 30, "{} bytes", peak_bytes());
 }
