@@ -29,7 +29,7 @@ depend on the machine) and for one GPU; --record FILE records your own, --expect
 
 const AFTER: &str = "\
 Examples:
-  ferrotron regress --device cpu                     all cases on the CPU, a minute or two
+  ferrotron regress --device cpu                     all cases on the CPU
   ferrotron regress --device cuda                    all cases on a GPU
   ferrotron regress moe mtp                          two of them
   ferrotron regress --record before.toml             record this program on this machine, times included

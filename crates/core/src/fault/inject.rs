@@ -80,6 +80,9 @@ pub struct Injection {
     pub bytes: usize,
 }
 
+/// Most bytes that a step leaks: a larger number is a mistake, and would end the process instead of leaking.
+const MAX_LEAK: u64 = 1 << 30;
+
 const KINDS: &str = "kill, stop, hang, flip, nan, slow, scale, leak, lose, disk, corrupt";
 
 impl Injection {
@@ -122,7 +125,10 @@ impl Injection {
                     }
                 }
                 "factor" if kind == "scale" => out.factor = value.parse().map_err(|e| wrong(&e))?,
-                "bytes" if kind == "leak" => out.bytes = whole()? as usize,
+                "bytes" if kind == "leak" => match whole()? {
+                    bytes if bytes <= MAX_LEAK => out.bytes = bytes as usize,
+                    _ => return Err(wrong(&"at most 1073741824 (1 GiB) a step")),
+                },
                 _ => {
                     let own = match kind {
                         "flip" => ", target, tensor, element, bit",
