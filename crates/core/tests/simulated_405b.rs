@@ -5,8 +5,8 @@ use ferrotron_core::config::Recipe;
 use ferrotron_core::dry_run::dry_run;
 use ferrotron_core::plan::Machine;
 
-/// A minute of two cores, in a release build. A test build is less optimized and checks every index and overflow.
-const LIMIT: f64 = if cfg!(debug_assertions) { 240.0 } else { 120.0 };
+/// A minute of two cores.
+const LIMIT: f64 = 120.0;
 
 /// Processor time of this process, in seconds: what other processes do does not count.
 #[cfg(target_os = "linux")]

@@ -10,10 +10,12 @@ use super::calls::{CallTable, Program};
 use super::groups::GroupTable;
 use super::matching::SimulatedJob;
 use crate::config::Resolved;
+use crate::cost::summary::schedule as pipeline_schedule;
 use crate::cost::{ByGroup, Traffic};
 use crate::data::{Batches, Row};
 use crate::grid::Grid;
 use crate::optimizer::UpdateRule;
+use crate::pipeline::Schedule;
 use crate::ranks::join;
 use crate::train::Trainer;
 use crate::{Error, Result};
@@ -85,15 +87,31 @@ impl Batches for Samples {
     }
 }
 
-/// Starts rank `rank` of the recipe's layout and runs one step of so many micro-batches.
-fn build_rank(r: &Resolved, grid: &Grid, rank: usize, micro_batches: usize) -> Result<BuiltRank> {
-    let mut r = r.clone();
-    r.config.train.ramp = None;
-    r.config.train.global_batch = micro_batches * r.plan.micro_batch * grid.dp();
+/// A step that every rank is built with.
+struct Step {
+    recipe: Resolved,
+    schedule: Arc<Schedule>,
+}
+
+impl Step {
+    /// A step of so many micro-batches.
+    fn new(r: &Resolved, grid: &Grid, micro_batches: usize) -> Result<Step> {
+        let mut recipe = r.clone();
+        recipe.config.train.ramp = None;
+        recipe.config.train.global_batch = micro_batches * r.plan.micro_batch * grid.dp();
+        let schedule = Arc::new(pipeline_schedule(&recipe)?);
+        Ok(Step { recipe, schedule })
+    }
+}
+
+/// Starts rank `rank` of the recipe's layout and runs one step.
+fn build_rank(step: &Step, grid: &Grid, rank: usize) -> Result<BuiltRank> {
+    let r = &step.recipe;
     let (world, log) = World::simulated(rank, grid.world());
     let rank = join(Rank::meta(r.config.train.seed)?, &world, grid)?;
     let groups = log.groups();
-    let mut trainer = Trainer::new(rank.clone(), &r)?;
+    let mut trainer = Trainer::new(rank.clone(), r)?;
+    trainer.set_schedule(step.schedule.clone());
     let (start, before) = (log.take(), Traffic::of(&rank));
     trainer.train_step(&Samples { seq: r.plan.seq_len })?;
     let sent = Traffic::of(&rank).since(&before).by_group();
@@ -112,9 +130,11 @@ pub fn build(r: &Resolved) -> Result<BuiltJob> {
     let all = micro_batches(r);
     // Enough for a pipeline to fill, and for a first and a last one that differ.
     let few = all.min(grid.layout().pp.max(2));
+    let short_step = Step::new(r, &grid, few)?;
+    let full_step = Step::new(r, &grid, all)?;
     let (first_ranks, place_of) = places(r, &grid)?;
 
-    let groups = GroupTable::new(&build_rank(r, &grid, 0, few)?.groups, grid.world())?;
+    let groups = GroupTable::new(&build_rank(&short_step, &grid, 0)?.groups, grid.world())?;
     groups.check(&grid)?;
     let table = Mutex::new(CallTable::default());
     let compact = |rank: usize, built: &BuiltRank| -> Result<(Program, usize)> {
@@ -126,7 +146,7 @@ pub fn build(r: &Resolved) -> Result<BuiltJob> {
         Ok((program, start_calls))
     };
     let short = in_parallel(&first_ranks, |rank| {
-        let built = build_rank(r, &grid, *rank, few)?;
+        let built = build_rank(&short_step, &grid, *rank)?;
         let (program, start_calls) = compact(*rank, &built)?;
         Ok((program, start_calls, built.sent, built.allocated))
     })?;
@@ -147,7 +167,7 @@ pub fn build(r: &Resolved) -> Result<BuiltJob> {
         if few == all {
             return Ok(short[*i].clone());
         }
-        let built = build_rank(r, &grid, rank, all)?;
+        let built = build_rank(&full_step, &grid, rank)?;
         let (program, start_calls) = compact(rank, &built)?;
         Ok((program, start_calls, built.sent, built.allocated))
     })?;

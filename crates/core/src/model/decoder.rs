@@ -14,7 +14,7 @@ use ferrotron_engine::quant::Policy;
 use ferrotron_engine::{Declarations, LossOptions, ParamSpec, Rank, StepContext, Targets, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
-use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 use std::sync::Arc;
 
 /// A decoder-only transformer, or this rank's pipeline stages of one.
@@ -281,12 +281,15 @@ fn default_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
 }
 
 fn rope_table(rank: &Rank, rope: &RopeConfig, positions: usize) -> Result<RopeTable> {
+    let style = if rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half };
+    // A device without memory needs no angles; they would be an eighth of a dry run.
+    if rank.device().is_meta() {
+        let shape = [positions, rope.rotary_dim / 2];
+        let empty = || Tensor::empty(&rank.compute, &shape, DType::F32, Category::Parameters);
+        return Ok(RopeTable { cos: empty()?, sin: empty()?, style });
+    }
     let RopeTables { cos, sin, half } =
         RopeTables::new(rope.theta, rope.rotary_dim, &rope.scaling, positions)?;
     let upload = |x: &[f32]| rank.compute.upload(x, &[positions, half], Category::Parameters);
-    Ok(RopeTable {
-        cos: upload(&cos)?,
-        sin: upload(&sin)?,
-        style: if rope.interleaved { RopeStyle::Interleaved } else { RopeStyle::Half },
-    })
+    Ok(RopeTable { cos: upload(&cos)?, sin: upload(&sin)?, style })
 }

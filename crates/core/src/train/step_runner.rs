@@ -19,6 +19,7 @@ use ferrotron_engine::offload::{ActivationOffload, HostSlots, OffloadChoice, Off
 use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
 use ferrotron_tensor::trace::READBACK;
 use ferrotron_tensor::{Category, Stream, Tensor};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
@@ -117,14 +118,14 @@ pub(super) struct StepRunner {
     pub(super) offload_event: Option<Offload>,
     schedule_kind: ScheduleKind,
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
-    schedule: Option<Schedule>,
+    schedule: Option<Arc<Schedule>>,
     nonfinite: NonfinitePolicy,
     /// Measures the sections of steps, for `fault.straggler_every`.
     pub(super) sections: SectionTimer,
 }
 
 impl StepRunner {
-    pub(super) fn new(rank: &Rank, r: &Resolved, estimate: &MemoryEstimate) -> Result<StepRunner> {
+    pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepRunner> {
         let c = &r.config;
         Ok(StepRunner {
             progress: Progress::default(),
@@ -139,7 +140,7 @@ impl StepRunner {
             readback: rank.device().urgent_stream(READBACK)?.with_rank(rank.world.rank()),
             recompute: c.train.recompute.modules(),
             mlp_chunk: c.train.mlp_chunk,
-            offload: activation_offload(rank, r, estimate)?,
+            offload: activation_offload(rank, r)?,
             offload_report: None,
             offload_event: None,
             schedule_kind: c.parallel.schedule.schedule_kind(),
@@ -161,7 +162,7 @@ impl StepRunner {
     ) -> Result<ForwardBackward> {
         let schedule = match self.schedule.take() {
             Some(s) if s.shape.micro_batches == micro_batches => s,
-            _ => pipeline_schedule(&model.decoder, self.schedule_kind, micro_batches)?,
+            _ => Arc::new(pipeline_schedule(&model.decoder, self.schedule_kind, micro_batches)?),
         };
         let ModelState { decoder, params, step_state, grads, .. } = model;
         grads.begin_step(micro_batches);
@@ -232,6 +233,12 @@ impl StepRunner {
         }
         state.end_evaluation();
         Ok(total)
+    }
+
+    /// Takes the pipeline schedule of the next step from elsewhere, such as from another rank of a simulated job: it is the same on
+    /// every rank.
+    pub(super) fn set_schedule(&mut self, schedule: Arc<Schedule>) {
+        self.schedule = Some(schedule);
     }
 
     /// Whether activations are offloaded.
@@ -317,16 +324,12 @@ impl StepRunner {
 }
 
 /// The offloading of activations that a recipe asks for; an automatic one begins with what must move for a step to fit.
-fn activation_offload(
-    rank: &Rank,
-    r: &Resolved,
-    estimate: &MemoryEstimate,
-) -> Result<Option<ActivationOffload>> {
+fn activation_offload(rank: &Rank, r: &Resolved) -> Result<Option<ActivationOffload>> {
     let c = &r.config.offload;
     let choice = match (c.activations.choice(), rank.device().gpu()) {
         (None, _) => return Ok(None),
         (Some(OffloadChoice::Auto { .. }), Some(gpu)) => {
-            let (needed, layers) = estimate.needed_offload(rank.pp.rank(), gpu.memory)?;
+            let (needed, layers) = MemoryEstimate::of(r)?.needed_offload(rank.pp.rank(), gpu.memory)?;
             OffloadChoice::Auto { needed, layers }
         }
         (Some(choice), _) => choice,

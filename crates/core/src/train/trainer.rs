@@ -19,14 +19,16 @@ use super::{CudaGraphDecision, state};
 use crate::Result;
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
-use crate::cost::{MemoryEstimate, advise, with_state_offload};
+use crate::cost::{advise, with_state_offload};
 use crate::data::Batches;
 use crate::events::Precision;
 use crate::optimizer::{LossScale, Optimizer, StateStorage};
+use crate::pipeline::Schedule;
 use ferrotron_engine::Rank;
 use ferrotron_engine::offload::OffloadReport;
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Event, Stream};
+use std::sync::Arc;
 
 /// Trains a model on one rank. Each part owns its state: the model with its data-parallel buckets, the optimizer, the
 /// step runner with the counters of the run, and the hooks that watch a step.
@@ -80,7 +82,7 @@ impl Trainer {
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &model.params, &model.step_state)?;
         initialise_magnitudes(&rank, &model, &optimizer)?;
-        let runner = StepRunner::new(&rank, r, &MemoryEstimate::of(r)?)?;
+        let runner = StepRunner::new(&rank, r)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
         Ok(Trainer {
@@ -101,6 +103,11 @@ impl Trainer {
     /// Moves the data position and counters, as when weights come from elsewhere.
     pub fn set_progress(&mut self, progress: Progress) {
         self.runner.progress = progress;
+    }
+
+    /// The pipeline schedule of the next step, made and checked once for all ranks of a simulated job.
+    pub(crate) fn set_schedule(&mut self, schedule: Arc<Schedule>) {
+        self.runner.set_schedule(schedule);
     }
 
     /// What the offloading of activations does, once a step has been measured.
