@@ -213,9 +213,7 @@ fn every_layout_matches_the_f64_reference() {
 #[test]
 fn shapes_of_several_tiles_match_the_f64_reference() {
     let (mut random, threads) = (Random(3), threads(2));
-    for size in
-        [(300, 70, 600), (70, 700, 150), (257, 515, 33), (33, 65, 2100), (129, 1100, 65), (150, 131, 300)]
-    {
+    for size in [(300, 70, 600), (70, 700, 150), (257, 515, 33), (33, 65, 2100), (129, 1100, 65)] {
         try_types(&mut random, &threads, size, &mut Random::unit);
     }
 }
@@ -266,12 +264,20 @@ fn old_output_is_not_read_without_accumulate() {
 #[test]
 fn results_do_not_depend_on_the_number_of_threads() {
     let mut random = Random(5);
-    for size in [(1, 1, 1), (70, 90, 50), (300, 300, 700), (600, 40, 300), (40, 1300, 90)] {
+    for size in [
+        (1, 1, 1),
+        (70, 90, 50),
+        (300, 300, 700),
+        (600, 40, 300),
+        (40, 1300, 90),
+        (1, 9000, 513),
+        (193, 257, 1537),
+    ] {
         let bf16_out = Case::<bf16, bf16>::new(&mut random, size, &mut Random::unit);
         let f32_out = Case::<bf16, f32>::new(&mut random, size, &mut Random::unit);
         let f32_in = Case::<f32, f32>::new(&mut random, size, &mut Random::unit);
         for isa in Isa::all() {
-            let results = [1, 2, 3].map(|count| {
+            let results = [1, 2, 3, 16].map(|count| {
                 let cpu = CpuContext { threads: &threads(count), isa };
                 let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 (
@@ -280,7 +286,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                     bits(f32::gemm(&f32_in, cpu)),
                 )
             });
-            assert!(results[0] == results[1] && results[1] == results[2], "{isa:?} {size:?}");
+            assert!(results.iter().all(|r| *r == results[0]), "{isa:?} {size:?}");
         }
     }
 }
@@ -348,10 +354,12 @@ fn speed() {
                 false => gemm_bf16(cpu, shape, &a, &b, Epilogue::OVERWRITE, &mut c),
             });
             print!("  bf16 {isa:?} {speed:6.0}");
-            let speed = best(&mut || {
-                gemm_f32(cpu, shape, &af, &bf, Epilogue { bias: None, accumulate: wide }, &mut cw)
-            });
-            print!("  f32 {isa:?} {speed:6.0}");
+            if isa != Isa::Amx {
+                let speed = best(&mut || {
+                    gemm_f32(cpu, shape, &af, &bf, Epilogue { bias: None, accumulate: wide }, &mut cw)
+                });
+                print!("  f32 {isa:?} {speed:6.0}");
+            }
         }
         println!(" GFLOP/s");
     }

@@ -1,16 +1,12 @@
-//! Intel AMX: requesting it, configuring its tiles, and the 32x32 block GEMM that all bf16 and f32 GEMMs are built of. Stable Rust has no
+//! Intel AMX: requesting it, configuring its tiles, and the 32x32 block GEMM that all bf16 GEMMs are built of. Stable Rust has no
 //! AMX intrinsics, so it uses `asm!`.
 //!
 //! AMX treats subnormal inputs as zero and flushes subnormal sums to zero; infinities and NaN follow IEEE.
 
 #[cfg(target_arch = "x86_64")]
-mod operand;
-#[cfg(target_arch = "x86_64")]
 pub(crate) mod pack;
 #[cfg(target_arch = "x86_64")]
 mod tiles;
-#[cfg(target_arch = "x86_64")]
-pub(crate) use operand::Operand;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use tiles::{Tiles, mm_32x32};
 

@@ -1,7 +1,5 @@
 //! Tile configuration and the 32x32 microkernel.
 
-use super::Operand;
-use super::pack::STEP;
 use crate::cpu::gemm::PackedOperands;
 use ferrotron_tensor::bf16;
 use std::arch::asm;
@@ -75,83 +73,30 @@ impl Tiles {
         }
     }
 
-    /// Loads 32 rows of 32 elements of A, `lda` apart.
+    /// Adds one step of k: 32 rows of 32 elements of A, `lda` apart, times one step of a panel.
     ///
     /// # Safety
-    /// `a` is valid for those reads.
+    /// Both are valid for reads.
     #[inline(always)]
-    unsafe fn load_left(&self, a: *const bf16, lda: usize) {
+    pub(crate) unsafe fn step(&self, a: *const bf16, lda: usize, b: *const bf16) {
         // SAFETY: as the caller vouches; the tiles are configured.
         unsafe {
             asm!(
+                "tileloadd tmm6, [{b} + {bs}]",
                 "tileloadd tmm4, [{a} + {s}]",
-                "tileloadd tmm5, [{d} + {s}]",
-                a = in(reg) a, d = in(reg) a.wrapping_add(16 * lda), s = in(reg) 2 * lda,
-                out("tmm4") _, out("tmm5") _,
-                options(nostack, readonly, preserves_flags),
-            );
-        }
-    }
-
-    /// Loads a step of a panel.
-    ///
-    /// # Safety
-    /// `b` is valid for that read.
-    #[inline(always)]
-    unsafe fn load_right(&self, b: *const bf16) {
-        // SAFETY: as the caller vouches; the tiles are configured.
-        unsafe {
-            asm!(
-                "tileloadd tmm6, [{b} + {s}]",
-                "tileloadd tmm7, [{b} + {s} + 1024]",
-                b = in(reg) b, s = in(reg) 64usize,
-                out("tmm6") _, out("tmm7") _,
-                options(nostack, readonly, preserves_flags),
-            );
-        }
-    }
-
-    /// Adds the product of what is loaded.
-    #[inline(always)]
-    fn multiply(&self) {
-        // SAFETY: the guard exists, so the tiles are configured.
-        unsafe {
-            asm!(
                 "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{b} + {bs} + 1024]",
                 "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{d} + {s}]",
                 "tdpbf16ps tmm2, tmm5, tmm6",
                 "tdpbf16ps tmm3, tmm5, tmm7",
+                a = in(reg) a, d = in(reg) a.wrapping_add(16 * lda), s = in(reg) 2 * lda,
+                b = in(reg) b, bs = in(reg) 64usize,
                 out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                options(nostack, nomem, preserves_flags),
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly, preserves_flags),
             );
         }
-    }
-
-    /// Adds product `number` of [`Operand::PRODUCTS`] of one step of k; all of them in turn make the step. Loads what the product
-    /// before it has not: `a` and `b` are the first part of 32 rows of A, `lda` apart, and of a step of a panel.
-    ///
-    /// # Safety
-    /// All parts are valid for reads.
-    #[inline(always)]
-    pub(crate) unsafe fn product<T: Operand>(
-        &self,
-        number: usize,
-        a: *const bf16,
-        lda: usize,
-        b: *const bf16,
-    ) {
-        let (i, j) = T::PRODUCTS[number];
-        let before = number.checked_sub(1).map(|number| T::PRODUCTS[number]);
-        // SAFETY: as the caller vouches.
-        unsafe {
-            if before.is_none_or(|(before, _)| before != i) {
-                self.load_left(a.add(i * 32 * lda), lda);
-            }
-            if before.is_none_or(|(_, before)| before != j) {
-                self.load_right(b.add(j * STEP));
-            }
-        }
-        self.multiply();
     }
 
     /// Writes the sums to `c[32][32]`, `ldc` elements from row to row.
@@ -183,8 +128,8 @@ impl Drop for Tiles {
 
 /// 32x32 block GEMM: `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
 ///
-/// * `operands.a`: fastest when every row starts on a 64-byte boundary; the next part is `32 * lda` elements on.
-/// * `operands.b`: VNNI panel `[k/32][parts][2 column halves][16 k pairs][16 columns][2]`, as `pack::Right` writes
+/// * `operands.a`: fastest when every row starts on a 64-byte boundary.
+/// * `operands.b`: VNNI panel `[k/32][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
 ///   it; 64-byte aligned or it runs at a third of the speed.
 /// * `operands.k`: a multiple of 32; 0 gives zeros (or leaves `c` as it is).
 /// * `c`: f32, `ldc` elements from row to row.
@@ -193,22 +138,19 @@ impl Drop for Tiles {
 ///
 /// # Safety
 /// The operands must be valid for reads, and `c` for writes and, with `accumulate`, for reads.
-pub(crate) unsafe fn mm_32x32<T: Operand>(
+pub(crate) unsafe fn mm_32x32(
     tiles: &Tiles,
-    operands: PackedOperands<T::Packed>,
+    operands: PackedOperands<bf16>,
     c: *mut f32,
     ldc: usize,
     accumulate: bool,
 ) {
-    let PackedOperands { a, lda, b, k } = operands;
-    let (a, b) = (a.cast::<bf16>(), b.cast::<bf16>());
     // SAFETY: the blocks are those the caller vouches for.
     unsafe {
         tiles.start(c, ldc, accumulate);
+        let PackedOperands { a, lda, b, k } = operands;
         for step in 0..k / 32 {
-            for number in 0..T::PRODUCTS.len() {
-                tiles.product::<T>(number, a.add(32 * step), lda, b.add(step * T::PARTS * STEP));
-            }
+            tiles.step(a.add(32 * step), lda, b.add(1024 * step));
         }
         tiles.finish(c, ldc);
     }

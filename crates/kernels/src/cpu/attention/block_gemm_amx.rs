@@ -115,7 +115,7 @@ impl Engine for Matrix {
                     let (a, b) =
                         (left.data.as_ptr().add(i * left.ld), right.data.as_ptr().add(j * right.rows));
                     let c = c.as_mut_ptr().add(i * ldc + j);
-                    mm_32x32::<bf16>(&self.tiles, PackedOperands { a, lda: left.ld, b, k }, c, ldc, add);
+                    mm_32x32(&self.tiles, PackedOperands { a, lda: left.ld, b, k }, c, ldc, add);
                 }
             }
         }

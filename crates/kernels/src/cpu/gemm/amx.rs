@@ -1,24 +1,22 @@
-//! bf16 and f32 block GEMMs on AMX; f32 operands are split into three bf16 parts while they are packed (see `amx::operand`).
+//! bf16 block GEMMs on AMX.
 
-use super::driver::{self, Block, From, Job, PackedOperands, Sums, TILE};
-use super::{GemmShape, vector};
-use crate::cpu::amx::{Operand, Tiles, pack};
-use crate::cpu::{Isa, multiversion};
+use super::driver::{self, Block, From, Job, PackedOperands};
+use super::transpose::Words;
+use crate::cpu::Isa;
+use crate::cpu::amx::{Tiles, pack};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 struct Amx;
 
-impl<T: Operand> Block<T> for Amx {
-    type Packed = T::Packed;
+impl Block<bf16> for Amx {
+    type Packed = bf16;
     /// AMX tiles, and the scratch of `pack::Left`.
-    type Guard = (Tiles, pack::Pairs);
-    type Left = pack::Left<T>;
-    type Right = pack::Right<T>;
+    type Guard = (Tiles, [Words; 2]);
+    type Left = pack::Left;
+    type Right = pack::Right;
     const K_UNIT: usize = 32;
-    /// Both operands of a bf16 block GEMM then fit in L1. Those of f32 are three times as large, but used six times.
+    /// Both operands of a block GEMM then fit in L1.
     const K_BLOCK: usize = 256;
-    /// Every product of parts is a rounding of the sums.
-    const SEPARATE: bool = T::PARTS > 1;
 
     fn isa(&self) -> Isa {
         Isa::Amx
@@ -26,96 +24,66 @@ impl<T: Operand> Block<T> for Amx {
 
     fn guard(&self) -> Self::Guard {
         // SAFETY: `run` is reached only with `Isa::Amx`, which `Isa::detect` gives where the unit may be used.
-        (unsafe { Tiles::load() }, pack::Pairs::default())
+        (unsafe { Tiles::load() }, [Words([0; 256]), Words([0; 256])])
     }
 
-    fn left(&self, from: From<T>, m: usize, k: usize, out: *mut T::Packed, ldo: usize) -> pack::Left<T> {
+    fn left(&self, from: From<bf16>, m: usize, k: usize, out: *mut bf16, ldo: usize) -> pack::Left {
         let From { at: a, ld: lda, trans } = from;
-        pack::Left { a, lda, trans, m, k, out: out.cast(), ldo, at: 0, unit: 0 }
+        pack::Left { a, lda, trans, m, k, out, ldo, at: 0, unit: 0 }
     }
 
-    fn left_units(&self, left: &pack::Left<T>) -> usize {
+    fn left_units(&self, left: &pack::Left) -> usize {
         left.units()
     }
 
     #[inline]
-    unsafe fn pack_left(&self, guard: &mut Self::Guard, left: &mut pack::Left<T>, units: usize) {
+    unsafe fn pack_left(&self, guard: &mut Self::Guard, left: &mut pack::Left, units: usize) {
         // SAFETY: the caller's promise is the packer's; `Isa::Amx` includes AVX-512.
         unsafe { left.advance(&mut guard.1, units) }
     }
 
-    fn right(&self, from: From<T>, k: usize, n: usize, out: *mut T::Packed, stride: usize) -> pack::Right<T> {
+    fn right(&self, from: From<bf16>, k: usize, n: usize, out: *mut bf16, stride: usize) -> pack::Right {
         let From { at: b, ld: ldb, trans } = from;
-        pack::Right { b, ldb, trans, k, n, out: out.cast(), stride: T::PARTS * stride, at: 0, col: 0 }
+        pack::Right { b, ldb, trans, k, n, out, stride, at: 0, col: 0 }
     }
 
-    fn right_units(&self, right: &pack::Right<T>) -> usize {
+    fn right_units(&self, right: &pack::Right) -> usize {
         right.units()
     }
 
     #[inline]
-    unsafe fn pack_right(&self, right: &mut pack::Right<T>, units: usize) {
+    unsafe fn pack_right(&self, right: &mut pack::Right, units: usize) {
         // SAFETY: the caller's promise is the packer's; `Isa::Amx` includes AVX-512.
         unsafe { right.advance(units) }
     }
 
     fn parts(k: usize) -> usize {
-        (k / 32 * T::PRODUCTS.len()).max(1)
+        (k / 32).max(1)
     }
 
     #[inline]
     unsafe fn multiply(
         &self,
         guard: &mut Self::Guard,
-        operands: PackedOperands<T::Packed>,
+        operands: PackedOperands<bf16>,
         sums: *mut f32,
         accumulate: bool,
         mut meanwhile: impl FnMut(&mut Self::Guard),
     ) {
-        let PackedOperands { a, lda, b, k } = operands;
-        let (a, b) = (a.cast::<bf16>(), b.cast::<bf16>());
         // SAFETY: the caller vouches for the operands and sums, and `guard` for the configured tiles.
         unsafe {
-            guard.0.start(sums, TILE, accumulate);
+            guard.0.start(sums, 32, accumulate);
+            let PackedOperands { a, lda, b, k } = operands;
             for step in 0..k / 32 {
-                for number in 0..T::PRODUCTS.len() {
-                    let b = b.add(step * T::PARTS * pack::STEP);
-                    guard.0.product::<T>(number, a.add(32 * step), lda, b);
-                    meanwhile(guard);
-                }
+                guard.0.step(a.add(32 * step), lda, b.add(1024 * step));
+                meanwhile(guard);
             }
-            guard.0.finish(sums, TILE);
-        }
-    }
-
-    /// The parts of a value say nothing where it is not finite, or so large that bf16 rounds it to infinity; then the sums are not
-    /// finite either, and are computed again without parts.
-    unsafe fn mend(&self, sums: &mut Sums, a: From<T>, b: From<T>, size: [usize; 3]) {
-        if T::PARTS > 1 && !finite(Isa::Amx, sums.as_flattened()) {
-            // SAFETY: the caller's promise.
-            let plain = unsafe { vector::block(Isa::Amx, a, b, size) };
-            for (sum, plain) in sums.as_flattened_mut().iter_mut().zip(plain.as_flattened()) {
-                if !sum.is_finite() {
-                    *sum = *plain;
-                }
-            }
+            guard.0.finish(sums, 32);
         }
     }
 }
 
-multiversion! {
-    fn finite(sums: &[f32]) -> bool {
-        sums.iter().fold(0, |largest, x| x.abs().to_bits().max(largest)) < f32::INFINITY.to_bits()
-    }
-}
-
-/// Whether an f32 GEMM is computed in parts: it is as exact from k = 32 on (see `amx::operand`), but packing must be worth it.
-/// Depends on the shape alone.
-pub(super) fn splits(shape: &GemmShape) -> bool {
-    shape.m.min(shape.n).min(shape.k) >= 128
-}
-
-/// bf16 or f32 GEMM on a machine with AMX.
-pub(super) fn run<T: Operand, C: Float>(threads: &Threads, job: Job<'_, T, C>) {
+/// bf16 GEMM on a machine with AMX.
+pub(super) fn run<C: Float>(threads: &Threads, job: Job<'_, bf16, C>) {
     driver::run(threads, &Amx, job);
 }

@@ -7,7 +7,7 @@ use super::GemmShape;
 use super::epilogue::{Epilogue, Finished};
 use super::scratch::{PIECE, SHARED};
 use super::tiling::Tiling;
-use crate::cpu::{Isa, multiversion};
+use crate::cpu::Isa;
 use ferrotron_tensor::{Float, Threads};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -32,8 +32,6 @@ pub(super) trait Block<T>: Sync {
     const K_UNIT: usize;
     /// Largest k of one block GEMM.
     const K_BLOCK: usize;
-    /// Whether the sums of each block of k start at zero, and are then added to those before: shorter chains of roundings.
-    const SEPARATE: bool = false;
 
     /// Instruction-set level.
     fn isa(&self) -> Isa;
@@ -76,14 +74,6 @@ pub(super) trait Block<T>: Sync {
         accumulate: bool,
         meanwhile: impl FnMut(&mut Self::Guard),
     );
-
-    /// Corrects finished sums `[32, 32]` of op(A) at `a` by op(B) at `b`, of this `[m, n, k]`.
-    ///
-    /// # Safety
-    /// Those elements of A and B are valid to read.
-    unsafe fn mend(&self, sums: &mut Sums, a: From<T>, b: From<T>, size: [usize; 3]) {
-        let _ = (sums, a, b, size);
-    }
 }
 
 /// Packed operands of a 32x32 block GEMM.
@@ -143,7 +133,7 @@ pub(super) struct From<T> {
 
 impl<T> From<T> {
     /// The part that begins at this row and column of op(·). The offset wraps, since an empty operand has no valid address.
-    pub(super) fn part(self, row: usize, col: usize) -> From<T> {
+    fn part(self, row: usize, col: usize) -> From<T> {
         let at = if self.trans { col * self.ld + row } else { row * self.ld + col };
         From { at: self.at.wrapping_add(at), ..self }
     }
@@ -229,13 +219,12 @@ fn piece<T: Float, C: Float, K: Block<T>>(
     let kept = if chunks == 1 { 2 } else { strips * width };
     let (left_len, right_len) =
         (TILE * plan.k_block, if shared.is_some() { 0 } else { width * TILE * plan.k_block });
-    let sums_bytes = (kept + 1) * size_of::<Sums>();
+    let sums_bytes = kept * size_of::<Sums>();
     let bias_bytes = width * size_of::<[f32; TILE]>();
     let packed_bytes = 2 * (left_len + right_len) * size_of::<K::Packed>();
     PIECE.with(|s| {
         s.with(sums_bytes + bias_bytes + packed_bytes, |scratch| {
             let sums: *mut Sums = scratch.cast();
-            let separate = sums.wrapping_add(kept);
             let bias: *mut [f32; TILE] = scratch.wrapping_add(sums_bytes).cast();
             let left: *mut K::Packed = scratch.wrapping_add(sums_bytes + bias_bytes).cast();
             let right = left.wrapping_add(2 * left_len);
@@ -258,8 +247,6 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                 block.right(job.b().part(at, col), k, cols, right(chunk), TILE * plan.k_block)
             };
 
-            // Where the separate sums of the previous block GEMM are to be added.
-            let mut adding: Option<*mut Sums> = None;
             let mut storing: Option<Finished<'_, C>> = None;
             let mut packing = next_left(0);
             let mut packing_right = None;
@@ -297,7 +284,6 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                             accumulate: job.epilogue.accumulate,
                             c: job.c.wrapping_add(row * ldc + panel * TILE),
                             ldc,
-                            origin: [row, panel * TILE],
                             fetched: 0,
                             row: 0,
                         });
@@ -307,15 +293,12 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         let meanwhile = |guard: &mut K::Guard| {
                             // SAFETY: as above; a finished block is inside C, and only this piece writes it.
                             unsafe {
-                                if let Some(tile) = adding.take() {
-                                    add(block.isa(), &mut *tile, &*separate);
-                                }
                                 block.pack_left(guard, &mut packing, left_units);
                                 if let Some(right) = &mut packing_right {
                                     block.pack_right(right, right_units);
                                 }
-                                if let Some(before) = &mut storing {
-                                    store(block, job, before, block_rows);
+                                if let Some(block_before) = &mut storing {
+                                    block_before.advance(block.isa(), block_rows);
                                 }
                                 if let Some(finished) = &mut finished {
                                     finished.fetch(block_rows);
@@ -329,16 +312,11 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                         // SAFETY: packed operands and sums are inside the scratch sized for them.
                         unsafe {
                             let operands = PackedOperands { a: left(step), lda: plan.k_block, b, k: len };
-                            if K::SEPARATE && chunk > 0 {
-                                block.multiply(&mut guard, operands, separate.cast(), false, meanwhile);
-                                adding = Some(tile);
-                            } else {
-                                block.multiply(&mut guard, operands, tile.cast(), chunk > 0, meanwhile);
-                            }
+                            block.multiply(&mut guard, operands, tile.cast(), chunk > 0, meanwhile);
                         }
                         if let Some(mut before) = std::mem::replace(&mut storing, finished) {
                             // SAFETY: as above.
-                            unsafe { store(block, job, &mut before, usize::MAX) };
+                            unsafe { before.advance(block.isa(), usize::MAX) };
                         }
                     }
                     // SAFETY: as above.
@@ -349,46 +327,12 @@ fn piece<T: Float, C: Float, K: Block<T>>(
                     unsafe { block.pack_right(&mut right, usize::MAX) };
                 }
             }
-            // SAFETY: as above.
-            unsafe {
-                if let Some(tile) = adding {
-                    add(block.isa(), &mut *tile, &*separate);
-                }
-                if let Some(mut last) = storing {
-                    store(block, job, &mut last, usize::MAX);
-                }
+            if let Some(mut last) = storing {
+                // SAFETY: as above.
+                unsafe { last.advance(block.isa(), usize::MAX) };
             }
         });
     });
-}
-
-multiversion! {
-    fn add(to: &mut Sums, from: &Sums) {
-        for (to, from) in to.as_flattened_mut().iter_mut().zip(from.as_flattened()) {
-            *to += from;
-        }
-    }
-}
-
-/// Stores the next `rows` rows of a finished block; mends its sums first.
-///
-/// # Safety
-/// As for [`Finished::advance`]; the block is inside C.
-unsafe fn store<T: Float, C: Float, K: Block<T>>(
-    block: &K,
-    job: &Job<'_, T, C>,
-    finished: &mut Finished<'_, C>,
-    rows: usize,
-) {
-    let [row, col] = finished.origin;
-    // SAFETY: the caller's promise; rows and columns of C are rows of op(A) and columns of op(B).
-    unsafe {
-        if finished.row == 0 {
-            let size = [finished.m, finished.n, job.shape.k];
-            block.mend(&mut *finished.sums, job.a().part(row, 0), job.b().part(0, col), size);
-        }
-        finished.advance(block.isa(), rows);
-    }
 }
 
 /// Bias of the columns from `col` in f32, zero where there is none.

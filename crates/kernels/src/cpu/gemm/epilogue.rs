@@ -31,7 +31,7 @@ impl<T> Copy for Epilogue<'_, T> {}
 /// A block of finished sums that is being stored to C.
 pub(super) struct Finished<'a, C> {
     /// f32 sums.
-    pub(super) sums: *mut Sums,
+    pub(super) sums: *const Sums,
     /// Rows and columns of the block.
     pub(super) m: usize,
     pub(super) n: usize,
@@ -42,8 +42,6 @@ pub(super) struct Finished<'a, C> {
     /// First element, and leading dimension of C.
     pub(super) c: *mut C,
     pub(super) ldc: usize,
-    /// Row and column of the first element.
-    pub(super) origin: [usize; 2],
     /// Next row to prefetch, and to store.
     pub(super) fetched: usize,
     pub(super) row: usize,

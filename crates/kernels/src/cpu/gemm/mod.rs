@@ -1,12 +1,11 @@
 //! GEMM on the CPU, accumulated in f32.
 //!
-//! One driver (`driver`) splits C into 32x32 blocks and feeds them to a block kernel: AMX for bf16 and, in three bf16 parts, f32
-//! where the CPU has it (`amx`), otherwise f32 SIMD (`vector`), for which bf16 operands are converted while they are packed. f32
-//! GEMMs on AVX2 and AVX-512, and those too small for AMX, use the `gemm` crate (`gemm_crate`). The order of every sum depends on
-//! the shape alone, so results do not depend on the number of threads.
+//! One driver (`driver`) splits C into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where the CPU has it (`amx`),
+//! otherwise f32 SIMD (`vector`), for which bf16 operands are converted while they are packed. f32 GEMMs on AVX2 and above use
+//! the `gemm` crate (`gemm_crate`). The order of every sum depends on the shape alone, so results do not depend on the number
+//! of threads.
 //!
-//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero, and f32 inputs below 2⁻¹⁰³ may be off by 2⁻¹²⁶; all
-//! else follows IEEE on every level.
+//! AMX treats subnormal inputs as zero and flushes subnormal sums to zero; all else follows IEEE on every level.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -82,10 +81,6 @@ pub fn gemm_f32(
     c: &mut [f32],
 ) {
     shape.check(a.len(), b.len(), epilogue.bias.map(<[f32]>::len), c.len());
-    #[cfg(target_arch = "x86_64")]
-    if cpu.isa == Isa::Amx && amx::splits(&shape) {
-        return amx::run(cpu.threads, driver::Job::new(shape, a, b, epilogue, c));
-    }
     if cpu.isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
         return gemm_crate::run(cpu.threads, shape, a, b, epilogue, c);
     }

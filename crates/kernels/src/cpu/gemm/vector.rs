@@ -1,7 +1,6 @@
 //! f32 block GEMMs with SIMD. 16-bit operands are converted to f32 while they are packed, so all types run at the same speed.
 
-use super::driver::{self, Block, From, Job, PackedOperands, Sums, TILE};
-use super::scratch::PIECE;
+use super::driver::{self, Block, From, Job, PackedOperands, TILE};
 use crate::cpu::{CpuContext, Isa, multiversion};
 use ferrotron_tensor::Float;
 
@@ -314,38 +313,4 @@ mod x86 {
 /// GEMM with f32 SIMD.
 pub(super) fn run<T: Float, C: Float>(cpu: CpuContext, job: Job<'_, T, C>) {
     driver::run(cpu.threads, &Vector(cpu.isa), job);
-}
-
-/// `op(A)·op(B)` of at most 32x32 elements, size `[m, n, k]`, in f32.
-///
-/// # Safety
-/// The elements of A and B are valid to read; the CPU has this level.
-#[cfg(target_arch = "x86_64")]
-pub(super) unsafe fn block<T: Float>(isa: Isa, a: From<T>, b: From<T>, [m, n, k]: [usize; 3]) -> Sums {
-    let (block, length) = (Vector(isa), <Vector as Block<T>>::K_BLOCK);
-    let mut sums: Sums = [[0.0; TILE]; TILE];
-    let half = TILE * length;
-    PIECE.with(|s| {
-        s.with(2 * half * size_of::<f32>(), |scratch| {
-            let (left, right) = (scratch.cast::<f32>(), scratch.cast::<f32>().wrapping_add(half));
-            for at in (0..k).step_by(length) {
-                let k = length.min(k - at);
-                let operands = PackedOperands { a: left.cast_const(), lda: k, b: right.cast_const(), k };
-                // SAFETY: this part of k, by the caller's promise; the scratch holds a block of each operand.
-                unsafe {
-                    block.pack_left(&mut (), &mut block.left(a.part(0, at), m, k, left, k), usize::MAX);
-                    block.pack_right(&mut block.right(b.part(at, 0), k, n, right, 0), usize::MAX);
-                    <Vector as Block<T>>::multiply(
-                        &block,
-                        &mut (),
-                        operands,
-                        sums.as_mut_ptr().cast(),
-                        true,
-                        |_| (),
-                    );
-                }
-            }
-        });
-    });
-    sums
 }

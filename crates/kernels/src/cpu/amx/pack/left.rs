@@ -1,23 +1,22 @@
 //! Packing of A: blocks of 32 rows.
 
 use super::{mask, pair};
-use crate::cpu::amx::Operand;
 use crate::cpu::gemm::transpose::{Words, transpose_part};
 use ferrotron_tensor::bf16;
 use std::arch::x86_64::*;
 
 /// Incremental packing of a block of A: up to 32 rows of `a[m, k]` (k contiguous, rows `lda` elements apart), or of its transpose
-/// `a[k, m]` (m contiguous), into 32 zero-padded rows of `ldo` elements (a multiple of 32, at least `k`) for each part.
-pub(crate) struct Left<T> {
+/// `a[k, m]` (m contiguous), into 32 zero-padded rows of `ldo` elements (a multiple of 32, at least `k`).
+pub(crate) struct Left {
     /// First element and leading dimension.
-    pub(crate) a: *const T,
+    pub(crate) a: *const bf16,
     pub(crate) lda: usize,
     /// Whether it is stored transposed.
     pub(crate) trans: bool,
     /// Rows, at most 32, and columns.
     pub(crate) m: usize,
     pub(crate) k: usize,
-    /// Destination, 64-byte aligned, of 32 rows of `k.div_ceil(32) * 32`; the next part is `32 * ldo` elements on.
+    /// Destination, 64-byte aligned, of 32 rows of `k.div_ceil(32) * 32`.
     pub(crate) out: *mut bf16,
     pub(crate) ldo: usize,
     /// Position of the next unit: index of k, and row of the block or unit of the step.
@@ -54,26 +53,16 @@ pub(crate) unsafe fn left_transposed(
 
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn whole_left(mut block: Left<bf16>) {
-    let mut pairs = Pairs::default();
+unsafe fn whole_left(mut block: Left) {
+    let mut pairs = [Words([0; 256]), Words([0; 256])];
     // SAFETY: the caller's promise.
     unsafe { block.advance(&mut pairs, usize::MAX) };
-}
-
-/// Scratch of [`Left::advance`]: a step of k in words, both halves of each part.
-pub(crate) struct Pairs([[Words; 2]; 3]);
-
-impl Default for Pairs {
-    fn default() -> Pairs {
-        let half = || Words([0; 256]);
-        Pairs([[half(), half()], [half(), half()], [half(), half()]])
-    }
 }
 
 /// Units of one step of a transposed block: 16 pairs of rows to interleave, then 2 transposes in 4 parts each.
 const TRANSPOSED_UNITS: usize = 24;
 
-impl<T: Operand> Left<T> {
+impl Left {
     /// Total number of units.
     pub(crate) fn units(&self) -> usize {
         self.k.div_ceil(32) * if self.trans { TRANSPOSED_UNITS } else { 32 }
@@ -84,7 +73,7 @@ impl<T: Operand> Left<T> {
     /// # Safety
     /// The memory is as the fields say; the CPU has AVX-512 F/BW/DQ/VL.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    pub(crate) unsafe fn advance(&mut self, pairs: &mut Pairs, units: usize) {
+    pub(crate) unsafe fn advance(&mut self, pairs: &mut [Words; 2], units: usize) {
         // SAFETY: the caller's promise.
         unsafe { if self.trans { self.transposed(pairs, units) } else { self.plain(units) } }
     }
@@ -98,13 +87,13 @@ impl<T: Operand> Left<T> {
                 return;
             }
             let keep = if self.unit < self.m { mask((self.k - self.at).min(32)) } else { 0 };
-            // SAFETY: masked to the elements that exist; 32 elements of a row of each part are written.
+            // SAFETY: masked to the elements that exist.
             unsafe {
-                let row = T::row(keep, self.a.wrapping_add(self.unit * self.lda + self.at));
-                let to = self.out.add(self.unit * self.ldo + self.at);
-                for (p, row) in row.into_iter().take(T::PARTS).enumerate() {
-                    _mm512_store_si512(to.add(p * 32 * self.ldo).cast(), row);
-                }
+                let row = _mm512_maskz_loadu_epi16(
+                    keep,
+                    self.a.wrapping_add(self.unit * self.lda + self.at).cast(),
+                );
+                _mm512_store_si512(self.out.add(self.unit * self.ldo + self.at).cast(), row);
             }
             self.at += 32;
             if self.at >= self.k {
@@ -116,7 +105,7 @@ impl<T: Operand> Left<T> {
     /// Step after step of k.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-    unsafe fn transposed(&mut self, pairs: &mut Pairs, units: usize) {
+    unsafe fn transposed(&mut self, pairs: &mut [Words; 2], units: usize) {
         for _ in 0..units {
             if self.at >= self.k {
                 return;
@@ -130,20 +119,20 @@ impl<T: Operand> Left<T> {
                     for row in [32 + 2 * unit, 33 + 2 * unit] {
                         _mm_prefetch::<_MM_HINT_T0>(a.wrapping_add(row * self.lda).cast());
                     }
+                    let [low, high] = pairs.each_mut().map(|w| w.0.as_mut_ptr());
                     let left = (self.k - at).saturating_sub(2 * unit);
-                    let words = pair(a.wrapping_add(2 * unit * self.lda), self.lda, left, self.m);
-                    for (to, words) in pairs.0.iter_mut().zip(words).take(T::PARTS) {
-                        for (to, words) in to.iter_mut().zip(words) {
-                            _mm512_store_si512(to.0.as_mut_ptr().add(16 * unit).cast(), words);
-                        }
-                    }
+                    pair(
+                        a.wrapping_add(2 * unit * self.lda),
+                        self.lda,
+                        left,
+                        self.m,
+                        low.add(16 * unit),
+                        high.add(16 * unit),
+                    );
                 } else {
                     let (half, part) = ((unit - 16) / 4, unit % 4);
                     let to = self.out.add(16 * half * self.ldo + at);
-                    for (p, words) in pairs.0.iter().take(T::PARTS).enumerate() {
-                        let (from, to) = (words[half].0.as_ptr(), to.add(p * 32 * self.ldo));
-                        transpose_part(from.cast(), 64, to.cast(), 2 * self.ldo, part);
-                    }
+                    transpose_part(pairs[half].0.as_ptr().cast(), 64, to.cast(), 2 * self.ldo, part);
                 }
             }
             self.unit += 1;

@@ -1,9 +1,8 @@
 //! Packing of B: VNNI panels of 32 columns.
 
 use super::{STEP, mask, pair};
-use crate::cpu::amx::Operand;
 use crate::cpu::gemm::transpose::{Words, transpose};
-use ferrotron_tensor::{DType, bf16};
+use ferrotron_tensor::bf16;
 use std::arch::x86_64::*;
 
 /// Packs row-major `b[k, n]` (rows `ldb` elements apart, n contiguous, `n <= 32`) into a VNNI panel of
@@ -20,12 +19,12 @@ pub(crate) unsafe fn rows(b: *const bf16, ldb: usize, k: usize, n: usize, out: *
 }
 
 /// Packs k-contiguous `b[n, k]` (rows `ldb` elements apart, `n <= 32`), the transpose of B, into a zero-padded VNNI panel of
-/// `k.div_ceil(32)` steps of all parts at `out`.
+/// `k.div_ceil(32)` steps at `out`.
 ///
 /// # Safety
 /// As for [`rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(crate) unsafe fn cols<T: Operand>(b: *const T, ldb: usize, k: usize, n: usize, out: *mut bf16) {
+pub(crate) unsafe fn cols(b: *const bf16, ldb: usize, k: usize, n: usize, out: *mut bf16) {
     debug_assert!(n <= 32);
     for step in 0..k.div_ceil(32) {
         let kn = (k - step * 32).min(32);
@@ -34,21 +33,17 @@ pub(crate) unsafe fn cols<T: Operand>(b: *const T, ldb: usize, k: usize, n: usiz
             // SAFETY: `count` rows of `b` from row 16·half with `kn` elements from `step * 32`; half a step of
             // `out` is written. No address past the storage is formed where `count` is zero.
             unsafe {
-                let to = out.add(step * T::PARTS * STEP + half * 512);
+                let to: *mut u32 = out.add(step * STEP + half * 512).cast();
                 let from = b.wrapping_add(half * 16 * ldb + step * 32);
-                if T::DTYPE == DType::BF16 && count == 16 && kn == 32 {
-                    transpose(from.cast(), 2 * ldb, to.cast(), 64);
-                    continue;
-                }
-                let mut words = [const { Words([0; 256]) }; 3];
-                for r in 0..count {
-                    let row = T::row(mask(kn), from.wrapping_add(r * ldb));
-                    for (to, row) in words.iter_mut().zip(row).take(T::PARTS) {
-                        _mm512_store_si512(to.0.as_mut_ptr().add(16 * r).cast(), row);
+                if count == 16 && kn == 32 {
+                    transpose(from.cast(), 2 * ldb, to, 64);
+                } else {
+                    let mut edge = Words([0; 256]);
+                    for r in 0..count {
+                        let row = _mm512_maskz_loadu_epi16(mask(kn), from.wrapping_add(r * ldb).cast());
+                        _mm512_store_si512(edge.0.as_mut_ptr().add(16 * r).cast(), row);
                     }
-                }
-                for (p, words) in words.iter().take(T::PARTS).enumerate() {
-                    transpose(words.0.as_ptr().cast(), 64, to.add(p * STEP).cast(), 64);
+                    transpose(edge.0.as_ptr().cast(), 64, to, 64);
                 }
             }
         }
@@ -57,16 +52,16 @@ pub(crate) unsafe fn cols<T: Operand>(b: *const T, ldb: usize, k: usize, n: usiz
 
 /// Incremental packing of B: `b[k, n]` (rows `ldb` elements apart, n contiguous), or with `trans` its transpose `b[n, k]`, into
 /// zero-padded panels of 32 columns that start `stride` elements apart.
-pub(crate) struct Right<T> {
+pub(crate) struct Right {
     /// First element and leading dimension.
-    pub(crate) b: *const T,
+    pub(crate) b: *const bf16,
     pub(crate) ldb: usize,
     /// Whether it is stored transposed.
     pub(crate) trans: bool,
     /// Rows and columns.
     pub(crate) k: usize,
     pub(crate) n: usize,
-    /// Destination, 64-byte aligned; each panel has `k.div_ceil(32)` steps of all parts.
+    /// Destination, 64-byte aligned; each panel has `k.div_ceil(32)` steps.
     pub(crate) out: *mut bf16,
     pub(crate) stride: usize,
     /// Position of the next unit: index of k, and first column.
@@ -74,7 +69,7 @@ pub(crate) struct Right<T> {
     pub(crate) col: usize,
 }
 
-impl<T: Operand> Right<T> {
+impl Right {
     /// Total number of units: a unit is a pair of rows of 32 columns or, if transposed, a panel.
     pub(crate) fn units(&self) -> usize {
         self.n.div_ceil(32) * if self.trans { 1 } else { self.k.div_ceil(32) * 16 }
@@ -100,12 +95,9 @@ impl<T: Operand> Right<T> {
                     self.col += 32;
                 } else {
                     // Pairs of rows over all columns, which hardware prefetchers follow.
-                    let to = out.add(at / 32 * T::PARTS * STEP + at % 32 * 16);
+                    let low: *mut u32 = out.add(at / 32 * STEP).cast();
                     let (b, k) = (self.b.wrapping_add(at * self.ldb + col), self.k.saturating_sub(at));
-                    for (p, [low, high]) in pair(b, self.ldb, k, n).into_iter().take(T::PARTS).enumerate() {
-                        _mm512_store_si512(to.add(p * STEP).cast(), low);
-                        _mm512_store_si512(to.add(p * STEP + 512).cast(), high);
-                    }
+                    pair(b, self.ldb, k, n, low.add(at % 32 * 8), low.add(256 + at % 32 * 8));
                     self.col += 32;
                     if self.col >= self.n {
                         (self.at, self.col) = (at + 2, 0);

@@ -1,9 +1,10 @@
 //! Packed operands hold every element at its position and zeros elsewhere; block GEMMs of packed operands.
 
-use super::{Left, Pairs, Right, STEP, cols, rows};
+use super::{Left, Right, STEP, cols, rows};
 use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, mm_32x32};
 use crate::cpu::gemm::PackedOperands;
+use crate::cpu::gemm::transpose::Words;
 use ferrotron_tensor::bf16;
 
 #[repr(C, align(64))]
@@ -41,7 +42,7 @@ fn packers_place_every_element_and_pad_with_zeros() {
                 rows(by_row.as_ptr(), wide, k, n, p.as_mut_ptr().cast());
                 cols(by_col.as_ptr(), tall, k, n, q.as_mut_ptr().cast());
                 // In portions, as the driver does.
-                let mut pairs = Pairs::default();
+                let mut pairs = [Words([0; 256]), Words([0; 256])];
                 for (trans, from, lda, out) in [(false, &by_col, tall, &mut l), (true, &by_row, wide, &mut t)]
                 {
                     let (a, out) = (from.as_ptr(), out.as_mut_ptr().cast());
@@ -119,7 +120,7 @@ fn block_gemm_is_exact_on_integers() {
                 rows(b.as_ptr(), 32, k, 32, p.as_mut_ptr().cast());
                 let tiles = Tiles::load();
                 let operands = PackedOperands { a: a.as_ptr(), lda, b: p.as_ptr().cast(), k };
-                mm_32x32::<bf16>(&tiles, operands, c.as_mut_ptr(), ldc, accumulate);
+                mm_32x32(&tiles, operands, c.as_mut_ptr(), ldc, accumulate);
             }
             for i in 0..32 {
                 for j in 0..ldc {
