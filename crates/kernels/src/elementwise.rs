@@ -103,6 +103,9 @@ pub trait ElementwiseKernels {
     /// `out = x`, converted to the type of `out`. Both may be strided where the types are equal.
     fn copy(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()>;
 
+    /// `out[i] = i`, i32 and contiguous, counted over all axes.
+    fn iota(&self, s: &Stream, out: &Tensor) -> Result<()>;
+
     /// `sums[c] (+)= Σ_r x[r, c]` in f32; `x [rows, n]`, `sums [n]`.
     fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()>;
 
@@ -122,6 +125,17 @@ pub trait ElementwiseKernels {
     /// contiguous. The same bits on every device, defined by
     /// [`RandomStream::normal`](crate::philox::RandomStream::normal).
     fn normal(&self, s: &Stream, runs: NormalFill, out: &Tensor) -> Result<()>;
+}
+
+/// Checks the output of [`ElementwiseKernels::iota`].
+pub(crate) fn check_iota(out: &Tensor) -> Result<()> {
+    const OP: &str = "iota";
+    same_contiguous(OP, &[out])?;
+    dtypes(OP, DType::I32, &[out])?;
+    if i32::try_from(out.numel()).is_err() {
+        return shape_error(OP, format!("{:?} has more elements than i32 counts", out.shape()));
+    }
+    Ok(())
 }
 
 /// Checks a column sum of `x [rows, n]` into contiguous `sums [n]`; returns rows, columns and the row stride.

@@ -79,7 +79,8 @@ impl SharedExpert {
         let t = y.shape()[0];
         let (logits, linear) = gate.forward(p, &x.values)?;
         let expert_zero = s.zeros(&[t, 1], DType::I32, Category::Activations)?;
-        let row_index = s.constant(&(0..t as i32).collect::<Vec<_>>(), &[t, 1], Category::Activations)?;
+        let row_index = p.rank.activation(&[t, 1], DType::I32)?;
+        k.iota(s, &row_index)?;
         let probs = p.rank.activation(&[t, 1], DType::F32)?;
         k.route(
             s,

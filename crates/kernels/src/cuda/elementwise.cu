@@ -136,6 +136,19 @@ template <class T> __device__ __forceinline__ void softcap_backward(const MapArg
         return dy * ((1.0f - t) * (1.0f + t));
     });
 }
+// out i32: out[i] = i.
+__device__ __forceinline__ void iota_i32(const MapArgs& p) {
+    i32* out = reinterpret_cast<i32*>(p.out);
+#pragma unroll
+    for (int u = 0; u < UNROLL; u++) {
+        const i64 at = group_start<4>(u);
+        if (p.vectorized && at + 4 <= p.n) {
+            *reinterpret_cast<int4*>(out + at) = make_int4(i32(at), i32(at) + 1, i32(at) + 2, i32(at) + 3);
+        } else {
+            for (i64 i = at; i < at + 4 && i < p.n; i++) out[i] = i32(i);
+        }
+    }
+}
 
 #define MAP(name, body)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const MapArgs p) { body(p); }
@@ -166,6 +179,7 @@ MAP(cast_f32_f16, (cast<float, f16>))
 MAP(cast_f16_f32, (cast<f16, float>))
 MAP(cast_f16_bf16, (cast<f16, bf16>))
 MAP(cast_bf16_f16, (cast<bf16, f16>))
+MAP(iota, iota_i32)
 MAP(softcap_forward_f32, softcap_forward<float>)
 MAP(softcap_forward_bf16, softcap_forward<bf16>)
 MAP(softcap_backward_f32, softcap_backward<float>)

@@ -5,7 +5,7 @@ use super::grid::{aligned16, blocks, line};
 use super::philox::StepStream;
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
-use crate::elementwise::check_dropout;
+use crate::elementwise::{check_dropout, check_iota};
 use crate::philox::DOMAIN_DROPOUT;
 use crate::{Dropout, ElementwiseKernels, NormalFill};
 use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
@@ -139,6 +139,15 @@ impl ElementwiseKernels for CudaKernels {
         s.launch(OP, &[read(x), write(out)], |l| {
             let at = [l.address(0)?, 0, l.address(1)?];
             self.map(l, kernel(name), at, (x.numel(), x.dtype().size().max(out.dtype().size())), 0.0)
+        })
+    }
+
+    fn iota(&self, s: &Stream, out: &Tensor) -> Result<()> {
+        const OP: &str = "iota";
+        check_iota(out)?;
+        let kernel = Kernel::new("elementwise", "iota");
+        s.launch(OP, &[write(out)], |l| {
+            self.map(l, kernel, [0, 0, l.address(0)?], (out.numel(), DType::I32.size()), 0.0)
         })
     }
 

@@ -43,6 +43,24 @@ fn add_and_scale() {
 }
 
 #[test]
+fn iota_counts_from_zero() {
+    for h in devices() {
+        for n in [0, 1, 3, 4, 7, 64, 1000, 4096, 70_001] {
+            // Aligned to 16 bytes, and not.
+            for first in [0, 1] {
+                let all = h.poisoned(DType::I32, &[n + first]);
+                h.k.iota(&h.s, &all.narrow(0, first, n).unwrap()).unwrap();
+                let found = h.host(&all.narrow(0, first, n).unwrap());
+                assert!(found.iter().copied().eq((0..n).map(|i| i as f64)), "{} {n}", h.name);
+            }
+        }
+        let table = h.poisoned(DType::I32, &[3, 2]);
+        h.k.iota(&h.s, &table).unwrap();
+        assert_eq!(h.host(&table), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    }
+}
+
+#[test]
 fn maximum_keeps_nan() {
     everywhere(|h, dtype| {
         for n in LENGTHS {

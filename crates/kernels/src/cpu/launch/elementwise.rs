@@ -3,7 +3,7 @@ use crate::checks::dtypes;
 use crate::cpu::random::{DropoutMask, dropout, fill_normal};
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
-use crate::elementwise::{check_columns, check_dropout, check_normal, check_one};
+use crate::elementwise::{check_columns, check_dropout, check_iota, check_normal, check_one};
 use crate::philox::RandomStream;
 use crate::{Dropout, ElementwiseKernels, NormalFill};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
@@ -74,6 +74,14 @@ impl ElementwiseKernels for CpuKernels {
             DType::F16 => e::copy_rows::<f16>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
             DType::I32 => e::copy_rows::<i32>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
             found => Err(Error::DType { op: OP, found, wanted: DType::F32 }),
+        })
+    }
+
+    fn iota(&self, s: &Stream, out: &Tensor) -> Result<()> {
+        check_iota(out)?;
+        s.launch("iota", &[write(out)], |l| {
+            l.slice_mut::<i32>(0)?.iter_mut().zip(0..).for_each(|(x, i)| *x = i);
+            Ok(())
         })
     }
 

@@ -68,6 +68,8 @@ fn elementwise_operations() {
         let deep = z(&h, F32, &[2, 2, 3, 2]).transpose(2, 3).unwrap();
         refused(&h, "copy deep columns apart", k.copy(s, &deep, &z(&h, F32, &[2, 2, 2, 3])));
         refused(&h, "copy itself", k.copy(s, &x, &x));
+        refused(&h, "iota of floats", k.iota(s, &f(3)));
+        refused(&h, "iota strided", k.iota(s, &column(&h, I32, 3)));
         let runs = NormalFill { stream: RandomStream::named(0, ""), first: 0, stride: 0, std: 1.0 };
         refused(&h, "normal values in a vector", k.normal(s, runs, &f(3)));
         refused(&h, "normal values in bf16", k.normal(s, runs, &z(&h, BF16, &[2, 3])));
