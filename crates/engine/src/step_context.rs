@@ -3,7 +3,7 @@
 use crate::moe::{MoeBatch, SavedRouting};
 use crate::offload::ActivationOffload;
 use crate::{Module, ParamId, Params, Rank, Saved, SavedTensor, StepState, UnitGuard, UnitId, Weight};
-use ferrotron_kernels::{RngKey, StepKey};
+use ferrotron_kernels::{CapturedSequences, RngKey, StepKey};
 use ferrotron_tensor::{DType, Result, Tensor};
 
 /// What every module needs besides its inputs: the rank, the weights, the state of the step and the pass' options.
@@ -23,6 +23,8 @@ pub struct StepContext<'a> {
     pub train: bool,
     /// The micro-batch as MoE layers need to know it.
     pub moe: Option<MoeBatch<'a>>,
+    /// Where the pass is captured and its packed sequences differ from replay to replay: these sequences.
+    pub captured: Option<&'a CapturedSequences>,
     /// This forward pass repeats one for backward: counters are not advanced again.
     pub recomputing: bool,
     /// With `recomputing`: the routing of the pass that is repeated, where it is that of an MoE layer.
@@ -83,6 +85,7 @@ impl<'a> StepContext<'a> {
             recompute: Recompute::default(),
             train: true,
             moe: None,
+            captured: None,
             recomputing: false,
             saved_routing: None,
             offload: None,

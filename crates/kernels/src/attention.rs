@@ -4,6 +4,7 @@ pub(crate) mod merge;
 pub(crate) mod mla;
 pub(crate) mod plan;
 
+use crate::cuda::CapturedSequences;
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// Alignment of the causal diagonal and sliding window where queries and keys differ in number.
@@ -47,6 +48,19 @@ pub enum Sequences<'a> {
         /// Cumulative sequence lengths of k and v.
         k: &'a [i32],
     },
+    /// The same where the launch is captured in a CUDA graph, and replayed with other sequences.
+    Captured(&'a CapturedSequences),
+}
+
+impl<'a> Sequences<'a> {
+    /// Cumulative sequence lengths of queries and of keys; `None` if each batch entry is one sequence.
+    pub(crate) fn offsets(self) -> Option<[&'a [i32]; 2]> {
+        match self {
+            Sequences::Batch => None,
+            Sequences::Packed { q, k } => Some([q, k]),
+            Sequences::Captured(c) => Some([c.offsets(); 2]),
+        }
+    }
 }
 
 /// Forward pass: `out = softmax(scores)·v`, `lse = log Σ exp(scores)`, the attention sink included.

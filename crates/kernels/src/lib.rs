@@ -37,6 +37,7 @@ pub use attention::{
 pub use cross_entropy::{
     CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits,
 };
+pub use cuda::CapturedSequences;
 pub use digest::{DigestKernels, digest_of_bytes};
 pub use dora::{DoraFactor, DoraKernels, DoraUpdate, ScaleColumns, ScaleColumnsBackward};
 pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey, StepKey};

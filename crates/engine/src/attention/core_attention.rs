@@ -106,7 +106,7 @@ impl CoreAttention {
             false => None,
         };
         let (sink, out) = (sink.as_ref(), &self.by_heads(p, layout, out)?);
-        let (s, kernels, sequences) = (&p.rank.compute, &p.rank.kernels, layout.sequences());
+        let (s, kernels, sequences) = (&p.rank.compute, &p.rank.kernels, layout.sequences(p.captured));
         let rounded = || self.operands(p, layout, qkv, amax.as_ref());
         if p.rank.cp.size() > 1 {
             let [q, k, v] = &rounded()?;
@@ -150,7 +150,12 @@ impl CoreAttention {
                 let [q, k, v] = &self.operands(p, layout, qkv.each_ref(), amax.as_deref())?;
                 let forward = AttentionForward { q, k, v, sink, out, lse: &lse };
                 let a = AttentionBackward { forward, dout, dq, dk, dv, dsink };
-                p.rank.kernels.attention_backward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
+                p.rank.kernels.attention_backward(
+                    &p.rank.compute,
+                    &self.scores,
+                    layout.sequences(p.captured),
+                    &a,
+                )?;
             }
             CoreAttentionSaved::ContextParallel(saved) => {
                 let y = Gradients { out, dout, sink, dq, dk, dv, dsink };

@@ -155,17 +155,17 @@ mod tests {
         let (want, want_lse) = (new(&[2, 24, 4, 8]), rank.activation(&[2, 4, 24], DType::F32).unwrap());
         let forward = || AttentionForward { q, k, v, sink: Some(sink), out: &want, lse: &want_lse };
         let (kernels, s) = (&rank.kernels, &rank.compute);
-        kernels.attention_forward(s, &scores, LAYOUT.sequences(), &forward()).unwrap();
+        kernels.attention_forward(s, &scores, LAYOUT.sequences(None), &forward()).unwrap();
         assert_eq!(host(&rank, &out.narrow(0, 0, 48).unwrap()), host(&rank, &want));
         assert!(host(&rank, &out.narrow(0, 48, 2).unwrap()).iter().all(|x| *x == 0.0));
         assert_eq!(lse, rank.compute.download::<f32>(&want_lse).unwrap());
         let whole = new(&[2, 24, 4, 8]);
         let f = AttentionForward { out: &whole, ..forward() };
         kernels
-            .attention_forward(s, &AttentionParams { fp8: false, ..scores }, LAYOUT.sequences(), &f)
+            .attention_forward(s, &AttentionParams { fp8: false, ..scores }, LAYOUT.sequences(None), &f)
             .unwrap();
         assert_ne!(host(&rank, &whole), host(&rank, &want));
-        kernels.attention_forward(s, &scores, LAYOUT.sequences(), &forward()).unwrap();
+        kernels.attention_forward(s, &scores, LAYOUT.sequences(None), &forward()).unwrap();
 
         let grads = [new(&[TOKENS, 4, 8]), new(&[TOKENS, 2, 8]), new(&[TOKENS, 2, 8])];
         let y = CoreAttentionGrads { out: &out, dout: &dout, dqkv: grads.each_ref() };
@@ -175,7 +175,7 @@ mod tests {
         let dout = &dout.narrow(0, 0, 48).unwrap().view(&[2, 24, 4, 8]).unwrap();
         let dsink = &rank.compute.zeros(&[4], DType::F32, Category::Activations).unwrap();
         let b = AttentionBackward { forward: forward(), dout, dq, dk, dv, dsink: Some(dsink) };
-        kernels.attention_backward(s, &scores, LAYOUT.sequences(), &b).unwrap();
+        kernels.attention_backward(s, &scores, LAYOUT.sequences(None), &b).unwrap();
         for (ours, wanted) in grads.iter().zip([dq, dk, dv]) {
             assert_eq!(host(&rank, &ours.narrow(0, 0, 48).unwrap()), host(&rank, wanted));
         }

@@ -1,6 +1,6 @@
 //! How sequences lie in a flat batch.
 
-use ferrotron_kernels::Sequences;
+use ferrotron_kernels::{CapturedSequences, Sequences};
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
 /// How sequences lie in a flat batch `[tokens]`: tokens attend within their own sequence only.
@@ -68,10 +68,12 @@ impl Layout {
         if fits { Ok(()) } else { shape_error("sequences", format!("{self:?} does not cut {tokens} tokens")) }
     }
 
-    pub(super) fn sequences(&self) -> Sequences<'_> {
-        match self {
-            Layout::Rows { .. } => Sequences::Batch,
-            Layout::Packed { offsets } => Sequences::Packed { q: offsets, k: offsets },
+    /// The sequences of a pass; those of a captured one are `captured` where they are packed.
+    pub(super) fn sequences<'a>(&'a self, captured: Option<&'a CapturedSequences>) -> Sequences<'a> {
+        match (self, captured) {
+            (Layout::Rows { .. }, _) => Sequences::Batch,
+            (Layout::Packed { .. }, Some(sequences)) => Sequences::Captured(sequences),
+            (Layout::Packed { offsets }, None) => Sequences::Packed { q: offsets, k: offsets },
         }
     }
 

@@ -68,8 +68,8 @@ pub(crate) fn plan(
     if !fits || !lse_fits || f.q.rank() != rank {
         return bad();
     }
-    let spans = match sequences {
-        Sequences::Batch => (0..q[0])
+    let spans = match sequences.offsets() {
+        None => (0..q[0])
             .map(|b| Span {
                 batch: b,
                 q_start: 0,
@@ -79,7 +79,7 @@ pub(crate) fn plan(
                 lse_base: b * lse_batch,
             })
             .collect(),
-        Sequences::Packed { q: oq, k: ok } => {
+        Some([oq, ok]) => {
             let inside = |o: &[i32], n: usize| {
                 o.first().is_some_and(|x| *x >= 0)
                     && o.windows(2).all(|w| w[0] <= w[1])
@@ -91,17 +91,7 @@ pub(crate) fn plan(
                     "sequence offsets must ascend, stay within the tokens, and be equally many for q and k",
                 );
             }
-            oq.windows(2)
-                .zip(ok.windows(2))
-                .map(|(q, k)| Span {
-                    batch: 0,
-                    q_start: q[0] as usize,
-                    q_len: (q[1] - q[0]) as usize,
-                    k_start: k[0] as usize,
-                    k_len: (k[1] - k[0]) as usize,
-                    lse_base: q[0] as usize * lse_token,
-                })
-                .collect::<Vec<_>>()
+            packed_spans(oq, ok, lse_token)
         }
     };
     let covered = |len: fn(&Span) -> usize| spans.iter().map(len).sum::<usize>();
@@ -124,6 +114,20 @@ pub(crate) fn plan(
         lse_token,
     };
     Ok(AttentionPlan { shape, spans, gaps, lse_batch })
+}
+
+/// Packed sequences by the offsets of queries and keys, which ascend from 0 or more; log-sum-exps of neighbouring tokens are
+/// so many elements apart.
+pub(crate) fn packed_spans(q: &[i32], k: &[i32], lse_token: usize) -> Vec<Span> {
+    let span = |(q, k): (&[i32], &[i32])| Span {
+        batch: 0,
+        q_start: q[0] as usize,
+        q_len: (q[1] - q[0]) as usize,
+        k_start: k[0] as usize,
+        k_len: (k[1] - k[0]) as usize,
+        lse_base: q[0] as usize * lse_token,
+    };
+    q.windows(2).zip(k.windows(2)).map(span).collect()
 }
 
 /// Checks that each gradient has the shape of its tensor.

@@ -51,6 +51,7 @@ mod sources;
 mod tensor_map;
 mod weighted_activation;
 
+pub use attention::CapturedSequences;
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, KernelResources};
 pub use libraries::{NvidiaLibrary, folders as library_folders};

@@ -109,7 +109,7 @@ impl ContextParallel<'_> {
             out: &self.layout.shaped(&all.view(&[qkv.shape()[0], n, d])?)?,
             lse: &lse,
         };
-        rank.kernels.attention_forward(s, self.scores, self.layout.sequences(), &a)?;
+        rank.kernels.attention_forward(s, self.scores, self.layout.sequences(None), &a)?;
         let [to, from] = shares.by_rank(out, &self.to_tokens(&all, "attention outputs to tokens")?)?;
         rank.kernels.copy(s, &from, &to)?;
         let keep = SavedTensor::activation;
@@ -145,7 +145,7 @@ impl ContextParallel<'_> {
             dv: &shaped(&dv)?,
             dsink: dsink.as_ref(),
         };
-        rank.kernels.attention_backward(s, self.scores, self.layout.sequences(), &a)?;
+        rank.kernels.attention_backward(s, self.scores, self.layout.sequences(None), &a)?;
         let mine = self.to_tokens(&dqkv, "gradients of q, k, v to tokens")?;
         for (t, (at, width)) in [y.dq, y.dk, y.dv].into_iter().zip(shares.columns()) {
             let [to, from] = shares.by_rank(t, &mine.narrow(2, at, width)?)?;

@@ -88,6 +88,7 @@ template <int D, int BM, int PAIRS, int STAGES> struct Fused {
 
     static __device__ __forceinline__ void run(const HopperArgs& m) {
         const AttentionArgs& a = m.a;
+        if (past_last_tile(a)) return;
         if (threadIdx.x == 0) {
             HopperTile p = hopper_tile(m, blockIdx.x, a.heads / a.group, BN, false);
             const i32 last = min(p.first + BN, p.k_len) - 1;

@@ -16,6 +16,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
     static_assert(PARTS == 1 || (CQ % 64 == 0 && CV % 64 == 0), "parts start on 128 bytes");
 
     static __device__ __forceinline__ void run(const AttentionArgs& a) {
+        if (past_last_tile(a)) return;
         const int part = blockIdx.x % PARTS;
         const Place& p = key_tile(a, blockIdx.x / PARTS, BN, BM);
         const u32 base = shared_address(attention_shared) + PLACE;

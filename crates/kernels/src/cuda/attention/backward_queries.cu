@@ -9,6 +9,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
     static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + D_BYTES + 2 * STAGE;
 
     static __device__ __forceinline__ void run(const AttentionArgs& a) {
+        if (past_last_tile(a)) return;
         const Place& p = query_tile(a, BM, BN);
         const u32 base = shared_address(attention_shared) + PLACE;
 

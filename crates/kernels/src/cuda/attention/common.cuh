@@ -31,12 +31,23 @@ struct Place {
     __device__ __forceinline__ i32 hi(const AttentionArgs& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
 };
 
+// Whether this block is past the last tile of packed sequences. How many tiles there are lies in memory, so that a captured
+// launch, which has blocks for as many as there may be, serves other sequences.
+__device__ __forceinline__ bool past_last_tile(const AttentionArgs& a) {
+    return a.items && i32(blockIdx.x) >= reinterpret_cast<const TileSchedule*>(a.items)->total;
+}
+// Tile `index` of packed sequences; the table begins with its schedule.
+__device__ __forceinline__ TileItem item_at(const AttentionArgs& a, i32 index) {
+    static_assert(sizeof(TileSchedule) == sizeof(TileItem), "one entry of the table");
+    return reinterpret_cast<const TileItem*>(a.items)[1 + index];
+}
+
 __device__ __forceinline__ Place place(const AttentionArgs& a, i32 block, i32 heads, i32 size, bool reversed) {
     Place p;
     p.head = block % heads;
     i32 rest = block / heads;
     if (a.items) {
-        TileItem it = reinterpret_cast<const TileItem*>(a.items)[rest];
+        const TileItem it = item_at(a, rest);
         p.batch = 0;
         p.q_start = it.q_start;
         p.q_len = it.q_len;

@@ -5,8 +5,9 @@
 
 use super::fixed_point::{ROWS, Scratch, padded_rows};
 use super::hopper::HopperArgs;
+use super::hopper_scheduler::Scheduling;
 use super::problem::{AttentionProblem, blocks};
-use super::tile_table::TileTable;
+use super::tile_table::TableArg;
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use ferrotron_tensor::{DType, Launch, Result};
 
@@ -75,9 +76,13 @@ impl Fused {
         problem.args.vectorized & VIEWS == VIEWS
     }
 
-    /// Keys of a tile, and queries of a block of the per-query kernels.
-    pub(super) fn tile_rows(&self) -> [usize; 2] {
-        [self.keys(), ROWS]
+    /// Keys of a tile, and queries of a block of the per-query kernels; and how both are scheduled.
+    pub(super) fn tiles(&self, problem: &AttentionProblem) -> [(usize, Scheduling); 2] {
+        let pairs = problem.pairs(problem.shape.kv_heads);
+        [
+            (self.keys(), Scheduling::Sections { pairs, least: self.together }),
+            (ROWS, Scheduling::Blocks(problem.pairs(problem.shape.heads))),
+        ]
     }
 
     const fn keys(&self) -> usize {
@@ -88,12 +93,6 @@ impl Fused {
     const fn shared(&self) -> u32 {
         let tiles = (2 * self.keys() + (2 + self.stages) * self.queries) * self.channels * 2;
         (128 + tiles + 2 * self.keys() * self.queries * 2 + 3 * self.queries * 12) as u32
-    }
-
-    /// How many (batch, key head) pairs of `tiles` tiles are scheduled together, in sections of nearly equal size.
-    fn section(&self, pairs: usize, tiles: usize) -> usize {
-        let sections = (pairs / self.together.div_ceil(tiles.max(1))).max(1);
-        pairs.div_ceil(sections).max(1)
     }
 
     fn space(&self, problem: &AttentionProblem) -> Scratch {
@@ -114,17 +113,16 @@ impl Fused {
         problem: &AttentionProblem,
         l: &Launch,
         scratch: usize,
-        [keys, queries]: [Option<(usize, &TileTable)>; 2],
+        [keys, queries]: [TableArg; 2],
     ) -> Result<()> {
-        let (shape, a) = (&problem.shape, &problem.args);
+        let a = &problem.args;
         let (start, space) = (l.address(scratch)?, self.space(problem));
-        let (m, row_tiles) = HopperArgs::over(problem, l, shape.heads, (a.q_len, ROWS), queries)?;
+        let [key_tiling, row_tiling] = self.tiles(problem);
+        let (m, row_tiles) = HopperArgs::over(problem, l, a.q_len, row_tiling, queries)?;
         let by_row = space.set(m, start);
-        let (m, key_tiles) = HopperArgs::over(problem, l, shape.kv_heads, (a.k_len, self.keys()), keys)?;
-        let mut by_key = space.set(m, start);
-        let (pairs, tiles) = (problem.pairs(shape.kv_heads), by_key.a.tiles.max(1));
-        by_key.section = self.section(pairs, tiles as usize) as i32;
-        by_key.section_tiles = by_key.section * tiles;
+        let (m, key_tiles) = HopperArgs::over(problem, l, a.k_len, key_tiling, keys)?;
+        let by_key = space.set(m, start);
+        let pairs = problem.pairs(problem.shape.kv_heads);
 
         let rows = |name| Kernel::new("attention/hopper_backward_preprocess", name);
         let each = |n: usize| Ok(LaunchConfig { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
@@ -144,14 +142,6 @@ impl Fused {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sections_have_enough_tiles_and_equal_size() {
-        let [narrow, wide] = INSTANCES;
-        assert_eq!([wide.section(8, 128), wide.section(16, 64), narrow.section(32, 64)], [2, 4, 16]);
-        // One section where there are few tiles; 5 and 4 of 9 pairs.
-        assert_eq!([wide.section(3, 7), wide.section(9, 64), wide.section(1, 4096)], [3, 5, 1]);
-    }
 
     #[test]
     fn instances_match_their_source_and_fit_the_shared_memory_of_every_card() {

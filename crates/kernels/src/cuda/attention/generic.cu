@@ -102,6 +102,7 @@ template <int D, int TILE> struct GenericAttention {
     }
 
     static __device__ __forceinline__ void forward(const AttentionArgs& a) {
+        if (past_last_tile(a)) return;
         const Place p = place(a, blockIdx.x, a.heads, TILE, true);
         const int y = threadIdx.x >> 4, x = threadIdx.x & 15;
         float* q = reinterpret_cast<float*>(attention_shared);
@@ -176,6 +177,7 @@ template <int D, int TILE> struct GenericAttention {
     }
 
     static __device__ __forceinline__ void keys(const AttentionArgs& a) {
+        if (past_last_tile(a)) return;
         const Place p = place(a, blockIdx.x, a.heads / a.group, TILE, false);
         const int y = threadIdx.x >> 4, x = threadIdx.x & 15;
         float* k = reinterpret_cast<float*>(attention_shared);
@@ -227,6 +229,7 @@ template <int D, int TILE> struct GenericAttention {
     }
 
     static __device__ __forceinline__ void queries(const AttentionArgs& a) {
+        if (past_last_tile(a)) return;
         const Place p = place(a, blockIdx.x, a.heads, TILE, true);
         const int y = threadIdx.x >> 4, x = threadIdx.x & 15;
         float* q = reinterpret_cast<float*>(attention_shared);

@@ -4,10 +4,10 @@
 //! converted to bf16. With enough heads, a block has all keys of one head and needs neither bounds nor fixed point.
 
 use super::fixed_point::{ROWS, Scratch, key_chunks, padded_rows};
-use super::hopper_scheduler::{CACHE, USUAL_BLOCKS, section, shared_section};
+use super::hopper_scheduler::{CACHE, Scheduling, USUAL_BLOCKS};
 use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
 use super::problem::{AttentionArgs, AttentionProblem, blocks};
-use super::tile_table::TileTable;
+use super::tile_table::{TableArg, VisibleKeys, mean_visible_keys};
 use crate::cuda::args::kernel_args;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
@@ -36,10 +36,9 @@ kernel_args! {
         pub(super) bounds: u64,
         /// i32: tiles that blocks of the backward kernel have taken so far.
         pub(super) next_tile: u64,
-        /// Tiles of all heads.
+        /// As in `TileSchedule`; that of packed sequences is in their table.
         total: i32,
-        /// (batch, head) pairs whose tiles are scheduled together, so that what they share stays in the L2 cache.
-        pub(super) section: i32,
+        section: i32,
         /// All (batch, head) pairs.
         pairs: i32,
         /// Rows of a head in `dq_accum`, and in `lse_log2`, which here holds 64 rows of it, then 64 deltas, then 64 steps: the
@@ -50,51 +49,32 @@ kernel_args! {
         /// Key tokens `k_from..k_to` belong to a sequence.
         k_from: i32,
         k_to: i32,
-        /// Tile numbers of a section: its tiles, rounded up to full waves of blocks where there are several sections.
-        pub(super) section_tiles: i32,
+        /// As in `TileSchedule`.
+        section_tiles: i32,
         pad: [i32; 10],
     }
 }
 
 impl HopperArgs {
-    /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
+    /// Arguments for tiles of so many queries or keys of sequences of `len`, and how many tiles there are at most.
     pub(super) fn over(
         problem: &AttentionProblem,
         l: &Launch,
-        heads: usize,
-        (len, rows): (i32, usize),
-        items: Option<(usize, &TileTable)>,
+        len: i32,
+        (rows, scheduling): (usize, Scheduling),
+        table: TableArg,
     ) -> Result<(HopperArgs, usize)> {
         let mut m = HopperArgs { a: problem.args, ..HopperArgs::default() };
-        let pairs = problem.pairs(heads);
-        let tiles = match items {
-            _ if problem.packed => problem.table(l, items, true, &mut m.a)?,
-            _ => (len as usize).div_ceil(rows),
+        let tiles = if problem.packed {
+            problem.set_table(l, table, &mut m.a)?
+        } else {
+            (len as usize).div_ceil(rows)
         };
-        let total = blocks(tiles * pairs)? as i32;
-        m.a.tiles = tiles as i32;
-        (m.total, m.section_tiles, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
+        let s = scheduling.schedule(tiles)?;
+        (m.a.tiles, m.total, m.section, m.section_tiles) = (s.tiles, s.total, s.section, s.section_tiles);
+        m.pairs = scheduling.pairs() as i32;
         [m.k_from, m.k_to] = problem.inside[1].map(|x| x as i32);
-        Ok((m, tiles * pairs))
-    }
-
-    /// Schedules heads in sections whose keys and values, of so many bytes each, fit into the L2 cache, for persistent
-    /// `blocks_at_once`.
-    pub(super) fn tile_in_sections(
-        &mut self,
-        problem: &AttentionProblem,
-        bytes: usize,
-        blocks_at_once: usize,
-    ) -> Result<()> {
-        let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.a.tiles as usize);
-        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes, blocks_at_once);
-        if part < pairs {
-            // Every section starts with a full wave of blocks.
-            let waves = (part * tiles).next_multiple_of(blocks_at_once);
-            (self.section, self.section_tiles) = (part as i32, waves as i32);
-            self.total = blocks(pairs.div_ceil(part) * waves)? as i32;
-        }
-        Ok(())
+        Ok((m, tiles * scheduling.pairs()))
     }
 }
 
@@ -102,7 +82,6 @@ impl HopperArgs {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
     variant: &'static KernelVariant,
-    forward: Forward,
     /// A block has all keys of a head.
     per_head: bool,
     /// Rows of a head in scratch space.
@@ -138,14 +117,8 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
     let chunks = key_chunks(problem);
-    let forward = match variant.short {
-        Some((below, short)) if problem.mean_visible_keys() < below[usize::from(!fills(problem, &short))] => {
-            short
-        }
-        _ => variant.forward,
-    };
     let blocks = kernels.multiprocessors().max(1) as usize;
-    Some(Hopper { variant, forward, per_head, padded, chunks, blocks })
+    Some(Hopper { variant, per_head, padded, chunks, blocks })
 }
 
 /// Whether at most 2 % of the rows of a forward kernel's tiles are past the end of the sequence. Taken for granted of
@@ -177,35 +150,59 @@ impl Hopper {
         tensor_map(address, sizes, [token, head, batch], rows as u32)
     }
 
-    /// Queries of a forward tile.
-    pub(super) fn forward_rows(&self) -> usize {
-        self.forward.rows()
+    /// The forward kernels to launch, each with the sequences it is for: the one that suits the sequences, or both where these
+    /// are filled in later.
+    pub(super) fn forwards(&self, problem: &AttentionProblem) -> Vec<(Forward, Option<VisibleKeys>)> {
+        let Some((below, short)) = self.variant.short else { return vec![(self.variant.forward, None)] };
+        let limit = below[usize::from(!fills(problem, &short))];
+        if problem.captured.is_some() {
+            let only = |fewer| Some(VisibleKeys { limit, fewer });
+            return vec![(self.variant.forward, only(false)), (short, only(true))];
+        }
+        let fewer = mean_visible_keys(&problem.spans, problem.args.left, problem.args.right) < limit;
+        vec![(if fewer { short } else { self.variant.forward }, None)]
     }
 
-    /// Keys of a backward tile, and queries of a block of the per-query kernels.
-    pub(super) fn backward_rows(&self) -> [usize; 2] {
-        [self.variant.backward.keys, ROWS]
+    /// Queries of a forward tile, and how tiles are scheduled.
+    pub(super) fn forward_tiles(&self, problem: &AttentionProblem, f: &Forward) -> (usize, Scheduling) {
+        let shape = &problem.shape;
+        let scheduling = Scheduling::Waves {
+            pairs: problem.pairs(shape.heads),
+            group: shape.heads / shape.kv_heads,
+            bytes: problem.tokens[1] * (shape.d_qk + shape.d_v) * 2,
+            blocks: self.blocks,
+        };
+        (f.rows(), scheduling)
     }
 
-    /// Launches the forward kernel; `items` is the argument with the table of query tiles.
+    /// Keys of a backward tile, and queries of a block of the per-query kernels; and how both are scheduled.
+    pub(super) fn backward_tiles(&self, problem: &AttentionProblem) -> [(usize, Scheduling); 2] {
+        let (backward, pairs) = (&self.variant.backward, problem.pairs(problem.shape.kv_heads));
+        [
+            (backward.keys, Scheduling::Keys { pairs, cluster: backward.cluster }),
+            (ROWS, Scheduling::Blocks(problem.pairs(problem.shape.heads))),
+        ]
+    }
+
+    /// Launches a forward kernel.
     pub(super) fn forward(
         &self,
         kernels: &CudaKernels,
         problem: &AttentionProblem,
         l: &Launch,
-        items: Option<(usize, &TileTable)>,
+        f: &Forward,
+        table: TableArg,
     ) -> Result<()> {
-        let (shape, a, f) = (&problem.shape, &problem.args, &self.forward);
-        let (mut m, total) = HopperArgs::over(problem, l, shape.heads, (a.q_len, f.rows()), items)?;
+        let tiling = self.forward_tiles(problem, f);
+        let (mut m, total) = HopperArgs::over(problem, l, problem.args.q_len, tiling, table)?;
         (m.q, m.k, m.v) =
             (self.map(problem, 0, f.rows())?, self.map(problem, 1, f.keys)?, self.map(problem, 2, f.keys)?);
-        m.tile_in_sections(problem, problem.tokens[1] * (shape.d_qk + shape.d_v) * 2, self.blocks)?;
         let grid = LaunchConfig {
             blocks: [total.min(self.blocks) as u32, 1, 1],
             threads: f.threads(),
             shared: f.shared(),
         };
-        let kernel = if shape.fp8 { f.kernel.with_fp8_probs() } else { f.kernel };
+        let kernel = if problem.shape.fp8 { f.kernel.with_fp8_probs() } else { f.kernel };
         kernels.launch_kernel(l, kernel, grid, &m)
     }
 
@@ -230,26 +227,23 @@ impl Hopper {
         problem: &AttentionProblem,
         l: &Launch,
         scratch: usize,
-        [keys, queries]: [Option<(usize, &TileTable)>; 2],
+        [keys, queries]: [TableArg; 2],
     ) -> Result<()> {
-        let (shape, a) = (&problem.shape, &problem.args);
+        let a = &problem.args;
         let (start, space) = (l.address(scratch)?, self.space(problem));
         let named = |m: HopperArgs| space.set(m, start);
-        let (m, row_tiles) = HopperArgs::over(problem, l, shape.heads, (a.q_len, ROWS), queries)?;
+        let [key_tiling, row_tiling] = self.backward_tiles(problem);
+        let (m, row_tiles) = HopperArgs::over(problem, l, a.q_len, row_tiling, queries)?;
         let by_row = named(m);
         let variant = &self.variant.backward;
-        let (m, key_tiles) = HopperArgs::over(problem, l, shape.kv_heads, (a.k_len, variant.keys), keys)?;
+        let (m, key_tiles) = HopperArgs::over(problem, l, a.k_len, key_tiling, keys)?;
         let mut by_key = named(m);
         let [query_box, key_box] = variant.boxes();
         by_key.q = self.map(problem, 0, query_box)?;
         by_key.k = self.map(problem, 1, key_box)?;
         by_key.v = self.map(problem, 2, key_box)?;
         by_key.dout = self.map(problem, 4, query_box)?;
-        let pairs = problem.pairs(shape.kv_heads);
-        let tiles = by_key.a.tiles.max(1);
-        // Blocks of a cluster work on one tile.
-        by_key.section = shared_section(pairs, tiles as usize * variant.cluster) as i32;
-        by_key.section_tiles = by_key.section * tiles;
+        let pairs = problem.pairs(problem.shape.kv_heads);
 
         let rows = |name| Kernel::new("attention/hopper_backward_preprocess", name);
         let each = |n: usize| Ok(LaunchConfig { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });

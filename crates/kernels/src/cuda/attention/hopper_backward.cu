@@ -85,7 +85,6 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
         Ring<STAGES> ring;
         u32 kv_phase = 0, count = 0;
         DqAccumulator own;
-        const i32 n = Load::total(m);
         typename Load::Slots slot;
         for (i32 index = 0;; index++) {
             if constexpr (!PER_HEAD) {
@@ -94,7 +93,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                 if (first_lane) mbarrier_arrive(bars.tile_free(slot.stage));
                 slot.next();
             }
-            if (index >= n) break;
+            if (PER_HEAD ? index >= Load::total(m) : index < 0) break;
             const HopperTile p = Load::place(m, index);
             const i32 w0 = p.first + wg * 64;
             float dk[ND], dv[ND];

@@ -70,7 +70,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
     static __device__ __forceinline__ bool downwards(i32 index) { return !PER_HEAD && (index / 128) % 2 == 0; }
     static __device__ __forceinline__ i32 total(const HopperArgs& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
-        return PER_HEAD ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+        return PER_HEAD ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : schedule_of(m).total;
     }
 
     // Initializes the mbarriers with their arrival counts: warps that release keys, query tiles and ds.
@@ -94,7 +94,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         mbarrier_init_fence();
     }
 
-    // What the producer warp needs of a tile; it has too few registers to compute it.
+    // What the producer warp needs of a tile; it has too few registers to compute it. The index is -1 after the last.
     struct Load {
         i32 index, batch, head, key, query, row, from, to;
     };
@@ -123,7 +123,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
             index = __shfl_sync(~0u, index, 0);
             if (one) {
                 volatile Load* to = slot_at(slot.stage);
-                to->index = index;
+                to->index = index < n ? index : -1;
                 if (index < n) {
                     const Load x = load_of(m, index);
                     to->batch = x.batch, to->head = x.head, to->key = x.key, to->query = x.query;
@@ -145,7 +145,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         while (true) {
             mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const volatile Load* p = slot_at(slot.stage);
-            if (p->index >= total(m)) break;
+            if (p->index < 0) break;
             i32 left = p->to - p->from;
             if (left > 0) {
                 mbarrier_wait(bars.kv_free(), kv_phase ^ 1);

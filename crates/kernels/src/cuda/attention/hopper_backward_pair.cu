@@ -28,7 +28,7 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
     static __device__ __forceinline__ void values_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
         const u32 rank = cluster_rank();
-        for (i32 index; (index = at.tile()) < m.total;) {
+        for (i32 index; (index = at.tile()) >= 0;) {
             const HopperTile p = Load::place(m, index);
             float dv[64];
 #pragma unroll
@@ -107,7 +107,7 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
     static __device__ __forceinline__ void keys_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
         const u32 rank = cluster_rank();
-        for (i32 index; (index = at.tile()) < m.total;) {
+        for (i32 index; (index = at.tile()) >= 0;) {
             const HopperTile p = Load::place(m, index);
             float dk[96];
 #pragma unroll

@@ -77,7 +77,7 @@ template <int STAGES_> struct HopperBackwardPairLoad {
         mbarrier_init_fence();
     }
 
-    // What the producer warp needs of a tile; it has too few registers to compute it.
+    // What the producer warp needs of a tile; it has too few registers to compute it. The index is -1 after the last.
     struct Load {
         i32 index, batch, head, key, query, row, from, to;
     };
@@ -89,6 +89,7 @@ template <int STAGES_> struct HopperBackwardPairLoad {
     // A second warp beside the first block's producer claims tiles for both blocks, as in hopper_backward_load.cuh.
     static __device__ __forceinline__ void choose(const HopperArgs& m, u32 base, Bars bars) {
         const u32 lane = threadIdx.x & 31;
+        const i32 n = schedule_of(m).total;
         u32 phase = 1;
         i32 index = 0;
         do {
@@ -99,8 +100,8 @@ template <int STAGES_> struct HopperBackwardPairLoad {
             // One lane for each block.
             if (lane < 2) {
                 auto put = [&](int at, i32 x) { st_shared_cluster(base + TILE_AT + at * 4, lane, u32(x)); };
-                put(0, index);
-                if (index < m.total) {
+                put(0, index < n ? index : -1);
+                if (index < n) {
                     const HopperTile p = place(m, index);
                     put(1, p.batch), put(2, p.head), put(3, p.k_start + p.first), put(4, p.q_start);
                     put(5, p.row), put(6, p.from), put(7, p.to);
@@ -108,7 +109,7 @@ template <int STAGES_> struct HopperBackwardPairLoad {
                 mbarrier_arrive_cluster(bars.tile_full(0), lane);
             }
             __syncwarp();
-        } while (index < m.total);
+        } while (index < n);
     }
 
     // One warp runs the loop; one lane issues the copies. Of queries and dout each block loads 32 rows for both.
@@ -122,7 +123,7 @@ template <int STAGES_> struct HopperBackwardPairLoad {
             mbarrier_wait_cluster(bars.tile_full(0), tile_phase);
             tile_phase ^= 1;
             const volatile Load* p = slot_at(0);
-            if (p->index >= m.total) break;
+            if (p->index < 0) break;
             i32 left = p->to - p->from;
             if (left > 0) {
                 mbarrier_wait(bars.kv_free(), kv_phase ^ 1);

@@ -60,6 +60,7 @@ ROWS_KERNEL(attention_hopper_bounds_256_bf16, hopper_bounds<256>)
 template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_prepare(const HopperArgs& m) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionArgs& a = m.a;
+    if (past_last_tile(a)) return;
     __shared__ float most[16];
     const HopperTile p = hopper_tile(m, blockIdx.x, a.heads, 128, false);
     float most_k = 0.0f, most_v = 0.0f;
@@ -146,6 +147,7 @@ ROWS_KERNEL(attention_hopper_preprocess_256_bf16, hopper_prepare<256, 256, false
 // the order in which the backward kernel stored its accumulators.
 template <int W> __device__ __forceinline__ void hopper_finish(const HopperArgs& m) {
     const AttentionArgs& a = m.a;
+    if (past_last_tile(a)) return;
     const HopperTile p = hopper_tile(m, blockIdx.x, a.heads, 128, false);
     const i64 at = (i64(p.batch) * a.heads + p.head) * m.padded + p.row + p.first;
     const int wg = threadIdx.x >> 7, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;

@@ -32,7 +32,7 @@ struct HopperBackwardWide : HopperBackwardWideParts<HopperBackwardLoad<DQ, DV, 6
     // The first warpgroup. The GEMM of the next scores is issued before that of this tile is waited for.
     static __device__ __forceinline__ void values_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
-        for (i32 index; (index = at.tile()) < m.total;) {
+        for (i32 index; (index = at.tile()) >= 0;) {
             const HopperTile p = Load::place(m, index);
             float dv[DV / 2];
 #pragma unroll
@@ -125,7 +125,7 @@ struct HopperBackwardWide : HopperBackwardWideParts<HopperBackwardLoad<DQ, DV, 6
     // The second warpgroup.
     static __device__ __forceinline__ void keys_side(const HopperArgs& m, At at) {
         const AttentionArgs& a = m.a;
-        for (i32 index; (index = at.tile()) < m.total;) {
+        for (i32 index; (index = at.tile()) >= 0;) {
             const HopperTile p = Load::place(m, index);
             float dk[DQ / 2];
 #pragma unroll

@@ -23,7 +23,7 @@ template <class LOAD, bool CAP> struct HopperBackwardWideParts {
         __device__ __forceinline__ u32 passed(u32 side) const {
             return base + Load::PASSED_AT + side * 8192 + (tid() & 127) * 16;
         }
-        // Index of the next tile of keys.
+        // Index of the next tile of keys; -1 after the last.
         __device__ __forceinline__ i32 tile() {
             if constexpr (Load::PAIR) mbarrier_wait_cluster(bars.tile_full(slot.stage), slot.phase);
             else mbarrier_wait(bars.tile_full(slot.stage), slot.phase);

@@ -4,33 +4,47 @@
 #include "attention/common.cuh"
 #include "hopper.cuh"
 
+// How the tiles of all heads are scheduled; that of packed sequences lies in memory: see past_last_tile.
+__device__ __forceinline__ TileSchedule schedule_of(const HopperArgs& m) {
+    TileSchedule s = {m.a.tiles, m.total, m.section, m.section_tiles};
+    if (m.a.items) {
+        const int4 x = *reinterpret_cast<const int4*>(m.a.items);
+        s.tiles = x.x, s.total = x.y, s.section = x.z, s.section_tiles = x.w;
+    }
+    return s;
+}
+
 // Tile of this block in wave `round`, or -1 where a section does not fill its last wave. Tiles are sorted from long to
 // short, and every other wave runs backwards, so that blocks get equal shares of the work.
 __device__ __forceinline__ i32 tile_of(const HopperArgs& m, i32 round) {
     const i32 blocks = gridDim.x, self = blockIdx.x;
     const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
-    const i32 part = x / m.section_tiles, here = min(m.section, m.pairs - part * m.section);
-    return x - part * m.section_tiles < here * m.a.tiles ? x : -1;
+    const TileSchedule s = schedule_of(m);
+    const i32 part = x / s.section_tiles, here = min(s.section, m.pairs - part * s.section);
+    return x - part * s.section_tiles < here * s.tiles ? x : -1;
 }
 // Waves, rounded up: the last may have a tile for a block in one direction only.
-__device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
+__device__ __forceinline__ i32 rounds(const HopperArgs& m) {
+    return (schedule_of(m).total + i32(gridDim.x) - 1) / i32(gridDim.x);
+}
 
 // A tile, and the row of dq_accum and lse_log2 where its sequence starts.
 struct HopperTile : Place {
     i32 row;
 };
-// Coordinates of tile `index`; `a.tiles` tiles of every (batch, head) pair, those of the table for packed sequences.
+// Coordinates of tile `index`: of every (batch, head) pair there are as many, those of the table for packed sequences.
 __device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index, i32 heads, i32 size, bool reversed) {
     const AttentionArgs& a = m.a;
     HopperTile p;
     p.row = 0;
-    const i32 part = index / m.section_tiles, rest = index - part * m.section_tiles;
-    const i32 here = min(m.section, m.pairs - part * m.section);
-    const i32 tile = rest / here, pair = part * m.section + (rest - tile * here);
+    const TileSchedule s = schedule_of(m);
+    const i32 part = index / s.section_tiles, rest = index - part * s.section_tiles;
+    const i32 here = min(s.section, m.pairs - part * s.section);
+    const i32 tile = rest / here, pair = part * s.section + (rest - tile * here);
     p.batch = pair / heads;
     p.head = pair - p.batch * heads;
     if (a.items) {
-        const TileItem it = reinterpret_cast<const TileItem*>(a.items)[tile];
+        const TileItem it = item_at(a, tile);
         p.q_start = it.q_start;
         p.q_len = it.q_len;
         p.k_start = it.k_start;

@@ -33,7 +33,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
         const int wg = warpgroup() - 1;
         Ring<STAGES> k, v;
         Ring<Q> q;
-        const i32 n = rounds(m.total);
+        const i32 n = rounds(m);
         if (wg == WGS - 1) named_barrier_arrive(1, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {

@@ -34,7 +34,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
         const AttentionArgs& a = m.a;
         Ring<STAGES> k, v;
         Ring<Q> q;
-        const i32 n = rounds(m.total);
+        const i32 n = rounds(m);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(m, round);

@@ -51,7 +51,7 @@ template <int D, int WGS, int STAGES, int Q> struct HopperFp8 : HopperForwardLoa
         const float factor = fmaxf(a.factor * (unit_of(m.bounds, 0) * unit_of(m.bounds, 1)), __uint_as_float(0x00800000));
         Ring<STAGES> k, v;
         Ring<Q> q;
-        const i32 n = rounds(m.total);
+        const i32 n = rounds(m);
         if (wg == WGS - 1) named_barrier_arrive(1, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {

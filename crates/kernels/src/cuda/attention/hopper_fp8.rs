@@ -1,6 +1,7 @@
 //! FP8 attention on Hopper: quantizes q, k and v to E4M3 (v transposed), then computes both GEMMs in FP8.
 
 use super::hopper::HopperArgs;
+use super::hopper_scheduler::Scheduling;
 use super::problem::{AttentionProblem, View, blocks, problem};
 use crate::attention::plan::strides;
 use crate::checks::dtypes;
@@ -156,10 +157,15 @@ impl CudaKernels {
             problem.view(l, 3, f.out, 3)?;
             problem.args.lse = l.address(4)?;
             problem.args.sink = f.sink.map_or(Ok(0), |_| l.address(9))?;
-            let (mut m, total) =
-                HopperArgs::over(&problem, l, heads[0], (problem.args.q_len, instance.rows()), None)?;
             let at_once = self.multiprocessors().max(1) as usize;
-            m.tile_in_sections(&problem, k_tokens * (shape.d_qk + shape.d_v), at_once)?;
+            let scheduling = Scheduling::Waves {
+                pairs: problem.pairs(heads[0]),
+                group: heads[0] / heads[1],
+                bytes: k_tokens * (shape.d_qk + shape.d_v),
+                blocks: at_once,
+            };
+            let (mut m, total) =
+                HopperArgs::over(&problem, l, problem.args.q_len, (instance.rows(), scheduling), None)?;
             m.bounds = cast.amax;
             let rows = |at: u64, tokens: usize, heads: usize, rows: usize| {
                 let (sizes, d) = ([shape.d_qk, tokens, heads, batches], shape.d_qk);

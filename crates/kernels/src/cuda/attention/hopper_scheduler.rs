@@ -1,4 +1,8 @@
-//! Tile scheduling of the Hopper attention kernels: which heads are processed together.
+//! Tile scheduling of the attention kernels: which heads are processed together.
+
+use super::problem::blocks;
+use super::tile_table::TileSchedule;
+use ferrotron_tensor::Result;
 
 /// Multiprocessors (SMs) of an H100 SXM or H200. What decides the order of a sum is planned for as many, so that results
 /// do not depend on the GPU; persistent blocks are as many as the GPU has.
@@ -46,6 +50,73 @@ pub(super) fn shared_section(pairs: usize, tiles: usize) -> usize {
     parts.find(|part| lacks(*part) <= 250).unwrap_or(best)
 }
 
+/// How many (batch, key head) pairs of `tiles` tiles are scheduled together, in sections of nearly equal size that have at
+/// least so many tiles.
+fn even_section(pairs: usize, tiles: usize, least: usize) -> usize {
+    let sections = (pairs / least.div_ceil(tiles.max(1))).max(1);
+    pairs.div_ceil(sections).max(1)
+}
+
+/// How a kernel's blocks share the tiles of all (batch, head) pairs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::cuda) enum Scheduling {
+    /// So many blocks to a tile.
+    Blocks(usize),
+    /// Persistent `blocks` take tiles of queries in waves: see [`section`], whose arguments these are.
+    Waves { pairs: usize, group: usize, bytes: usize, blocks: usize },
+    /// Tiles of keys, each of a cluster of so many blocks: see [`shared_section`].
+    Keys { pairs: usize, cluster: usize },
+    /// A block to a tile of keys, in sections of so many tiles at least.
+    Sections { pairs: usize, least: usize },
+}
+
+impl Scheduling {
+    /// Blocks, or (batch, head) pairs, to a tile.
+    pub(super) fn pairs(self) -> usize {
+        match self {
+            Scheduling::Blocks(pairs)
+            | Scheduling::Waves { pairs, .. }
+            | Scheduling::Keys { pairs, .. }
+            | Scheduling::Sections { pairs, .. } => pairs,
+        }
+    }
+
+    /// The schedule of so many tiles of every pair.
+    pub(super) fn schedule(self, tiles: usize) -> Result<TileSchedule> {
+        let pairs = self.pairs();
+        let (section, mut section_tiles, mut total) = match self {
+            Scheduling::Blocks(_) => (pairs, pairs * tiles, pairs * tiles),
+            Scheduling::Waves { group, bytes, blocks, .. } => {
+                let part = section(pairs, group, tiles, bytes, blocks);
+                (part, part * tiles, pairs * tiles)
+            }
+            Scheduling::Keys { cluster, .. } => {
+                let part = shared_section(pairs, tiles.max(1) * cluster);
+                (part, part * tiles.max(1), pairs * tiles)
+            }
+            Scheduling::Sections { least, .. } => {
+                let part = even_section(pairs, tiles, least);
+                (part, part * tiles.max(1), pairs * tiles)
+            }
+        };
+        if let Scheduling::Waves { blocks, .. } = self
+            && section < pairs
+        {
+            // Every section starts with a full wave of blocks.
+            section_tiles = section_tiles.next_multiple_of(blocks);
+            total = pairs.div_ceil(section) * section_tiles;
+        }
+        let [tiles, total, section, section_tiles] = [tiles, total, section, section_tiles].map(blocks);
+        Ok(TileSchedule {
+            tiles: tiles? as i32,
+            total: total? as i32,
+            section: section? as i32,
+            section_tiles: section_tiles? as i32,
+            pad: [0; 4],
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,5 +147,36 @@ mod tests {
         }
         assert_eq!(shared_section(24, 12), 24);
         assert_eq!(shared_section(256, 8), 37);
+    }
+
+    #[test]
+    fn even_sections_have_enough_tiles_and_equal_size() {
+        assert_eq!(
+            [even_section(8, 128, 256), even_section(16, 64, 256), even_section(32, 64, 1024)],
+            [2, 4, 16]
+        );
+        // One section where there are few tiles; 5 and 4 of 9 pairs.
+        assert_eq!(
+            [even_section(3, 7, 256), even_section(9, 64, 256), even_section(1, 4096, 256)],
+            [3, 5, 1]
+        );
+    }
+
+    #[test]
+    fn schedules_number_the_tiles_of_all_pairs() {
+        let of = |s: Scheduling, tiles| {
+            let TileSchedule { tiles, total, section, section_tiles, .. } = s.schedule(tiles).unwrap();
+            [tiles, total, section, section_tiles]
+        };
+        assert_eq!(of(Scheduling::Blocks(6), 7), [7, 42, 6, 42]);
+        assert_eq!(of(Scheduling::Blocks(6), 0), [0, 0, 6, 0]);
+        // All keys fit; two of eight key heads at a time, in full waves.
+        let waves = |bytes| Scheduling::Waves { pairs: 32, group: 4, bytes, blocks: 132 };
+        assert_eq!(of(waves(1 << 10), 256), [256, 32 * 256, 32, 32 * 256]);
+        assert_eq!(of(waves(32768 * 128 * 4), 256), [256, 4 * 2112, 8, 2112]);
+        assert_eq!(of(Scheduling::Keys { pairs: 256, cluster: 1 }, 8), [8, 2048, 37, 296]);
+        assert_eq!(of(Scheduling::Keys { pairs: 256, cluster: 2 }, 4), [4, 1024, 37, 148]);
+        assert_eq!(of(Scheduling::Sections { pairs: 9, least: 256 }, 64), [64, 576, 5, 320]);
+        assert!(Scheduling::Blocks(1 << 20).schedule(1 << 20).is_err());
     }
 }

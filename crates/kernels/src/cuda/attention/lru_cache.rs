@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Layouts that are cache, and entries of each: directions, sides, and windows that layers may have.
 const LAYOUTS: usize = 8;
-const ENTRIES_PER_LAYOUT: usize = 8;
+const ENTRIES_PER_LAYOUT: usize = 12;
 
 /// Entries of a layout by name; both are found by comparison. The least recently used is evicted.
 pub(in crate::cuda) struct LruCache<L, N, T> {

@@ -5,6 +5,9 @@
 //! see `fused.rs`. All others are deterministic without atomics: a per-row kernel for `Σ dout·out`, one over tiles of
 //! keys for dk and dv, one over tiles of queries for dq.
 
+mod captured;
+#[cfg(test)]
+mod captured_tests;
 mod fixed_point;
 mod fused;
 pub(super) mod hopper;
@@ -22,9 +25,12 @@ use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::attention::plan::gradients;
 use crate::checks::dtypes;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
+pub use captured::CapturedSequences;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 use fused::fused;
-use hopper::hopper;
+use hopper::{Hopper, hopper};
+use hopper_scheduler::Scheduling;
+use hopper_variants::Forward;
 use instances::Instance;
 use problem::{blocks, one_each, problem};
 use tile_table::Side;
@@ -45,24 +51,38 @@ impl AttentionKernels for CudaKernels {
             step.kernel = step.kernel.with_fp8_probs();
         }
         let zero_gaps = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
-        let hopper = hopper(self, &problem, f.q.dtype());
-        let items =
-            problem.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
+        let views = [f.q, f.k, f.v, f.out];
+        problem.find_aligned(&views)?;
+        let hopper = hopper(self, &problem, f.q.dtype()).filter(|h| h.forward_fits(&problem));
+        let portable = Scheduling::Blocks(problem.shape.heads * step.parts);
+        let launches: Vec<_> = match hopper {
+            Some(h) => h.forwards(&problem).into_iter().map(|(f, only)| (Some((h, f)), only)).collect(),
+            None => vec![(None, None)],
+        };
+        let table = |(hopper, only): &(Option<(Hopper, Forward)>, _)| {
+            let tiling = hopper.map_or((step.rows, portable), |(h, f)| h.forward_tiles(&problem, &f));
+            problem.table(&self.tables, s, (Side::Query, tiling.0), tiling.1, *only)
+        };
+        let tables = launches.iter().map(table).collect::<Result<Vec<_>>>()?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse)];
         args.extend(f.sink.map(read));
-        let table = items.as_ref().map(|t| (args.len(), t));
-        args.extend(items.as_ref().map(|t| read(&t.table)));
+        let first_table = args.len();
+        args.extend(tables.iter().flatten().map(|t| read(&t.memory)));
         s.launch(OP, &args, |l| {
-            for (i, t) in [f.q, f.k, f.v, f.out].into_iter().enumerate() {
+            for (i, t) in views.into_iter().enumerate() {
                 problem.view(l, i, t, i)?;
             }
             problem.args.lse = l.address(4)?;
             problem.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
             problem.zero_gaps(self, l, zero_gaps, (3, f.out, Side::Query))?;
-            match hopper {
-                Some(h) if h.forward_fits(&problem) => h.forward(self, &problem, l, table),
-                _ => problem.launch_kernel(self, l, &step, Side::Query, table),
+            for (i, ((hopper, _), table)) in launches.iter().zip(&tables).enumerate() {
+                let table = table.as_ref().map(|t| (first_table + i, t));
+                match hopper {
+                    Some((h, f)) => h.forward(self, &problem, l, f, table)?,
+                    None => problem.launch_kernel(self, l, &step, Side::Query, table)?,
+                }
             }
+            Ok(())
         })
     }
 
@@ -102,22 +122,31 @@ impl AttentionKernels for CudaKernels {
         let scratch = [(); 2].map(|()| Tensor::empty(s, &[rows], DType::F32, Category::Workspace));
         let [weights, deltas] = scratch;
         let (weights, deltas) = (weights?, deltas?);
+        let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];
+        problem.find_aligned(&views)?;
         let hopper = hopper(self, &problem, f.q.dtype());
         let fused = if hopper.is_none() { fused(&problem, f.q.dtype()) } else { None };
+        let hopper = hopper.filter(|h| h.backward_fits(&problem));
+        let fused = fused.filter(|f| f.fits(&problem));
         let space = match (hopper, fused) {
             (Some(h), _) => h.scratch(&problem),
             (None, Some(f)) => f.scratch(&problem),
             (None, None) => 0,
         };
         let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
-        let tile_rows = hopper.map(|h| h.backward_rows()).or(fused.map(|f| f.tile_rows()));
-        let [key_rows, query_rows] = tile_rows.map_or([None; 2], |rows| rows.map(Some));
+        let [key_tiling, query_tiling] = match (hopper, fused) {
+            (Some(h), _) => h.backward_tiles(&problem),
+            (None, Some(f)) => f.tiles(&problem),
+            (None, None) => [
+                (keys.rows, Scheduling::Blocks(problem.shape.kv_heads * keys.parts)),
+                (queries.rows, Scheduling::Blocks(problem.shape.heads * queries.parts)),
+            ],
+        };
         let tables = [
-            problem.items(&self.tables, s, keys.rows, key_rows, Side::Key)?,
-            problem.items(&self.tables, s, queries.rows, query_rows, Side::Query)?,
+            problem.table(&self.tables, s, (Side::Key, key_tiling.0), key_tiling.1, None)?,
+            problem.table(&self.tables, s, (Side::Query, query_tiling.0), query_tiling.1, None)?,
         ];
 
-        let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];
         let mut args: Vec<_> = views[..5].iter().map(|t| read(t)).collect();
         args.extend(views[5..].iter().map(|t| write(t)));
         args.extend([read(f.lse), write(&weights), write(&deltas), write(&space)]);
@@ -131,7 +160,7 @@ impl AttentionKernels for CudaKernels {
         });
         let [key_table, query_table] = [&tables[0], &tables[1]].map(|table| {
             table.as_ref().map(|t| {
-                args.push(read(&t.table));
+                args.push(read(&t.memory));
                 (args.len() - 1, t)
             })
         });
@@ -152,8 +181,6 @@ impl AttentionKernels for CudaKernels {
                 * problem.shape.heads;
             // Eight threads to a row.
             let grid = LaunchConfig { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
-            let hopper = hopper.filter(|h| h.backward_fits(&problem));
-            let fused = fused.filter(|f| f.fits(&problem));
             if (hopper.is_none() && fused.is_none()) || dsink.is_some() {
                 self.launch_kernel(l, delta, grid, &problem.args)?;
             }

@@ -1,7 +1,8 @@
 //! A validated attention problem: the kernels' arguments, and launches over its tiles.
 
+use super::captured::CapturedSequences;
 use super::instances::{Instance, Step, instance};
-use super::tile_table::{Side, TileTable};
+use super::tile_table::{Side, TableArg};
 use crate::attention::plan::{AttentionPlan, plan, strides};
 use crate::checks::dtypes;
 use crate::cpu::attention::{AttentionShape, MaskAlign, Span, check_shape, per_head};
@@ -17,7 +18,7 @@ const MAX_SEQUENCE: usize = 1 << 28;
 /// Rows of a tile in the Hopper kernels' scratch space.
 const TILE_ROWS: usize = 128;
 /// An unbounded window.
-const UNBOUNDED: i32 = 1 << 29;
+pub(super) const UNBOUNDED: i32 = 1 << 29;
 
 kernel_args! {
     header "args/attention.cuh", includes [];
@@ -56,7 +57,7 @@ kernel_args! {
         pub(super) lse_log2: u64,
         /// f32 scratch `[batch, heads, tokens]`: Σ dout·out of a query.
         pub(super) delta: u64,
-        /// `TileItem` for each tile of packed sequences, or 0: every batch entry is one sequence.
+        /// A `TileSchedule`, then a `TileItem` for each tile of packed sequences; or 0: every batch entry is one sequence.
         pub(super) items: u64,
         /// Query tokens of a batch entry.
         pub(super) tokens: i64,
@@ -126,12 +127,14 @@ impl AttentionArgs {
 }
 
 /// A validated problem.
-pub(super) struct AttentionProblem {
+pub(super) struct AttentionProblem<'a> {
     pub(super) shape: AttentionShape,
     pub(super) spans: Vec<Span>,
     pub(super) instance: Instance,
     pub(super) args: AttentionArgs,
     pub(super) packed: bool,
+    /// Packed sequences that differ from replay to replay; `spans` then stands for all of them.
+    pub(super) captured: Option<&'a CapturedSequences>,
     /// Tokens of queries and of keys, per batch entry.
     pub(super) tokens: [usize; 2],
     gaps: bool,
@@ -140,12 +143,12 @@ pub(super) struct AttentionProblem {
 }
 
 /// Validates the arguments.
-pub(super) fn problem(
+pub(super) fn problem<'a>(
     op: &'static str,
     scores: &AttentionParams,
-    sequences: Sequences,
+    sequences: Sequences<'a>,
     f: &AttentionForward,
-) -> Result<AttentionProblem> {
+) -> Result<AttentionProblem<'a>> {
     let AttentionPlan { shape, spans, gaps, lse_batch } = plan(scores, sequences, f)?;
     check_shape(&shape)?;
     dtypes(op, f.q.dtype(), &[f.k, f.v, f.out])?;
@@ -175,11 +178,13 @@ pub(super) fn problem(
     // In scratch space every packed sequence starts on a tile of its own.
     count(op, "tokens", tokens.max(k_tokens) + (spans.len() + 1) * TILE_ROWS)?;
     let first = spans.first();
-    let inside = match sequences {
-        Sequences::Batch => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
-        Sequences::Packed { q, k } => {
-            [q, k].map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize)))
-        }
+    let inside = match sequences.offsets() {
+        None => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
+        Some(both) => both.map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize))),
+    };
+    let captured = match sequences {
+        Sequences::Captured(c) => Some(c),
+        _ => None,
     };
     let bound = |n: Option<usize>| n.map_or(UNBOUNDED, |n| n.min(UNBOUNDED as usize) as i32);
     let inner = shape.softcap.map_or(shape.scale * LOG2_E, |cap| shape.scale / cap);
@@ -207,7 +212,8 @@ pub(super) fn problem(
         factor: if mapped { 1.0 } else { inner },
         ..AttentionArgs::default()
     };
-    Ok(AttentionProblem { shape, spans, instance, args, packed, tokens: [tokens, k_tokens], gaps, inside })
+    let tokens = [tokens, k_tokens];
+    Ok(AttentionProblem { shape, spans, instance, args, packed, captured, tokens, gaps, inside })
 }
 
 /// Requires one contiguous f32 per head.
@@ -219,23 +225,30 @@ pub(super) fn one_each(op: &'static str, shape: &AttentionShape, what: &str, t: 
     Ok(())
 }
 
-impl AttentionProblem {
+impl AttentionProblem<'_> {
+    /// Notes which of the first views the kernels may access in 16 bytes.
+    pub(super) fn find_aligned(&mut self, views: &[&Tensor]) -> Result<()> {
+        for (at, t) in views.iter().enumerate() {
+            let [batch, token, head] = strides(t)?;
+            let [b, n, h] = match t.shape() {
+                [b, n, h, _] => [*b, *n, *h],
+                [n, h, _] => [1, *n, *h],
+                _ => [0; 3],
+            };
+            // The stride of an axis of size 1 is not used.
+            let steps = [(b, batch), (n, token), (h, head)];
+            let even = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
+            if even && t.alignment() >= 16 {
+                self.args.vectorized |= 1 << at;
+            }
+        }
+        Ok(())
+    }
+
     /// Sets view `at` of the kernels to argument `i` of the launch.
     pub(super) fn view(&mut self, l: &Launch, i: usize, t: &Tensor, at: usize) -> Result<()> {
-        let [batch, token, head] = strides(t)?;
-        let data = l.address(i)?;
-        let [b, n, h] = match t.shape() {
-            [b, n, h, _] => [*b, *n, *h],
-            [n, h, _] => [1, *n, *h],
-            _ => [0; 3],
-        };
-        // The stride of an axis of size 1 is not used.
-        let steps = [(b, batch), (n, token), (h, head)];
-        let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
-        if aligned && data.is_multiple_of(16) {
-            self.args.vectorized |= 1 << at;
-        }
-        *self.args.view_mut(at) = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
+        let [batch, token, head] = strides(t)?.map(|x| x as i64);
+        *self.args.view_mut(at) = View { data: l.address(i)?, batch, token, head };
         Ok(())
     }
 
@@ -244,36 +257,25 @@ impl AttentionProblem {
         self.args.batches as usize * heads
     }
 
-    /// Keys that a query sees on average, approximately.
-    pub(super) fn mean_visible_keys(&self) -> usize {
-        let a = &self.args;
-        let (queries, pairs) =
-            self.spans.iter().fold((0, 0), |(q, p), s| (q + s.q_len, p + s.q_len * s.k_len));
-        let keys = pairs / queries.max(1);
-        let window = (a.left as usize).saturating_add(a.right as usize).saturating_add(1);
-        if a.right == 0 && a.left == UNBOUNDED { keys / 2 } else { window.min(keys) }
-    }
-
-    /// Launches a kernel over the tiles of one side; `items` is the argument with its tile table.
+    /// Launches a kernel over the tiles of one side.
     pub(super) fn launch_kernel(
         &self,
         kernels: &CudaKernels,
         l: &Launch,
         step: &Step,
         side: Side,
-        items: Option<(usize, &TileTable)>,
+        table: TableArg,
     ) -> Result<()> {
         let (len, heads) = match side {
             Side::Query => (self.args.q_len, self.shape.heads),
             Side::Key => (self.args.k_len, self.shape.kv_heads),
         };
         let mut args = self.args;
-        let tiles = match items {
-            _ if self.packed => self.table(l, items, false, &mut args)?,
-            _ => {
-                args.tiles = (len as usize).div_ceil(step.rows) as i32;
-                args.tiles as usize * args.batches as usize
-            }
+        let tiles = if self.packed {
+            self.set_table(l, table, &mut args)?
+        } else {
+            args.tiles = (len as usize).div_ceil(step.rows) as i32;
+            args.tiles as usize * args.batches as usize
         };
         let grid = LaunchConfig {
             blocks: [blocks(tiles * heads * step.parts)?, 1, 1],
