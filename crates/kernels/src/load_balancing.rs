@@ -35,6 +35,8 @@ pub struct AuxLossWeights<'a> {
     pub counts: &'a Tensor,
     /// f32 `[1]`: where given, counts are divided by it (a running mean over steps).
     pub steps: Option<&'a Tensor>,
+    /// i32 `[1]`: where given, so many of the S sets are in use and the others empty; the coefficient is divided by it.
+    pub sets: Option<&'a Tensor>,
     /// f32 `[S, E]`
     pub weights: &'a Tensor,
     /// f32 `[1]`: added to.

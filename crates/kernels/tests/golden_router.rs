@@ -382,6 +382,7 @@ fn auxiliary(c: &Case) {
                 sums: &sums,
                 counts: &counts,
                 steps: None,
+                sets: None,
                 weights: &weights,
                 loss: &loss,
             },

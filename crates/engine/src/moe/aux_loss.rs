@@ -69,8 +69,11 @@ pub(super) fn forward(
     }
     let mut weights = Vec::new();
     for ((kind, coefficient), (count, sums, counts)) in training.balance.iter().zip(stats) {
-        // Mean over the sequences.
-        let factor = coefficient * micro_batch_weight(p, training, *kind) / count as f32;
+        // Mean over the sequences, whose number is on the device where it differs from replay to replay.
+        let sets = p.moe.and_then(|m| m.input.sequence_count.as_ref());
+        let sets = sets.filter(|_| *kind == AuxLossKind::Sequence);
+        let coefficient = coefficient * micro_batch_weight(p, training, *kind);
+        let factor = if sets.is_some() { coefficient } else { coefficient / count as f32 };
         let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
         let loss = state.row(&state.losses, id)?.narrow(0, place, 1)?;
         let w = table(p, &[count, of.experts], DType::F32)?;
@@ -87,6 +90,7 @@ pub(super) fn forward(
                     sums: &sums,
                     counts: &total,
                     steps: Some(&steps),
+                    sets: None,
                     weights: &w,
                     loss: &loss,
                 },
@@ -100,6 +104,7 @@ pub(super) fn forward(
                     sums: &sums,
                     counts: &counts,
                     steps: None,
+                    sets,
                     weights: &w,
                     loss: &loss,
                 },

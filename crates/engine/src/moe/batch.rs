@@ -12,8 +12,10 @@ pub struct MoeInput {
     pub segments: Tensor,
     /// i32 `[rows]`: sequence of each token; -1 for padding.
     pub sequence_ids: Tensor,
-    /// Sequences in the micro-batch.
+    /// Sequences in the micro-batch; at most so many where `sequence_count` is given.
     pub sequences: usize,
+    /// i32 `[1]`: how many, where the pass is captured and they differ from replay to replay.
+    pub sequence_count: Option<Tensor>,
     /// Tokens of the micro-batch over all ranks.
     pub tokens: usize,
     /// i32 `[rows]`: index of each row's token in the micro-batch; 0 for padding.
@@ -46,6 +48,41 @@ pub struct MoeBatch<'a> {
     pub micro_batch_weight: f32,
 }
 
+/// What [`MoeInput`] says of rows, on the host: `segments`, `sequence_ids` and `token_index`.
+pub struct MoeRows {
+    /// i32 `[rows]` each.
+    pub rows: [Vec<i32>; 3],
+    /// Sequences in the micro-batch.
+    pub sequences: usize,
+    /// Tokens of the micro-batch over all ranks.
+    pub tokens: usize,
+}
+
+impl MoeRows {
+    /// The rows `tokens` of this rank in a micro-batch of `layout`. `padding[t]` marks token t as padding.
+    pub fn new(rank: &Rank, layout: &Layout, tokens: &Tokens, padding: Option<&[bool]>) -> Result<MoeRows> {
+        let whole = layout.tokens();
+        if padding.is_some_and(|p| p.len() != whole) {
+            return shape_error("padding", format!("one flag for each of {whole} tokens is needed"));
+        }
+        let lengths = layout.lengths();
+        let mut sequence = Vec::with_capacity(whole);
+        for (number, len) in (0..).zip(&lengths) {
+            sequence.resize(sequence.len() + len, number);
+        }
+        let mine = own_rows(rank, tokens);
+        let is_token = |t: usize| padding.is_none_or(|p| !p[t]);
+        let of = |f: &dyn Fn(usize) -> i32, none: i32| -> Vec<i32> {
+            mine.iter().map(|t| t.filter(|t| is_token(*t)).map_or(none, f)).collect()
+        };
+        Ok(MoeRows {
+            rows: [of(&|_| 0, -1), of(&|t| sequence[t], -1), of(&|t| t as i32, 0)],
+            sequences: lengths.len(),
+            tokens: (0..whole).filter(|t| is_token(*t)).count(),
+        })
+    }
+}
+
 impl MoeInput {
     /// Describes the rows `tokens` of this rank in a micro-batch of `layout`. `padding[t]` marks token t as padding.
     /// Collective over a pipeline stage.
@@ -56,23 +93,10 @@ impl MoeInput {
         padding: Option<&[bool]>,
         dispatcher: Dispatcher,
     ) -> Result<MoeInput> {
-        let whole = layout.tokens();
-        if padding.is_some_and(|p| p.len() != whole) {
-            return shape_error("padding", format!("one flag for each of {whole} tokens is needed"));
-        }
-        let mut sequence = Vec::with_capacity(whole);
-        let mut count = 0;
-        for len in layout.lengths() {
-            sequence.resize(sequence.len() + len, count);
-            count += 1;
-        }
-        let mine = own_rows(rank, tokens);
-        let n = mine.len();
-        let is_token = |t: usize| padding.is_none_or(|p| !p[t]);
-        let of = |f: &dyn Fn(usize) -> i32, none: i32| -> Result<Tensor> {
-            let values: Vec<i32> = mine.iter().map(|t| t.filter(|t| is_token(*t)).map_or(none, f)).collect();
-            rank.compute.upload(&values, &[n], Category::Activations)
-        };
+        let MoeRows { rows, sequences, tokens } = MoeRows::new(rank, layout, tokens, padding)?;
+        let n = rows[0].len();
+        let [segments, sequence_ids, token_index] =
+            rows.map(|values| rank.compute.upload(&values, &[n], Category::Activations));
         let rows_per_rank = match (dispatcher, rank.etp_ep_group.size()) {
             (Dispatcher::AllGather, 2..) => {
                 let all = rank.etp_ep_group.all_gather_bytes(&(n as u64).to_le_bytes(), "rows per rank")?;
@@ -82,11 +106,12 @@ impl MoeInput {
             _ => vec![n],
         };
         Ok(MoeInput {
-            segments: of(&|_| 0, -1)?,
-            sequence_ids: of(&|t| sequence[t], -1)?,
-            sequences: count as usize,
-            tokens: (0..whole).filter(|t| is_token(*t)).count(),
-            token_index: of(&|t| t as i32, 0)?,
+            segments: segments?,
+            sequence_ids: sequence_ids?,
+            sequences,
+            sequence_count: None,
+            tokens,
+            token_index: token_index?,
             order: order(rank, layout, n)?,
             rows_per_rank,
         })

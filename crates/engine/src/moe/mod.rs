@@ -22,7 +22,7 @@ mod shared_expert;
 mod state;
 mod token_dispatcher;
 
-pub use batch::{MoeBatch, MoeInput, TokenOrder};
+pub use batch::{MoeBatch, MoeInput, MoeRows, TokenOrder};
 pub use config::{
     AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod,
 };

@@ -1,8 +1,8 @@
 //! Argument checks of the router and load-balancing kernels, shared by all devices.
 
 use super::{ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
-use crate::AuxLoss;
 use crate::checks::dtypes;
+use crate::{AuxLoss, AuxLossWeights};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
 /// T tokens, E experts, top-k.
@@ -155,17 +155,14 @@ pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Re
     Ok([segments, e])
 }
 
-pub(crate) fn aux_loss_weights(
-    op: &'static str,
-    k: usize,
-    [sums, counts, weights, loss]: [&Tensor; 4],
-    steps: Option<&Tensor>,
-) -> Result<[usize; 2]> {
+pub(crate) fn aux_loss_weights(op: &'static str, a: &AuxLossWeights) -> Result<[usize; 2]> {
+    let &AuxLossWeights { k, sums, counts, steps, sets, weights, loss, .. } = a;
     let [segments, experts] = statistics(op, sums, counts)?;
     choices(op, Sizes { tokens: 0, experts, k })?;
     exactly(op, "weights", weights, DType::F32, sums.shape())?;
     exactly(op, "the loss", loss, DType::F32, &[1])?;
     steps.map_or(Ok(()), |t| exactly(op, "steps", t, DType::F32, &[1]))?;
+    sets.map_or(Ok(()), |t| exactly(op, "the number of sets", t, DType::I32, &[1]))?;
     Ok([segments, experts])
 }
 

@@ -132,6 +132,45 @@ fn aux_loss_of_nan_is_nan() {
     });
 }
 
+/// Sets that are not in use change nothing, to the bit.
+#[test]
+fn empty_sets_of_an_aux_loss_do_not_count() {
+    for h in devices() {
+        for (used, experts) in [(1, 7), (5, 64), (130, 16)] {
+            let run = |sets: usize, on_device: bool| {
+                let (n, shape) = (used * experts, [sets, experts]);
+                let mut counts: Vec<i64> = (0..n).map(|i| ((i * 37) % 101) as i64).collect();
+                let mut sums = numbers(DType::F32, 1, n);
+                counts.resize(sets * experts, 0);
+                sums.resize(sets * experts, 0.0);
+                let (weights, loss) = (h.poisoned(DType::F32, &shape), h.tensor(DType::F32, &[1], &[0.5]));
+                let number = h.ids(&[used as i32]);
+                h.k.aux_loss_weights(
+                    &h.s,
+                    &AuxLossWeights {
+                        coefficient: if on_device { 0.01 } else { 0.01 / used as f32 },
+                        k: 2,
+                        sums: &h.tensor(DType::F32, &shape, &sums),
+                        counts: &i64s(&h, &shape, &counts),
+                        steps: None,
+                        sets: on_device.then_some(&number),
+                        weights: &weights,
+                        loss: &loss,
+                    },
+                )
+                .unwrap();
+                (h.host(&weights), h.host(&loss))
+            };
+            let (weights, loss) = run(used, false);
+            for sets in [used, used + 1, 2 * used + 30] {
+                let (mut found, found_loss) = run(sets, true);
+                assert!(found.split_off(weights.len()).iter().all(|w| *w == 0.0), "{}", h.name);
+                assert!(found == weights && found_loss == loss, "{} {used} of {sets}", h.name);
+            }
+        }
+    }
+}
+
 #[test]
 fn aux_loss_and_its_weights() {
     for h in devices() {
@@ -155,6 +194,7 @@ fn aux_loss_and_its_weights() {
                         sums: &st,
                         counts: &ct,
                         steps: divisor.as_ref(),
+                        sets: None,
                         weights: &wt,
                         loss: &loss,
                     },
@@ -254,6 +294,7 @@ fn vectors_of_the_specification() {
                 sums: &sums,
                 counts: &counts,
                 steps: None,
+                sets: None,
                 weights: &weights,
                 loss: &loss,
             },
@@ -315,6 +356,7 @@ fn invalid_arguments_are_errors() {
                     sums: &sums,
                     counts: &counts,
                     steps: Some(&sums),
+                    sets: None,
                     weights: &weights,
                     loss: &one,
                 },
@@ -331,6 +373,7 @@ fn invalid_arguments_are_errors() {
                     sums: &sums,
                     counts: &counts,
                     steps: None,
+                    sets: None,
                     weights: &weights,
                     loss: &z(DType::F32, &[2]),
                 },

@@ -106,14 +106,15 @@ pub struct ExpertStats<'a> {
     pub experts: usize,
     /// Steps that `counts` is summed over; none means 1.
     pub steps: Option<f32>,
+    /// Sets in use, at most S.
+    pub sets: f64,
 }
 
 /// See [`crate::AuxLossWeights`]; `weights [S, E]`. Returns the loss.
 pub fn aux_loss_weights(factor: f32, k: usize, stats: ExpertStats<'_>, weights: &mut [f32]) -> f32 {
-    let ExpertStats { sums, counts, experts, steps } = stats;
+    let ExpertStats { sums, counts, experts, steps, sets } = stats;
     let steps = f64::from(steps.unwrap_or(1.0));
-    let segments = (counts.len() / experts) as f64;
-    let mean = counts.iter().sum::<i64>() as f64 / steps / (k as f64 * segments);
+    let mean = counts.iter().sum::<i64>() as f64 / steps / (k as f64 * sets);
     let each = f64::from(factor) * experts as f64 / (k as f64 * mean * mean);
     let mut loss = 0f64;
     for ((w, count), sum) in weights.iter_mut().zip(counts).zip(sums) {

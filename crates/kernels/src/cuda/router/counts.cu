@@ -113,8 +113,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(con
     for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) total += counts[i];
     total = block_total(total, whole);
     const double steps = a.steps ? double(*reinterpret_cast<const float*>(a.steps)) : 1.0, k = double(a.k);
-    const double mean = double(total) / steps / (k * double(a.count));
-    const double each = double(a.factor) * double(a.experts) / (k * mean * mean);
+    const i32 sets = a.sets ? *reinterpret_cast<const i32*>(a.sets) : a.count;
+    const float factor = a.sets ? __fdiv_rn(a.factor, float(sets)) : a.factor;
+    const double mean = double(total) / steps / (k * double(sets));
+    const double each = double(factor) * double(a.experts) / (k * mean * mean);
     double loss = 0.0;
     for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) {
         const double weight = mean == 0.0 ? 0.0 : each * (double(counts[i]) / steps);

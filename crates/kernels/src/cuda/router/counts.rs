@@ -1,6 +1,7 @@
 //! Tokens per expert, dropping over capacity, auxiliary-loss weights and expert bias.
 
 use super::BLOCK_THREADS;
+use crate::AuxLossWeights;
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
@@ -50,6 +51,8 @@ kernel_args! {
         counts: u64,
         /// f32 `[1]`: steps that the counts are of; 0 for one step.
         steps: u64,
+        /// i32 `[1]`: segments in use, by which `factor` is divided; 0 if it is and all are.
+        sets: u64,
         /// f32 `[segments, experts]`.
         weights: u64,
         /// f32 `[1]`, added to.
@@ -155,22 +158,18 @@ impl CudaKernels {
         })
     }
 
-    pub(super) fn launch_aux_loss_weights(
-        &self,
-        s: &Stream,
-        factor: f32,
-        k: usize,
-        [sums, counts, weights, loss]: [&Tensor; 4],
-        steps: Option<&Tensor>,
-    ) -> Result<()> {
+    pub(super) fn launch_aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
         const OP: &str = "aux_loss_weights";
-        let [segments, experts] = check::aux_loss_weights(OP, k, [sums, counts, weights, loss], steps)?;
-        let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
+        let [segments, experts] = check::aux_loss_weights(OP, a)?;
+        let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, sets, weights, loss } = a;
+        let [steps_or, sets_or] = [steps, sets].map(|t| read(t.unwrap_or(sums)));
+        let args = [read(sums), read(counts), write(weights), write(loss), steps_or, sets_or];
         s.launch(OP, &args, |l| {
             let args = AuxLossWeightsArgs {
                 sums: l.address(0)?,
                 counts: l.address(1)?,
                 steps: if steps.is_some() { l.address(4)? } else { 0 },
+                sets: if sets.is_some() { l.address(5)? } else { 0 },
                 weights: l.address(2)?,
                 loss: l.address(3)?,
                 cells: (segments * experts) as i64,

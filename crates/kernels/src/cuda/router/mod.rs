@@ -133,8 +133,7 @@ impl LoadBalancingKernels for CudaKernels {
     }
 
     fn aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
-        let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, weights, loss } = a;
-        self.launch_aux_loss_weights(s, factor, k, [sums, counts, weights, loss], steps)
+        self.launch_aux_loss_weights(s, a)
     }
 
     fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
