@@ -308,7 +308,7 @@ fn what_cannot_vary_in_length_is_refused() {
     let moe = |more: &[&'static str]| refusal(&[MOE, more].concat());
     assert!(moe(&["moe.balance=quantile"]).contains("micro-batches of equal length"));
     assert!(moe(&["moe.capacity=1.5", "moe.pad_to_capacity=true"]).contains("differ in length"));
-    assert!(refusal(&["train.cuda_graph=on"]).contains("where documents begin"));
+    assert!(refusal(&["train.cuda_graph=on"]).contains("differ in their number of tokens"));
     assert!(refusal(&["data.path=embedded", "model.vocab=256"]).contains("data.packing"));
     assert!(refusal(&["train.tokens=1000"]).contains("train.epochs"));
 }

@@ -27,10 +27,10 @@ impl Config {
             Some("with fault.inject, a step may be disturbed at every launch")
         } else if p.pp > 1 {
             Some("pipeline stages exchange activations on streams of their own")
-        } else if self.data.reset_at_documents {
-            Some("with data.reset_at_documents, launches depend on where documents begin")
-        } else if self.data.packing != Packing::None {
-            Some("with data.packing, launches depend on where documents begin")
+        } else if self.data.packing == Packing::PaddingFree {
+            Some("with data.packing = \"padding_free\", steps differ in their number of tokens")
+        } else if p.cp > 1 && (self.data.reset_at_documents || self.data.packing != Packing::None) {
+            Some("with parallel.cp, what ranks send each other depends on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.offload.optimizer.fraction() > 0.0 {
@@ -50,6 +50,8 @@ impl Config {
             m.dispatcher == DispatcherType::AllGather || m.pad_to_capacity && m.capacity_per_rank;
         if m.record.is_some() || m.replay.is_some() {
             Some("recorded routing is copied from and to the host in every step")
+        } else if m.capacity.is_some() && !m.capacity_per_rank && self.data.packing != Packing::None {
+            Some("with data.packing, moe.capacity depends on the padding; moe.capacity_per_rank does not")
         } else if p.ep * p.etp.unwrap_or(1) > 1 && !fixed_sizes {
             Some(
                 "the host reads how many tokens every expert gets; moe.pad_to_capacity with moe.capacity_per_rank, or \

@@ -12,8 +12,8 @@ use ferrotron_engine::lora::LoraPolicy;
 use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
 use ferrotron_engine::quant::Policy;
 use ferrotron_engine::{Declarations, LossOptions, ParamSpec, Rank, StepContext, Targets, Tokens};
-use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
+use ferrotron_kernels::{CapturedSequences, RopeStyle};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 use std::sync::Arc;
 
@@ -62,6 +62,8 @@ pub struct Input {
     pub moe: Option<MoeInput>,
     /// Inputs of the MTP layers, one for each depth; empty outside of training.
     pub mtp: Vec<MtpInput>,
+    /// Packed sequences of a captured pass, which differ from replay to replay; `layout` then stands for all of them.
+    pub captured: Option<Arc<CapturedSequences>>,
 }
 
 /// What is special about the tokens of a micro-batch.
@@ -214,7 +216,7 @@ impl Decoder {
         let rows = ids.numel() / rank.tp.size();
         let moe = self.moe_input(rank, &layout, &tokens, options.padding)?;
         let layout = tokens.layout().clone();
-        Ok(Input { ids, positions, layout, tokens, rows, moe, mtp: Vec::new() })
+        Ok(Input { ids, positions, layout, tokens, rows, moe, mtp: Vec::new(), captured: None })
     }
 
     /// What MoE layers need to know of a micro-batch; none in a dense model. Collective over a pipeline stage.

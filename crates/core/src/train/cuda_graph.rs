@@ -107,7 +107,11 @@ impl CudaGraph {
         if self.policy.is_off() || !self.is_offload_settled(rank, runner)? {
             return Ok(None);
         }
-        let shape = StepShape::of(&batch.micro_batches, batch.seq);
+        // How many tokens an expert may have follows from the number of tokens, of which padding is none.
+        let capacity = model.decoder.moe_training().capacity.is_some_and(|c| !c.per_rank);
+        let is_padded = batch.micro_batches.iter().any(|b| b.padding.is_some());
+        let shape = StepShape::of(&batch.micro_batches, batch.seq, batch.sequences);
+        let shape = shape.filter(|_| !(capacity && is_padded));
         let (captured, is_idle) =
             self.captured.as_ref().map_or((None, false), |c| (Some(c.shape), c.graph.is_ready()));
         let mode = self.policy.next(shape, captured, is_idle);
@@ -116,7 +120,7 @@ impl CudaGraph {
         }
         // A graph waits for no event of other streams: all weights are there before it starts.
         model.params.wait_params(rank)?;
-        if let (LaunchMode::Capture, Some(shape)) = (mode, shape) {
+        if let (LaunchMode::Capture, Some(shape)) = (mode, self.policy.shape()) {
             // Frees the memory of a graph of another shape before the capture allocates its own.
             self.captured = None;
             let captured = CapturedStep::capture(rank, (model, optimizer, runner), shape, batch);
@@ -178,7 +182,7 @@ impl CapturedStep {
         let s = &rank.compute;
         let before = Traffic::of(&rank);
         let depth = model.decoder.config().mtp_depth();
-        let inputs = GraphInputs::new(&rank, shape, depth)?;
+        let inputs = GraphInputs::new(&rank, shape, depth, model.decoder.config().moe.is_some())?;
         let inputs = inputs.with_positions(&rank, &model.decoder, batch, runner.dropout)?;
         let losses = 1 + depth;
         let words = outcome::COUNT + shape.micro_batches * losses;

@@ -49,7 +49,8 @@ impl StepPosition {
 impl MicroBatch {
     /// The context of a pass over this micro-batch.
     fn context<'m>(&'m self, ctx: StepContext<'m>) -> StepContext<'m> {
-        StepContext { dropout: self.dropout(), moe: self.moe(), ..ctx }
+        let captured = self.input.captured.as_deref();
+        StepContext { dropout: self.dropout(), moe: self.moe(), captured, ..ctx }
     }
 
     fn dropout(&self) -> Option<Dropout<'_>> {

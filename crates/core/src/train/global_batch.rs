@@ -9,6 +9,9 @@ use crate::data::{Batch, Batches};
 use crate::model::Decoder;
 use ferrotron_engine::Rank;
 
+/// Smallest number of packed sequences that steps are told apart by.
+const MIN_SEQUENCES: usize = 8;
+
 /// The micro-batches that this data-parallel rank computes in one step, on the host.
 pub(super) struct GlobalBatch {
     pub(super) micro_batches: Vec<Batch>,
@@ -22,6 +25,9 @@ pub(super) struct GlobalBatch {
     labels: Vec<f64>,
     /// Weight of a label: `1/n` in the language-modelling loss of n labels, then `loss_weight/(D·n)` at each MTP depth.
     pub(super) label_weights: Vec<f32>,
+    /// Packed sequences of a micro-batch at most, over all data-parallel ranks and rounded up to a power of two; 0 where each
+    /// sample is one.
+    pub(super) sequences: usize,
     /// Index in the step of the first token of each micro-batch of this rank.
     first_tokens: Vec<u64>,
     dp_size: u64,
@@ -45,6 +51,9 @@ impl GlobalBatch {
         let micro_batches = (0..count)
             .map(|i| data.batch(consumed + (i * dp_size + dp_rank) * micro, micro as usize))
             .collect::<Result<Vec<_>>>()?;
+        let packed = micro_batches.iter().filter_map(|b| b.cu_seqlens.as_ref());
+        let held = |offsets: &Vec<i32>| offsets.len().saturating_sub(1).max(MIN_SEQUENCES);
+        let sequences = packed.map(|offsets| held(offsets).next_power_of_two()).max();
         let (seq, depth) = (data.seq(), decoder.config().mtp_depth());
         let mut labels = vec![0.0; 1 + depth];
         for batch in &micro_batches {
@@ -66,15 +75,23 @@ impl GlobalBatch {
             tokens,
             labels,
             label_weights: Vec::new(),
+            sequences: sequences.unwrap_or(0),
             first_tokens,
             dp_size,
         })
     }
 
-    /// Counts labels over all ranks, from which their weights follow.
+    /// Counts labels over all ranks, from which their weights follow, and agrees on the number of packed sequences.
     pub(super) fn count_labels(&mut self, rank: &Rank, decoder: &Decoder, runner: &StepRunner) -> Result<()> {
-        let labels = runner.all_reduce(&rank.dp, self.labels.clone(), "labels of the step")?;
-        self.label_weights = mtp::weights(&labels, decoder.mtp().loss_weight);
+        let (mut counts, depths) = (self.labels.clone(), self.labels.len());
+        if self.sequences > 0 {
+            // A sum shows which powers of two there are, and so the largest.
+            counts.extend((0..usize::BITS).map(|bit| f64::from(self.sequences >> bit == 1)));
+        }
+        let counts = runner.all_reduce(&rank.dp, counts, "labels of the step")?;
+        let (labels, powers) = counts.split_at(depths);
+        self.sequences = powers.iter().rposition(|ranks| *ranks > 0.0).map_or(0, |bit| 1 << bit);
+        self.label_weights = mtp::weights(labels, decoder.mtp().loss_weight);
         Ok(())
     }
 

@@ -8,10 +8,12 @@ use super::mtp::shifted;
 use crate::Result;
 use crate::data::Batch;
 use crate::model::{Decoder, Input, MtpInput};
-use ferrotron_engine::moe::MoeInput;
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::moe::{MoeInput, MoeRows};
 use ferrotron_engine::{Rank, Targets, Tokens};
-use ferrotron_kernels::{IGNORE, scalars};
+use ferrotron_kernels::{CapturedSequences, IGNORE, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+use std::sync::Arc;
 
 /// Rows start at multiples of this many words, as aligned as separate allocations: kernels choose the same code paths.
 const BOUNDARY: usize = 64;
@@ -25,10 +27,13 @@ pub(super) struct GraphInputs {
     /// This rank's tokens of a micro-batch.
     tokens: Tokens,
     /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, of the language model and of each MTP depth; then
-    /// scalars; then the number of steps done before this one.
+    /// scalars; then the number of steps done before this one; then, of each micro-batch of packed sequences of a model with MoE
+    /// layers, segments, sequence ids, token indices and the number of sequences.
     all: Tensor,
-    /// What MoE layers need to know of a micro-batch: the same in every step.
+    /// What MoE layers need to know of a micro-batch: the same in every step, but for packed sequences.
     moe: Option<MoeInput>,
+    /// The packed sequences of each micro-batch.
+    sequences: Vec<Arc<CapturedSequences>>,
     /// Of each micro-batch of a model with dropout or MoE layers, i32 `[rows]`: index in the step of each row's token.
     rows: Vec<Tensor>,
     /// Weight of a micro-batch in means over the step.
@@ -38,15 +43,22 @@ pub(super) struct GraphInputs {
 }
 
 impl GraphInputs {
-    /// Memory for steps of this shape, of a model with so many MTP depths.
-    pub(super) fn new(rank: &Rank, shape: StepShape, depth: usize) -> Result<GraphInputs> {
+    /// Memory for steps of this shape, of a model with so many MTP depths, and with MoE layers or not.
+    pub(super) fn new(rank: &Rank, shape: StepShape, depth: usize, has_moe: bool) -> Result<GraphInputs> {
         let tokens = rank.tokens(&shape.layout())?;
-        let words = scalars_at(&shape, depth, &tokens) + scalars::COUNT + 1;
+        let words = match shape.sequences {
+            Some(_) if has_moe => moe_at(&shape, depth, &tokens, shape.micro_batches),
+            _ => scalars_at(&shape, depth, &tokens) + scalars::COUNT + 1,
+        };
         let all = Tensor::empty(&rank.compute, &[words], DType::I32, Category::Activations)?;
-        Ok(GraphInputs { shape, depth, tokens, all, moe: None, rows: Vec::new(), share: 0.0, dropout: 0.0 })
+        let of = |n| Ok(Arc::new(CapturedSequences::new(&rank.compute, shape.tokens, n)?));
+        let each = |n| (0..shape.micro_batches).map(|_| of(n)).collect::<Result<_>>();
+        let sequences = shape.sequences.map_or(Ok(Vec::new()), each)?;
+        let (moe, rows) = (None, Vec::new());
+        Ok(GraphInputs { shape, depth, tokens, all, moe, sequences, rows, share: 0.0, dropout: 0.0 })
     }
 
-    /// Adds what MoE layers and dropout need, the same in every step of the shape of `batch`. Collective over a pipeline stage.
+    /// Adds what MoE layers and dropout need in every step of the shape of `batch`. Collective over a pipeline stage.
     pub(super) fn with_positions(
         self,
         rank: &Rank,
@@ -73,6 +85,22 @@ impl GraphInputs {
         Ok(Targets { labels: self.row(at, 2)?, weights: self.row(at, 3)?.view_dtype(DType::F32)? })
     }
 
+    /// What MoE layers need to know of micro-batch `i`.
+    fn moe(&self, i: usize) -> Result<Option<MoeInput>> {
+        let (Some(moe), true) = (&self.moe, self.shape.sequences.is_some()) else {
+            return Ok(self.moe.clone());
+        };
+        let (start, rows) = (moe_at(&self.shape, self.depth, &self.tokens, i), moe.segments.numel());
+        let row = |row: usize, len| self.all.narrow(0, start + row * pitch(&self.tokens), len);
+        Ok(Some(MoeInput {
+            segments: row(0, rows)?,
+            sequence_ids: row(1, rows)?,
+            token_index: row(2, rows)?,
+            sequence_count: Some(row(3, 1)?),
+            ..moe.clone()
+        }))
+    }
+
     /// f32 `[scalars::COUNT]`
     pub(super) fn scalars(&self) -> Result<Tensor> {
         let start = scalars_at(&self.shape, self.depth, &self.tokens);
@@ -93,7 +121,8 @@ impl GraphInputs {
         };
         let mtp = (1..=self.depth).map(depth).collect::<Result<_>>()?;
         let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
-        let input = Input { ids, positions, layout, tokens, rows, moe: self.moe.clone(), mtp };
+        let (moe, captured) = (self.moe(i)?, self.sequences.get(i).cloned());
+        let input = Input { ids, positions, layout, tokens, rows, moe, mtp, captured };
         let position = |rows: &Tensor| -> Result<StepPosition> {
             let (device_step, rows) = (Some(self.step()?), rows.clone());
             Ok(StepPosition { step: 0, device_step, rows, share: self.share, dropout: self.dropout })
@@ -114,7 +143,18 @@ impl GraphInputs {
         for b in &batch.micro_batches {
             decoder.check_input(&b.tokens, &b.positions, &sequence_layout(b, self.shape.seq)?)?;
         }
-        let words = words(&self.tokens, &batch.micro_batches, &batch.label_weights, scalars, step)?;
+        let batches = &batch.micro_batches;
+        let mut words = words(&self.tokens, (batches, self.shape.seq), &batch.label_weights, scalars, step)?;
+        for (b, sequences) in batches.iter().zip(&self.sequences) {
+            sequences.fill(&rank.compute, b.cu_seqlens.as_deref().unwrap_or_default())?;
+        }
+        if self.moe.is_some() && self.shape.sequences.is_some() {
+            for (i, b) in batches.iter().enumerate() {
+                words.resize(moe_at(&self.shape, self.depth, &self.tokens, i), 0);
+                let layout = sequence_layout(b, self.shape.seq)?;
+                words.extend(moe_words(rank, &layout, &self.tokens, b.padding.as_deref())?);
+            }
+        }
         Ok(rank.compute.upload_into(&self.all, &words)?)
     }
 }
@@ -128,19 +168,40 @@ fn scalars_at(shape: &StepShape, depth: usize, tokens: &Tokens) -> usize {
     shape.micro_batches * (1 + depth) * 4 * pitch(tokens)
 }
 
-/// All words of a step; `weights` are those of a label in the language-modelling loss and at each MTP depth.
+/// The first word of what MoE layers need to know of micro-batch `i`.
+fn moe_at(shape: &StepShape, depth: usize, tokens: &Tokens, i: usize) -> usize {
+    let first = (scalars_at(shape, depth, tokens) + scalars::COUNT + 1).next_multiple_of(BOUNDARY);
+    first + i * 4 * pitch(tokens)
+}
+
+/// What MoE layers need to know of a micro-batch, four rows: segments, sequence ids, token indices, the number of sequences.
+fn moe_words(rank: &Rank, layout: &Layout, tokens: &Tokens, padding: Option<&[bool]>) -> Result<Vec<i32>> {
+    let (moe, pitch) = (MoeRows::new(rank, layout, tokens, padding)?, pitch(tokens));
+    let mut words = Vec::with_capacity(4 * pitch);
+    for (i, row) in moe.rows.iter().enumerate() {
+        words.extend(row);
+        words.resize((i + 1) * pitch, 0);
+    }
+    words.push(moe.sequences as i32);
+    words.resize(4 * pitch, 0);
+    Ok(words)
+}
+
+/// All words of a step up to those of MoE layers; `weights` are those of a label in the language-modelling loss and at each MTP
+/// depth.
 fn words(
     tokens: &Tokens,
-    batches: &[Batch],
+    (batches, seq): (&[Batch], usize),
     weights: &[f32],
     scalars: &[f32],
     step: u64,
 ) -> Result<Vec<i32>> {
-    let (pitch, n, lengths) = (pitch(tokens), tokens.rows().len(), tokens.layout().lengths());
+    let (pitch, n) = (pitch(tokens), tokens.rows().len());
     let mut words = vec![0i32; batches.len() * weights.len() * 4 * pitch];
     let bits = |x: f32| x.to_bits().cast_signed();
     let depths = batches.iter().flat_map(|b| weights.iter().enumerate().map(move |(d, w)| (b, d, *w)));
     for ((batch, depth, weight), rows) in depths.zip(words.chunks_exact_mut(4 * pitch)) {
+        let lengths = sequence_layout(batch, seq)?.lengths();
         let lists = [(&batch.tokens, 0), (&batch.positions, 0), (&batch.labels, IGNORE)];
         for (row, (values, pad)) in lists.into_iter().enumerate() {
             let mine = match depth {
@@ -163,11 +224,12 @@ fn words(
 mod tests {
     use super::*;
     use ferrotron_engine::GroupRank;
+    use ferrotron_engine::moe::Dispatcher;
 
     #[test]
     fn words_are_what_views_read() {
         let rank = Rank::cpu(1, 1).unwrap();
-        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3 };
+        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: None };
         let batch = |n: i32| Batch {
             tokens: (n..n + 6).collect(),
             labels: (0..6).map(|i| if i == 4 { IGNORE } else { n + i + 1 }).collect(),
@@ -178,10 +240,10 @@ mod tests {
         };
         let batches = [batch(10), batch(20)];
         let scalars: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);
-        let mut inputs = GraphInputs::new(&rank, shape, 2).unwrap();
+        let mut inputs = GraphInputs::new(&rank, shape, 2, false).unwrap();
         inputs.rows = (0..2).map(|i| token_indices(&rank, &inputs.tokens, 6 * i).unwrap()).collect();
         let weights = [0.1, 0.2, 0.3];
-        let words = words(&inputs.tokens, &batches, &weights, &scalars, 77).unwrap();
+        let words = words(&inputs.tokens, (&batches, 3), &weights, &scalars, 77).unwrap();
         assert_eq!(words.len(), inputs.all.numel());
         rank.compute.upload_into(&inputs.all, &words).unwrap();
         let s = &rank.compute;
@@ -216,9 +278,45 @@ mod tests {
         assert_eq!(s.download::<f32>(&inputs.scalars().unwrap()).unwrap(), scalars);
     }
 
+    /// Of packed sequences with padding, by definition: what an upload of the batch alone holds.
+    #[test]
+    fn moe_words_are_those_of_the_batch() {
+        let rank = Rank::cpu(1, 1).unwrap();
+        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: Some(8) };
+        let mut inputs = GraphInputs::new(&rank, shape, 1, true).unwrap();
+        let mine = MoeInput::new(&rank, &shape.layout(), &inputs.tokens, None, Dispatcher::AllToAll);
+        inputs.moe = Some(mine.unwrap());
+        let mut words = vec![0; scalars_at(&shape, 1, &inputs.tokens) + scalars::COUNT + 1];
+        let batches = [
+            (vec![0, 3, 6], None),
+            (vec![0, 1, 3, 5, 6], Some(vec![false, false, true, false, false, true])),
+        ];
+        let layouts = batches.map(|(offsets, padding)| (Layout::Packed { offsets }, padding));
+        for (i, (layout, padding)) in layouts.iter().enumerate() {
+            words.resize(moe_at(&shape, 1, &inputs.tokens, i), 0);
+            words.extend(moe_words(&rank, layout, &inputs.tokens, padding.as_deref()).unwrap());
+        }
+        assert_eq!(words.len(), inputs.all.numel());
+        rank.compute.upload_into(&inputs.all, &words).unwrap();
+        let i32s = |t: &Tensor| rank.compute.download::<i32>(t).unwrap();
+        for (i, (layout, padding)) in layouts.iter().enumerate() {
+            let made = inputs.micro_batch(&rank, i).unwrap().input;
+            assert_eq!(made.captured.unwrap().offsets(), [0, 6, 6, 6, 6, 6, 6, 6, 6]);
+            let moe = made.moe.unwrap();
+            let tokens = rank.tokens(layout).unwrap();
+            let alone =
+                MoeInput::new(&rank, layout, &tokens, padding.as_deref(), Dispatcher::AllToAll).unwrap();
+            assert_eq!(i32s(&moe.segments), i32s(&alone.segments));
+            assert_eq!(i32s(&moe.sequence_ids), i32s(&alone.sequence_ids));
+            assert_eq!(i32s(&moe.token_index), i32s(&alone.token_index));
+            assert_eq!(i32s(&moe.sequence_count.unwrap()), [alone.sequences as i32]);
+            assert_eq!(moe.sequences, 8);
+        }
+    }
+
     #[test]
     fn a_context_parallel_rank_gets_its_own_tokens() {
-        let layout = StepShape { micro_batches: 1, tokens: 6, seq: 6 }.layout();
+        let layout = StepShape { micro_batches: 1, tokens: 6, seq: 6, sequences: None }.layout();
         let tokens = Tokens::new(&layout, GroupRank { rank: 1, size: 2 }, 1).unwrap();
         let batch = Batch {
             tokens: (10..16).collect(),
@@ -228,7 +326,7 @@ mod tests {
             padding: None,
             varies: false,
         };
-        let words = words(&tokens, &[batch], &[0.5], &[], 0).unwrap();
+        let words = words(&tokens, (&[batch], 6), &[0.5], &[], 0).unwrap();
         // Six tokens are padded to eight in four chunks; rank 1 of 2 has the second and the third.
         let half = 0.5f32.to_bits().cast_signed();
         let rows = [[12, 13, 14, 15], [2, 3, 4, 5], [IGNORE, 14, 15, 16], [0, half, half, half]];

@@ -100,12 +100,12 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
         ("dropout.hidden = 1.0", "below 1"),
         (
-            "train.cuda_graph = \"on\"\ndata.reset_at_documents = true",
-            "r.toml:3: train.cuda_graph: steps cannot be replayed: with data.reset_at_documents",
+            "train.cuda_graph = \"on\"\ndata.reset_at_documents = true\nparallel.cp = 2",
+            "r.toml:3: train.cuda_graph: steps cannot be replayed: with parallel.cp, what ranks send",
         ),
         (
-            "train.cuda_graph = \"on\"\ndata.packing = \"documents\"\ndata.path = \"a\"",
-            "with data.packing, launches depend on",
+            "train.cuda_graph = \"on\"\ndata.packing = \"documents\"\ndata.path = \"a\"\nmoe.experts = 4\nmoe.capacity = 2.0",
+            "with data.packing, moe.capacity depends on the padding",
         ),
         (
             "data.packing = \"documents\"\ndata.path = \"embedded\"",

@@ -25,25 +25,50 @@ pub(in crate::train) struct StepShape {
     /// Tokens of a micro-batch.
     pub(in crate::train) tokens: usize,
     pub(in crate::train) seq: usize,
+    /// Packed sequences of a micro-batch at most; none where each row is one.
+    pub(in crate::train) sequences: Option<usize>,
 }
 
 impl StepShape {
-    /// The shape of a step; none if its micro-batches differ or are packed, so that launches depend on the data.
-    pub(super) fn of(batches: &[Batch], seq: usize) -> Option<StepShape> {
-        let tokens = batches.first()?.tokens.len();
+    /// The shape of a step with up to `sequences` packed sequences in a micro-batch; none if its micro-batches differ in length, so
+    /// that launches depend on the data.
+    pub(super) fn of(batches: &[Batch], seq: usize, sequences: usize) -> Option<StepShape> {
+        let first = batches.first()?;
+        let (tokens, packed) = (first.tokens.len(), first.cu_seqlens.is_some());
         let alike = |b: &Batch| {
-            b.cu_seqlens.is_none()
-                && b.padding.is_none()
+            let sequences_fit = match &b.cu_seqlens {
+                Some(offsets) => packed && offsets.len() <= sequences + 1,
+                // A row that ends in padding is not attended to differently, but MoE layers skip it.
+                None => !packed && b.padding.is_none(),
+            };
+            sequences_fit
+                && !b.varies
                 && [&b.tokens, &b.labels, &b.positions].iter().all(|list| list.len() == tokens)
         };
         let full_rows = seq > 0 && tokens > 0 && tokens.is_multiple_of(seq);
-        let shape = StepShape { micro_batches: batches.len(), tokens, seq };
+        let sequences = packed.then_some(sequences);
+        let shape = StepShape { micro_batches: batches.len(), tokens, seq, sequences };
         (full_rows && batches.iter().all(alike)).then_some(shape)
     }
 
-    /// The sequences of a micro-batch.
+    /// The sequences of a micro-batch. Where they are packed, the first has all tokens and stands for any others.
     pub(in crate::train) fn layout(&self) -> Layout {
-        Layout::Rows { count: self.tokens / self.seq.max(1), len: self.seq }
+        match self.sequences {
+            None => Layout::Rows { count: self.tokens / self.seq.max(1), len: self.seq },
+            Some(n) => {
+                let mut offsets = vec![self.tokens as i32; n + 1];
+                offsets[0] = 0;
+                Layout::Packed { offsets }
+            }
+        }
+    }
+
+    /// Whether launches of this shape serve a step: there are at least as many sequences.
+    fn holds(&self, step: &StepShape) -> bool {
+        let rest = |s: &StepShape| StepShape { sequences: None, ..*s };
+        self.sequences.is_some() == step.sequences.is_some()
+            && self.sequences >= step.sequences
+            && rest(self) == rest(step)
     }
 }
 
@@ -98,7 +123,7 @@ pub(super) struct GraphPolicy {
     alone: bool,
     /// Why no step can be captured.
     disabled_reason: Option<String>,
-    /// Shape of the last step.
+    /// Shape of the last step, with as many packed sequences as those before it may have.
     shape: Option<StepShape>,
     /// Eager steps of that shape in a row.
     eager_steps: u32,
@@ -165,9 +190,11 @@ impl GraphPolicy {
         if self.is_off() {
             return LaunchMode::Eager;
         }
-        if shape.is_some() && shape == captured {
+        let holds = |kept: Option<StepShape>| shape.is_some_and(|s| kept.is_some_and(|kept| kept.holds(&s)));
+        if holds(captured) {
             return if is_idle { LaunchMode::Replay } else { LaunchMode::Eager };
         }
+        let shape = if holds(self.shape) { self.shape } else { shape };
         if shape != self.shape {
             (self.shape, self.eager_steps, self.min_times) = (shape, 0, None);
         }
@@ -179,6 +206,11 @@ impl GraphPolicy {
         }
         self.eager_steps = self.eager_steps.saturating_add(1);
         LaunchMode::Eager
+    }
+
+    /// The shape to capture: that of the last steps.
+    pub(super) fn shape(&self) -> Option<StepShape> {
+        self.shape
     }
 
     /// Starts to time the eager step about to be launched, if `auto` still needs times.
@@ -223,14 +255,14 @@ impl GraphPolicy {
     }
 
     /// Was the last step one whose launches depend on the data?
-    fn is_packed(&self) -> bool {
+    fn is_irregular(&self) -> bool {
         self.eager_steps > 0 && self.shape.is_none()
     }
 
     /// Can one of the next steps of the same shape still decide?
     pub(super) fn is_open(&self) -> bool {
         !self.is_off()
-            && !self.is_packed()
+            && !self.is_irregular()
             && (self.eager_steps < WARMUP_STEPS
                 || (self.mode == CudaGraphMode::Auto && self.min_times.is_none()))
     }
@@ -241,8 +273,8 @@ impl GraphPolicy {
         let (value, reason) = match (self.mode, &self.disabled_reason, self.launch_share()) {
             (CudaGraphMode::Off, ..) => (CudaGraphMode::Off, "the recipe says so".into()),
             (_, Some(why), _) => (CudaGraphMode::Off, why.clone()),
-            _ if self.is_packed() => {
-                (CudaGraphMode::Off, "packed sequences start elsewhere in every step".into())
+            _ if self.is_irregular() => {
+                (CudaGraphMode::Off, "micro-batches differ in length or in their padding".into())
             }
             (CudaGraphMode::On, ..) => (CudaGraphMode::On, "the recipe says so".into()),
             (_, _, Some(s)) if s > MIN_LAUNCH_SHARE => {

@@ -1,7 +1,7 @@
 use super::*;
 use ferrotron_kernels::IGNORE;
 
-const SHAPE: StepShape = StepShape { micro_batches: 2, tokens: 32, seq: 16 };
+const SHAPE: StepShape = StepShape { micro_batches: 2, tokens: 32, seq: 16, sequences: None };
 const MS: Duration = Duration::from_millis(1);
 
 fn policy(mode: CudaGraphMode) -> GraphPolicy {
@@ -27,7 +27,7 @@ fn warm_up_then_capture_then_replay() {
 fn steps_of_other_shapes_run_eagerly() {
     let mut p = policy(CudaGraphMode::On);
     eager_steps(&mut p, SHAPE, None);
-    // The graph is busy, or a packed step comes between: the graph stays valid.
+    // The graph is busy, or a step of no shape comes between: the graph stays valid.
     assert_eq!(p.next(Some(SHAPE), Some(SHAPE), false), LaunchMode::Eager);
     assert_eq!(p.next(None, Some(SHAPE), true), LaunchMode::Eager);
     assert_eq!(p.next(Some(SHAPE), Some(SHAPE), true), LaunchMode::Replay);
@@ -36,7 +36,7 @@ fn steps_of_other_shapes_run_eagerly() {
     for shape in [more, StepShape { tokens: 64, ..SHAPE }, StepShape { seq: 32, ..SHAPE }] {
         assert_eq!(eager_steps(&mut p, shape, Some(SHAPE)), WARMUP_STEPS);
     }
-    // Packed steps alone never decide.
+    // Steps of no shape alone never decide.
     let mut p = policy(CudaGraphMode::On);
     (0..9).for_each(|_| assert_eq!(p.next(None, None, false), LaunchMode::Eager));
     assert!(!p.is_open() && p.decision().value == CudaGraphMode::Off);
@@ -46,6 +46,35 @@ fn steps_of_other_shapes_run_eagerly() {
         assert_eq!(p.next(Some(StepShape { micro_batches: n, ..SHAPE }), None, false), LaunchMode::Eager);
     }
     assert_eq!(eager_steps(&mut policy(CudaGraphMode::Off), SHAPE, Some(SHAPE)), 20);
+}
+
+/// A graph for many sequences replays steps with fewer; steps with more become a larger graph.
+#[test]
+fn graphs_of_packed_sequences_hold_fewer_sequences() {
+    let packed = |n| StepShape { sequences: Some(n), ..SHAPE };
+    let mut p = policy(CudaGraphMode::On);
+    // Steps of different numbers of sequences warm up together, once the largest has come.
+    assert_eq!(p.next(Some(packed(16)), None, false), LaunchMode::Eager);
+    assert_eq!(p.next(Some(packed(32)), None, false), LaunchMode::Eager);
+    for n in [16, 8] {
+        assert_eq!(p.next(Some(packed(n)), None, false), LaunchMode::Eager);
+    }
+    assert_eq!(p.next(Some(packed(16)), None, false), LaunchMode::Capture);
+    assert_eq!(p.shape(), Some(packed(32)));
+    for n in [8, 32, 16] {
+        assert_eq!(p.next(Some(packed(n)), p.shape(), true), LaunchMode::Replay);
+    }
+    // More sequences, with replays in between.
+    let captured = p.shape();
+    for _ in 0..WARMUP_STEPS {
+        assert_eq!(p.next(Some(packed(64)), captured, true), LaunchMode::Eager);
+        assert_eq!(p.next(Some(packed(32)), captured, true), LaunchMode::Replay);
+    }
+    assert_eq!(p.next(Some(packed(64)), captured, true), LaunchMode::Capture);
+    assert_eq!(p.shape(), Some(packed(64)));
+    // Rows are no packed sequences.
+    assert!(!packed(64).holds(&SHAPE) && !SHAPE.holds(&packed(8)) && SHAPE.holds(&SHAPE));
+    assert!(!packed(64).holds(&StepShape { tokens: 64, ..packed(8) }));
 }
 
 #[test]
@@ -112,10 +141,21 @@ fn shapes_distinguish_steps_with_different_launches() {
         padding: None,
         varies: false,
     };
-    assert_eq!(StepShape::of(&[batch(2), batch(2)], 16), Some(SHAPE));
+    let of = |batches: &[Batch], sequences| StepShape::of(batches, 16, sequences);
+    assert_eq!(of(&[batch(2), batch(2)], 0), Some(SHAPE));
     assert_eq!(SHAPE.layout().tokens(), 32);
-    assert_eq!(StepShape::of(&[], 16), None);
-    assert_eq!(StepShape::of(&[batch(2), batch(1)], 16), None);
-    let packed = Batch { cu_seqlens: Some(vec![0, 16, 32]), ..batch(2) };
-    assert_eq!(StepShape::of(&[batch(2), packed], 16), None);
+    assert_eq!(of(&[], 0), None);
+    assert_eq!(of(&[batch(2), batch(1)], 0), None);
+    let padding = Some(vec![true; 32]);
+    assert_eq!(of(&[batch(2), Batch { padding: padding.clone(), ..batch(2) }], 0), None);
+    // Packed sequences, of which there may be fewer, and rows that end in padding.
+    let packed = |offsets: &[i32]| Batch { cu_seqlens: Some(offsets.to_vec()), ..batch(2) };
+    let shape = StepShape { sequences: Some(4), ..SHAPE };
+    assert_eq!(of(&[packed(&[0, 16, 32]), packed(&[0, 3, 9, 16, 32])], 4), Some(shape));
+    assert_eq!(of(&[Batch { padding, ..packed(&[0, 16, 32]) }, packed(&[0, 32])], 4), Some(shape));
+    assert_eq!(of(&[packed(&[0, 16, 32]), packed(&[0, 3, 9, 12, 16, 32])], 4), None);
+    assert_eq!(of(&[batch(2), packed(&[0, 16, 32])], 4), None);
+    assert_eq!(of(&[packed(&[0, 16, 32]), batch(2)], 4), None);
+    assert_eq!(of(&[Batch { varies: true, ..packed(&[0, 16, 32]) }], 4), None);
+    assert!(shape.layout().check(32).is_ok() && shape.layout().lengths().len() == 4);
 }
