@@ -335,7 +335,7 @@ fn steps_of_many_packed_sequences_are_another_graph() {
     recipe("on", &changes);
     let Some((rank, _alone)) = card() else { return };
     // Steps of eight samples: the 11th and 12th, and from the 21st on every other.
-    let crowded = |n: u64| (10..12).contains(&(n / 8)) || (n / 8 >= 20 && n / 8 % 2 == 0);
+    let crowded = |n: u64| (10..12).contains(&(n / 8)) || (n / 8 >= 20 && (n / 8).is_multiple_of(2));
     let data = Documents { crowded, padded: false };
     let plain = train_on(&data, &rank, "off", &changes, true);
     let graph = train_on(&data, &rank, "on", &changes, true);
