@@ -213,6 +213,26 @@ fn many_events_are_parsed_by_several_threads_alike() {
 }
 
 #[test]
+fn a_long_log_is_read_block_by_block() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = lines((1..=40_000).map(step));
+    std::fs::write(dir.path().join(FILE_NAME), &text).unwrap();
+    let mut reader = RunReader::new(dir.path());
+    let (mut blocks, mut steps) = (0, 0);
+    loop {
+        let (read, more) = reader.poll_block().unwrap();
+        assert!(read == Read::More && reader.history.steps.len() > steps);
+        (blocks, steps) = (blocks + 1, reader.history.steps.len());
+        if !more {
+            break;
+        }
+    }
+    assert!(blocks > 2 && steps == 40_000, "{blocks} blocks of {} bytes, {steps} steps", text.len());
+    assert_eq!(reader.poll_block().unwrap(), (Read::Same, false));
+    assert_same(&reader.history, &history(&text));
+}
+
+#[test]
 fn runs_are_found_in_a_folder_of_runs() {
     let dir = tempfile::tempdir().unwrap();
     for name in ["b", "a", "empty"] {

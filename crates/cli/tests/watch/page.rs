@@ -143,10 +143,10 @@ fn a_million_events_are_decimated() {
     let mut b = Browser::start(program, profile.path());
     b.open(&server.url, 1600, 1000, "light");
     b.wait(READY);
-    eprintln!(
-        "a million events are painted {} ms after the page was opened",
-        b.eval("document.body.dataset.ready")
-    );
+    let ready = b.eval("Number(document.body.dataset.ready)").as_f64().unwrap();
+    eprintln!("curves are painted {ready} ms after the page was opened");
+    // Curves are drawn from what has been read; nothing waits for the whole log.
+    assert!(ready < 2000.0, "{ready} ms");
     b.wait("document.body.dataset.step === '1000000'");
     let points =
         b.eval("Number(document.querySelector('#card-loss .plot').dataset.points)").as_f64().unwrap();

@@ -14,7 +14,7 @@ use std::io::{Read as _, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
 /// Bytes that are read and parsed at a time.
-const BLOCK: u64 = 32 << 20;
+const BLOCK: u64 = 8 << 20;
 /// Blocks above this size are parsed by several threads.
 const PARALLEL: usize = 1 << 20;
 /// Longest line; a longer one is damaged.
@@ -91,6 +91,21 @@ impl RunReader {
 
     /// Reads what has been appended since the last call. A log that is not there (any more) is empty.
     pub fn poll(&mut self) -> Result<Read> {
+        let mut read = Read::Same;
+        loop {
+            let (got, more) = self.poll_block()?;
+            if got == Read::Anew || read == Read::Same {
+                read = got;
+            }
+            if !more {
+                return Ok(read);
+            }
+        }
+    }
+
+    /// [`RunReader::poll`] that reads a block of the log at most, and says whether there is more: for views that show what they have
+    /// of a long log while it is read.
+    pub fn poll_block(&mut self) -> Result<(Read, bool)> {
         let path = self.dir.join(FILE_NAME);
         let found = match std::fs::metadata(&path) {
             Ok(m) if m.is_file() => Some(m),
@@ -106,7 +121,7 @@ impl RunReader {
             *self = RunReader::new(&self.dir);
             read = Read::Anew;
         }
-        let Some(found) = found else { return Ok(read) };
+        let Some(found) = found else { return Ok((read, false)) };
         if self.file.is_none() {
             let file = fs::open_regular(&path)?;
             let id = identity(&file.metadata().map_err(Error::io(&path))?);
@@ -117,30 +132,29 @@ impl RunReader {
             self.offset -= self.rest.len() as u64;
             self.rest.clear();
         }
-        while self.offset < found.len() {
-            let Some((file, _)) = &mut self.file else { break };
-            let mut block = std::mem::take(&mut self.rest);
-            let before = block.len();
-            let seek = file.seek(SeekFrom::Start(self.offset));
-            let got =
-                seek.and_then(|_| file.take(BLOCK).read_to_end(&mut block)).map_err(Error::io(&path))?;
-            if got == 0 {
-                self.rest = block;
-                break;
-            }
-            self.offset += got as u64;
-            let end = block[before..].iter().rposition(|b| *b == b'\n').map_or(0, |i| before + i + 1);
-            self.rest = block.split_off(end);
-            if self.rest.len() > MAX_LINE {
-                self.history.unreadable += 1;
-                self.rest.clear();
-            }
-            if end > 0 {
-                parse(&block, &mut self.history);
-                read = if read == Read::Same { Read::More } else { read };
-            }
+        let Some((file, _)) = self.file.as_mut().filter(|_| self.offset < found.len()) else {
+            return Ok((read, false));
+        };
+        let mut block = std::mem::take(&mut self.rest);
+        let before = block.len();
+        let seek = file.seek(SeekFrom::Start(self.offset));
+        let got = seek.and_then(|_| file.take(BLOCK).read_to_end(&mut block)).map_err(Error::io(&path))?;
+        if got == 0 {
+            self.rest = block;
+            return Ok((read, false));
         }
-        Ok(read)
+        self.offset += got as u64;
+        let end = block[before..].iter().rposition(|b| *b == b'\n').map_or(0, |i| before + i + 1);
+        self.rest = block.split_off(end);
+        if self.rest.len() > MAX_LINE {
+            self.history.unreadable += 1;
+            self.rest.clear();
+        }
+        if end > 0 {
+            parse(&block, &mut self.history);
+            read = if read == Read::Same { Read::More } else { read };
+        }
+        Ok((read, self.offset < found.len()))
     }
 }
 

@@ -16,6 +16,8 @@ pub struct WatchedRun {
     pub name: String,
     /// Rises when its events have changed.
     pub revision: u64,
+    /// There is more of its log than has been read.
+    reading: bool,
     /// Why its log cannot be read.
     pub error: Option<String>,
 }
@@ -33,7 +35,11 @@ impl WatchedRun {
 
     /// Its state in one word.
     pub fn state(&self) -> &'static str {
-        if self.error.is_some() { "unreadable" } else { self.history().state(now()).name() }
+        match &self.error {
+            Some(_) => "unreadable",
+            None if self.reading => "reading",
+            None => self.history().state(now()).name(),
+        }
     }
 }
 
@@ -65,17 +71,31 @@ impl WatchedRuns {
 
     /// Reads what is new; true if anything is. The first call reads everything.
     pub fn poll(&mut self) -> bool {
-        let mut changed = self.search();
-        for run in &mut self.runs {
-            let (new, error) = match run.reader.poll() {
-                Ok(read) => (read != Read::Same, None),
-                Err(e) => (false, Some(e.to_string())),
-            };
-            if new || error != run.error {
-                (run.revision, run.error, changed) = (run.revision + 1, error, true);
+        let mut changed = false;
+        loop {
+            let (new, more) = self.poll_block();
+            changed |= new;
+            if !more {
+                return changed;
             }
         }
-        changed
+    }
+
+    /// [`WatchedRuns::poll`] that reads a block of each run at most: whether anything is new, and whether there is more to read.
+    pub fn poll_block(&mut self) -> (bool, bool) {
+        let (mut changed, mut any_more) = (self.search(), false);
+        for run in &mut self.runs {
+            let (new, more, error) = match run.reader.poll_block() {
+                Ok((read, more)) => (read != Read::Same, more, None),
+                Err(e) => (false, false, Some(e.to_string())),
+            };
+            any_more |= more;
+            if new || more != run.reading || error != run.error {
+                (run.revision, run.reading, run.error) = (run.revision + 1, more, error);
+                changed = true;
+            }
+        }
+        (changed, any_more)
     }
 
     /// Looks for new runs now and then.
@@ -93,7 +113,13 @@ impl WatchedRuns {
             for dir in found {
                 let reader = RunReader::new(&dir);
                 if self.runs.iter().all(|run| run.dir() != reader.dir()) {
-                    self.runs.push(WatchedRun { name: reader.name(), reader, revision: 0, error: None });
+                    self.runs.push(WatchedRun {
+                        name: reader.name(),
+                        reader,
+                        revision: 0,
+                        reading: false,
+                        error: None,
+                    });
                 }
             }
         }

@@ -21,12 +21,16 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The port unless one is given: iron is element 26. If it is taken, any other.
 const PORT: u16 = 6026;
 /// How often logs are read.
 const POLL: Duration = Duration::from_millis(250);
+/// Pause after a block of a long log, in which requests are answered from what has been read.
+const BETWEEN_BLOCKS: Duration = Duration::from_millis(2);
+/// How often pages hear of a log that is being read.
+const SHOW: Duration = Duration::from_millis(500);
 /// Silence after which a stream of events sends a comment, so that a page that is gone is noticed.
 const HEARTBEAT: Duration = Duration::from_secs(10);
 /// Time for a request to arrive and a response to leave.
@@ -81,12 +85,17 @@ pub fn serve(
     });
     let poller = Arc::clone(&server);
     std::thread::Builder::new().name("poll".into()).spawn(move || {
+        // Long logs are shown while they are read, block by block.
+        let (mut changed, mut shown) = (false, None::<Instant>);
         loop {
-            if lock(&poller.runs).poll() {
+            let (new, more) = lock(&poller.runs).poll_block();
+            changed |= new;
+            if changed && (!more || shown.is_none_or(|t| t.elapsed() >= SHOW)) {
                 *lock(&poller.revision) += 1;
                 poller.changed.notify_all();
+                (changed, shown) = (false, Some(Instant::now()));
             }
-            std::thread::sleep(POLL);
+            std::thread::sleep(if more { BETWEEN_BLOCKS } else { POLL });
         }
     })?;
     announce(&server, address, global)?;
