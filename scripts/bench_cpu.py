@@ -8,7 +8,7 @@ import json, pathlib, statistics, subprocess, sys
 pairs, threads = (int(sys.argv[i]) if len(sys.argv) > i else d for i, d in ((1, 5), (2, 2)))
 root = pathlib.Path(__file__).resolve().parent.parent
 peer = [sys.executable, str(root / "scripts/peers/torch_cpu.py"), str(threads)]
-ours = [str(root / "target/release/ferrotron"), "bench", "train", "--work", "tiny", "--json", "--threads", str(threads)]
+ours = [str(root / "target/release/ferrotron"), "bench", "train", "--work", "tiny", "--device", "cpu", "--json", "--threads", str(threads)]
 
 
 def lines(command):
