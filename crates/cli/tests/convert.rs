@@ -293,13 +293,17 @@ fn killed_at_any_moment_it_leaves_the_old_folder_or_the_new_one() {
         });
         let begin = std::time::Instant::now();
         ok(&["convert", path(from), path(to), "--overwrite", "--dtype", "f32"]);
-        let length = begin.elapsed();
+        let mut length = begin.elapsed();
         let mut killed = 0;
         for round in 0..soak::rounds(40) {
             let dtype = ["f32", "bf16"][round % 2];
             let mut child = start(&["convert", path(from), path(to), "--overwrite", "--dtype", dtype]);
             std::thread::sleep(length.mul_f64(0.5 + 0.5 * (round as f64 * 0.618).fract()));
-            killed += usize::from(child.try_wait().unwrap().is_none());
+            match child.try_wait().unwrap() {
+                None => killed += 1,
+                // What was measured was slower than this: the machine did other things besides.
+                Some(_) => length = length.mul_f64(0.9),
+            }
             child.kill().unwrap();
             child.wait().unwrap();
             let now = contents(to);

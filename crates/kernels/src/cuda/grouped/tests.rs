@@ -7,9 +7,38 @@ use crate::cuda::CudaKernels;
 use crate::cuda::occupy::Occupied;
 use crate::{GroupedGemm, GroupedWgrad, Segments};
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
+use std::cell::RefCell;
+use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// Tests on the GPU run beside each other, but for those that occupy its multiprocessors and measure whether a kernel still ends.
+static CARD: RwLock<()> = RwLock::new(());
+
+/// A test's share of the GPU, until its thread ends.
+enum Share {
+    Beside { _held: RwLockReadGuard<'static, ()> },
+    Alone { _held: RwLockWriteGuard<'static, ()> },
+}
+
+thread_local! {
+    static SHARE: RefCell<Option<Share>> = const { RefCell::new(None) };
+}
 
 /// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
 pub(in crate::cuda) fn gpu() -> Option<(CudaKernels, Stream)> {
+    // That of an earlier test on the same thread ends first.
+    SHARE.set(None);
+    SHARE.set(Some(Share::Beside { _held: CARD.read().unwrap_or_else(PoisonError::into_inner) }));
+    open_gpu()
+}
+
+/// The GPU without any other test on it.
+pub(in crate::cuda) fn gpu_alone() -> Option<(CudaKernels, Stream)> {
+    SHARE.set(None);
+    SHARE.set(Some(Share::Alone { _held: CARD.write().unwrap_or_else(PoisonError::into_inner) }));
+    open_gpu()
+}
+
+fn open_gpu() -> Option<(CudaKernels, Stream)> {
     if gpus().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
@@ -147,7 +176,7 @@ pub(super) fn free(pair: bool) -> u32 {
 
 #[test]
 fn wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
-    let Some((k, s)) = gpu() else { return };
+    let Some((k, s)) = gpu_alone() else { return };
     // About twenty slices of a segment, and more tiles than blocks.
     let counts = [5, 20_000, 0, 2500];
     let (at, owned) = spread(&s, &counts, 16, 0);

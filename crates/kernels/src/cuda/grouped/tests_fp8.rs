@@ -2,7 +2,7 @@
 
 use super::hopper::GroupedOp;
 use super::hopper_fp8::FP8_VARIANTS;
-use super::tests::{free, gpu, host, numbers, poisoned, spread};
+use super::tests::{free, gpu, gpu_alone, host, numbers, poisoned, spread};
 use crate::cuda::occupy::Occupied;
 use crate::{ALIGN, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode, Segments};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
@@ -131,7 +131,7 @@ fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
 
 #[test]
 fn fp8_wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
-    let Some((k, s)) = gpu() else { return };
+    let Some((k, s)) = gpu_alone() else { return };
     if !k.has("grouped/hopper_wgrad_fp8") {
         return;
     }
