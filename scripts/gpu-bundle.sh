@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-tensor:lib ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-kernels:lib ferrotron-comm:threads ferrotron-comm:nccl ferrotron-comm:lib ferrotron-engine:context_parallel ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-tensor:lib ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-kernels:lib ferrotron-comm:threads ferrotron-comm:nccl ferrotron-comm:lib ferrotron-engine:context_parallel ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:docs ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
@@ -24,4 +24,7 @@ cp -r tests/golden tests/golden-b "$out/"
 cp scripts/peers/*.py "$out/peers/"
 cp scripts/bench_gpu.py scripts/gpu_layouts.py scripts/gpu_faults.py scripts/bench_saves.py scripts/memory_growth.py "$out/"
 cp scripts/gpu-check.sh "$out/check.sh"
+mkdir -p "$out/repository/docs"
+cp README.md ARCHITECTURE.md BENCHMARKS.md "$out/repository/"
+cp docs/*.md "$out/repository/docs/"
 du -sh "$out"

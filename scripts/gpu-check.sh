@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks against PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start memory conformance precision comm processes layouts moe golden parity train regress kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start memory conformance precision comm processes layouts moe golden parity train regress docs kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start memory conformance precision comm processes layouts moe golden parity train regress kill sanitizer bench}
+parts=${*:-start memory conformance precision comm processes layouts moe golden parity train regress docs kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden:$here/golden-b FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -135,6 +135,7 @@ has golden && row golden-hf tests golden_hf
 has parity && row parity families
 has train && row train-cuda-graph tests cuda_graph && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
 has regress && row regress ft regress --device cuda --out "$work/regress"
+has docs && row docs-on-gpu env FERROTRON_REPOSITORY="$here/repository" "$here/tests/docs" --nocapture commands_that_need_a_gpu
 has kill && row kill-and-resume tests interruptions
 # cuBLASLt's own kernels are NVIDIA's to check for races.
 has sanitizer && row memcheck sanitize memcheck gemm "${families[@]}" && row racecheck sanitize racecheck "${families[@]}"

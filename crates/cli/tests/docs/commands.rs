@@ -4,7 +4,8 @@
 //! |---|---|
 //! | `sh` | run by bash, in order, and must succeed |
 //! | `sh fails` | run line by line; the last fails, and errors are those of the next `text` block, where `…` stands for anything |
-//! | `sh gpu`, `sh hosts`, `sh toolchain` | not run here: it needs a GPU, several hosts or an MPI, or builds the program |
+//! | `sh gpu` | run by `gpu.rs` on a host with a GPU |
+//! | `sh hosts`, `sh toolchain` | not run: it needs several hosts or an MPI, or builds the program |
 //!
 //! Training is cut to two steps on one thread of the CPU, a simulated job of 1024 GPUs to one of 8, and a run without
 //! `--out` replaces the one before.

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod commands;
+mod gpu;
 mod links;
 mod reference;
 
@@ -14,9 +15,10 @@ fn binary() -> PathBuf {
     std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into()).into()
 }
 
-/// The repository.
+/// The repository, or what `FERROTRON_REPOSITORY` names: a folder with its pages, on a host without it.
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
+    let here = || Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    std::env::var_os("FERROTRON_REPOSITORY").map_or_else(here, PathBuf::from).canonicalize().unwrap()
 }
 
 /// Pages of the site, and those outside it that link to them, relative to the repository.
