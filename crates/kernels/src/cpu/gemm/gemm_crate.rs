@@ -1,4 +1,4 @@
-//! f32 GEMM by the `gemm` crate, which is as fast as vendor libraries. It runs single-threaded here on chunks of C.
+//! f32 GEMM by the `gemm` crate. It runs single-threaded here on chunks of C.
 //!
 //! Chunks depend on the number of threads, results do not: the crate sums along k in blocks whose length is that of its whole k up
 //! to [`K_SLICE`], so it is given slices of k that are no longer, and chunks large enough for its ordinary kernels.
