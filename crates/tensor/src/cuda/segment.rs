@@ -10,6 +10,10 @@ use std::sync::Arc;
 /// Multiple of plain allocations.
 const PLAIN_GRANULARITY: usize = 2 << 20;
 
+/// With 0 in this environment variable, memory comes from plain allocations. compute-sanitizer needs that: it takes one access
+/// across two adjacent mappings, as bulk copies make, for one out of bounds.
+const EXPANDABLE_VARIABLE: &str = "FERROTRON_EXPANDABLE_SEGMENTS";
+
 /// Virtual memory management of one GPU.
 pub(crate) struct CudaSegments {
     context: Arc<CudaContext>,
@@ -22,7 +26,8 @@ pub(crate) struct CudaSegments {
 
 impl CudaSegments {
     pub(crate) fn new(context: &Arc<CudaContext>) -> CudaSegments {
-        let granularity = granularity(context).ok().flatten();
+        let wanted = std::env::var_os(EXPANDABLE_VARIABLE).is_none_or(|value| value != "0");
+        let granularity = granularity(context).ok().flatten().filter(|_| wanted);
         CudaSegments {
             context: context.clone(),
             granularity: granularity.unwrap_or(PLAIN_GRANULARITY),
