@@ -90,6 +90,8 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
             if constexpr (!PER_HEAD) {
                 mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
                 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
+                // An arrival orders only what its own lane has read.
+                __syncwarp();
                 if (first_lane) mbarrier_arrive(bars.tile_free(slot.stage));
                 slot.next();
             }
@@ -243,6 +245,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     wgmma_wait<0>();
                     fence_operand(dk);
                     fence_operand(y);
+                    __syncwarp();
                     if (first_lane) mbarrier_arrive(bars.q_free(stage));
                     ring.next();
                 }

@@ -221,6 +221,7 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
                     wgmma_wait<1>();
                     fence_operand(dk);
                     fence_operand(y);
+                    __syncwarp();
                     free_in_pair(at.bars.q_free(here));
                     if (turn.left == 0) break;
                 }

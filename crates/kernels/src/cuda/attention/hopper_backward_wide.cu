@@ -211,11 +211,13 @@ struct HopperBackwardWide : HopperBackwardWideParts<HopperBackwardLoad<DQ, DV, 6
                     wgmma_wait<1>();
                     fence_operand(dk);
                     fence_operand(y);
+                    __syncwarp();
                     free(at.bars.q_free(here));
                 }
                 wgmma_wait<0>();
                 fence_operand(dk);
                 fence_operand(y);
+                __syncwarp();
                 free(at.bars.q_free(stage));
                 free(at.bars.kv_free());
             }

@@ -28,6 +28,7 @@ template <class LOAD, bool CAP> struct HopperBackwardWideParts {
             if constexpr (Load::PAIR) mbarrier_wait_cluster(bars.tile_full(slot.stage), slot.phase);
             else mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const i32 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
+            __syncwarp();
             if constexpr (Load::PAIR) {
                 if ((tid() & 31) == 0) mbarrier_arrive_cluster(bars.tile_free(slot.stage), 0);
             } else {
@@ -54,6 +55,8 @@ template <class LOAD, bool CAP> struct HopperBackwardWideParts {
             }
         }
     };
+    // Arrives for a warp. That orders only what the arriving lane has read: where all lanes have read shared memory themselves,
+    // and not wgmma for them, __syncwarp comes first.
     static __device__ __forceinline__ void free(u32 bar) {
         if ((tid() & 31) == 0) mbarrier_arrive(bar);
     }
