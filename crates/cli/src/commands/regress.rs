@@ -227,7 +227,7 @@ impl Suite<'_> {
         let mut out = training.results(case.killed_in)?;
         let unit = (before + self.unit()) / 2.0;
         out.time.values_mut().for_each(|t| *t /= unit);
-        if self.args.no_time {
+        if self.args.no_time || (case.shares_gpu && self.on_gpu()) {
             out.time.clear();
         }
         Ok(out)

@@ -72,6 +72,9 @@ pub struct Case {
     pub killed_in: Option<u64>,
     /// In place of a run, the time of the kernels whose names begin so.
     pub kernels: Option<String>,
+    /// Its ranks share one GPU and take turns as the host's threads do, so that there its time says little.
+    #[serde(default)]
+    pub shares_gpu: bool,
     #[serde(default)]
     tolerance: OwnTolerance,
 }
