@@ -416,16 +416,13 @@ impl Optimizer {
         Ok(pieces)
     }
 
-    /// Number of zero elements in the reduced gradients of the model. Collective, and slow.
-    pub fn count_zero_grads(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
+    /// Number of zero elements in the reduced gradients of the model, f64 `[1]` on the device. Collective.
+    pub fn count_zero_grads(&self, rank: &Rank, grads: &GradBuffer) -> Result<Tensor> {
         let s = &rank.compute;
-        let mut zeros = 0;
-        for g in grads.norm_shards(rank)? {
-            zeros += s.download::<f32>(&g)?.iter().filter(|x| **x == 0.0).count();
-        }
-        let zeros = s.upload(&[zeros as i64], &[1], Category::Communication)?;
+        let zeros = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
+        rank.kernels.count_zeros(s, &grads.norm_shards(rank)?.iter().collect::<Vec<_>>(), &zeros)?;
         rank.world.all().all_reduce(s, &zeros, ReduceOp::Sum, "zeros")?;
-        Ok(s.download::<i64>(&zeros)?[0] as u64)
+        Ok(zeros)
     }
 
     /// Inputs of a step on the device: f32 `[scalars::COUNT]`.

@@ -1,7 +1,7 @@
 //! Muon: momentum, adaptive scaling of the orthogonalized update, and the step. [`crate::newton_schulz`] orthogonalizes.
 
 use crate::checks::{dtypes, same_contiguous};
-use crate::optimizer::check_square;
+use crate::optimizer::check_total;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Momentum of Muon: `buf = µ·buf + (1−µ)·g`, with `g` the clipped gradient; the update is `buf`, or with nesterov
@@ -142,7 +142,7 @@ fn f32_or_bf16(op: &'static str, t: &Tensor) -> Result<()> {
 
 /// Checks the operands of [`MuonKernels::normalize`].
 pub(crate) fn check_normalize(op: &'static str, x: &Tensor, square: &Tensor, out: &Tensor) -> Result<()> {
-    check_square(op, square)?;
+    check_total(op, square)?;
     same_contiguous(op, &[x, out])?;
     dtypes(op, DType::F32, &[x])?;
     f32_or_bf16(op, out)

@@ -212,6 +212,9 @@ pub trait OptimizerKernels {
     /// [`OptimizerKernels::clip_factor_from_square_sum`].
     fn grad_square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()>;
 
+    /// `count[0]` = number of zero elements of f32 gradients; `count` f64 `[1]`, which is exact and can be all-reduced.
+    fn count_zeros(&self, s: &Stream, grads: &[&Tensor], count: &Tensor) -> Result<()>;
+
     /// [`OptimizerKernels::clip_factor`] from the sum of squares.
     fn clip_factor_from_square_sum(
         &self,
@@ -351,10 +354,10 @@ pub(crate) fn check_values(op: &'static str, moment: &Moment, values: &Tensor) -
     check_moment(op, moment, values)
 }
 
-/// Checks a sum of squares.
-pub(crate) fn check_square(op: &'static str, t: &Tensor) -> Result<()> {
+/// Checks a sum over all gradients.
+pub(crate) fn check_total(op: &'static str, t: &Tensor) -> Result<()> {
     if t.shape() != [1] || t.dtype() != DType::F64 {
-        return shape_error(op, format!("the sum of squares must be f64 [1], not {t:?}"));
+        return shape_error(op, format!("the sum must be f64 [1], not {t:?}"));
     }
     Ok(())
 }

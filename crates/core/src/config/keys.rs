@@ -226,7 +226,7 @@ keys! {
         /// Capture a training step as a CUDA graph and replay it; auto does so where kernel launches take more than a fifth of
         /// the step time, or 3 ms of it on one rank.
         cuda_graph: CudaGraphMode = CudaGraphMode::Auto, "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
-        /// Log the number of zero elements in the reduced gradient as num_zeros; this copies every gradient to the host.
+        /// Log the number of zero elements in the reduced gradient as num_zeros.
         log_num_zeros: bool = false, "log_num_zeros_in_grad", "num_zeros_in_grad";
         /// Save and end the run after the step in which so much time has passed since the process began, "3h50m", so that a
         /// requeued job resumes; a Slurm job ends so by itself, fault.exit_margin seconds before its time limit.

@@ -64,7 +64,8 @@ impl Trainer {
 
     /// Number of zero elements in the gradients of the last step, each counted once. Every rank calls it.
     pub fn count_zero_grads(&self) -> Result<u64> {
-        self.optimizer.count_zero_grads(&self.rank, &self.model.grads)
+        let zeros = self.optimizer.count_zero_grads(&self.rank, &self.model.grads)?;
+        Ok(self.rank.compute.download::<f64>(&zeros)?[0] as u64)
     }
 
     /// Master weights by logical name.

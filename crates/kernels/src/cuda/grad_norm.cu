@@ -1,4 +1,4 @@
-// Global gradient norm, clip factor, dynamic loss scale and step counter.
+// Global gradient norm, zeros in gradients, clip factor, dynamic loss scale and step counter.
 #include "args/grad_norm.cuh"
 #include "args/optim.cuh"
 #include "optim.cuh"
@@ -9,22 +9,35 @@ constexpr int GRADS = 128;
 constexpr int PART = 64 * THREADS;
 
 
-// parts[b] = Σ x² over part b, in f64.
-extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareSumArgs a) {
-    const int index = entry_of(a, blockIdx.x);
-    const GradSlice& e = a.list[index];
+// Σ f(x) over the part of this block, in f64 in thread 0. Zeros follow the end of a gradient: f(0) must be 0.
+template <class F> __device__ __forceinline__ double sum_of_part(const GradSlice& e, i64 base, F f) {
     const float* x = reinterpret_cast<const float*>(e.x);
     bool vectorized = (e.x & 15) == 0;
-    i64 base = i64(blockIdx.x - a.start[index]) * PART;
     double sum = 0.0;
 #pragma unroll 4
     for (int k = 0; k < PART / (4 * THREADS); k++) {
         Vec<float, 4> g = load_guarded<4>(x, base + (k * THREADS + threadIdx.x) * 4, e.n, vectorized);
 #pragma unroll
-        for (int i = 0; i < 4; i++) sum = fma(double(g.at[i]), double(g.at[i]), sum);
+        for (int i = 0; i < 4; i++) sum = f(sum, g.at[i]);
     }
-    sum = block_total(sum);
+    return block_total(sum);
+}
+
+// parts[b] = Σ x² over part b, in f64.
+extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ GradPartsArgs a) {
+    const int index = entry_of(a, blockIdx.x);
+    const i64 base = i64(blockIdx.x - a.start[index]) * PART;
+    double sum = sum_of_part(a.list[index], base, [](double sum, float x) { return fma(double(x), double(x), sum); });
     if (threadIdx.x == 0) reinterpret_cast<double*>(a.parts)[blockIdx.x] = sum;
+}
+
+// parts[b] = number of zeros in part b: its elements without those that are not.
+extern "C" __global__ void __launch_bounds__(THREADS) zero_parts(const __grid_constant__ GradPartsArgs a) {
+    const int index = entry_of(a, blockIdx.x);
+    const i64 base = i64(blockIdx.x - a.start[index]) * PART;
+    double others = sum_of_part(a.list[index], base, [](double sum, float x) { return x == 0.0f ? sum : sum + 1.0; });
+    const double elements = double(min(i64(PART), a.list[index].n - base));
+    if (threadIdx.x == 0) reinterpret_cast<double*>(a.parts)[blockIdx.x] = elements - others;
 }
 
 
@@ -38,7 +51,7 @@ __device__ double total_of_parts(const ClipArgs& a) {
 }
 
 // Sum of the parts, to be all-reduced over ranks.
-extern "C" __global__ void __launch_bounds__(1024) square_total(const ClipArgs a) {
+extern "C" __global__ void __launch_bounds__(1024) grad_total(const ClipArgs a) {
     double sum = total_of_parts(a);
     if (threadIdx.x == 0) *reinterpret_cast<double*>(a.scalars) = sum;
 }

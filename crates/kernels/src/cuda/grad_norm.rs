@@ -1,4 +1,4 @@
-//! Global gradient norm.
+//! Global gradient norm, and zeros in gradients.
 
 use super::args::kernel_args;
 use super::grid::{LaunchList, line};
@@ -21,8 +21,8 @@ kernel_args! {
         n: i64,
     }
 
-    /// Partial sums of squares of a list of gradients.
-    struct SquareSumArgs {
+    /// Partial sums over a list of gradients.
+    struct GradPartsArgs {
         list: [GradSlice; GRADS],
         /// f64, one for each block.
         parts: u64,
@@ -33,7 +33,7 @@ kernel_args! {
         pad: u32,
     }
 
-    /// The gradient norm and the clip factor from n partial sums of squares.
+    /// The gradient norm and the clip factor from n partial sums of squares; or their total.
     pub(super) struct ClipArgs {
         parts: u64,
         /// The step's scalars; or f64 `[1]`, where only the sum is wanted.
@@ -50,18 +50,18 @@ pub(super) fn kernel(name: &'static str) -> Kernel {
     Kernel::new("grad_norm", name)
 }
 
-/// Arguments of `clip_factor` and `square_total`.
+/// Arguments of `clip_factor` and `grad_total`.
 pub(super) fn clip(parts: u64, out: u64, n: usize, max_norm: Option<f32>) -> ClipArgs {
     let (max, limited) = (max_norm.unwrap_or_default(), max_norm.is_some().into());
     ClipArgs { parts, scalars: out, n: n as i64, max_norm: max, limited }
 }
 
 impl CudaKernels {
-    /// Partial sums of squares of the gradients, then `end(address of the sums, how many)`, which writes `out`.
-    pub(super) fn squares(
+    /// Partial sums over the gradients by a kernel, then `end(address of the sums, how many)`, which writes `out`.
+    pub(super) fn grad_parts(
         &self,
         s: &Stream,
-        op: &'static str,
+        (op, kernel_name): (&'static str, &'static str),
         grads: &[&Tensor],
         out: &Tensor,
         end: impl Fn(&Launch, u64, usize) -> Result<()>,
@@ -81,14 +81,14 @@ impl CudaKernels {
                 for (i, g) in rest.by_ref().take(GRADS) {
                     p.push(op, GradSlice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
                 }
-                let args = SquareSumArgs {
+                let args = GradPartsArgs {
                     list: p.list,
                     parts: parts + 8 * done,
                     start: p.start,
                     count: p.count,
                     pad: 0,
                 };
-                self.launch_kernel(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
+                self.launch_kernel(l, kernel(kernel_name), line(p.blocks, THREADS), &args)?;
                 done += u64::from(p.blocks);
             }
             end(l, parts, total)

@@ -6,7 +6,7 @@ use super::grad_norm::{clip, kernel};
 use super::grid::{blocks, line};
 use crate::checks::{dtypes, same_contiguous};
 use crate::grad_scaler::ScalerConfig;
-use crate::optimizer::{check_counter, check_numbers, check_scalars, check_scaler, check_square};
+use crate::optimizer::{check_counter, check_numbers, check_scalars, check_scaler, check_total};
 use crate::{Adam, Lion, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
@@ -78,7 +78,7 @@ impl OptimizerKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "clip_factor";
         check_scalars(OP, scalars)?;
-        self.squares(s, OP, grads, scalars, |l, parts, n| {
+        self.grad_parts(s, (OP, "square_parts"), grads, scalars, |l, parts, n| {
             self.launch_kernel(
                 l,
                 kernel("clip_factor"),
@@ -90,9 +90,17 @@ impl OptimizerKernels for CudaKernels {
 
     fn grad_square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
         const OP: &str = "grad_square_sum";
-        check_square(OP, square)?;
-        self.squares(s, OP, grads, square, |l, parts, n| {
-            self.launch_kernel(l, kernel("square_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
+        check_total(OP, square)?;
+        self.grad_parts(s, (OP, "square_parts"), grads, square, |l, parts, n| {
+            self.launch_kernel(l, kernel("grad_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
+        })
+    }
+
+    fn count_zeros(&self, s: &Stream, grads: &[&Tensor], count: &Tensor) -> Result<()> {
+        const OP: &str = "count_zeros";
+        check_total(OP, count)?;
+        self.grad_parts(s, (OP, "zero_parts"), grads, count, |l, parts, n| {
+            self.launch_kernel(l, kernel("grad_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
         })
     }
 
@@ -104,7 +112,7 @@ impl OptimizerKernels for CudaKernels {
         scalars: &Tensor,
     ) -> Result<()> {
         const OP: &str = "clip_factor_from_square_sum";
-        check_square(OP, square)?;
+        check_total(OP, square)?;
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(scalars), read(square)], |l| {
             let args = clip(l.address(1)?, l.address(0)?, 1, max_norm);
@@ -139,7 +147,7 @@ impl OptimizerKernels for CudaKernels {
     fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
         const OP: &str = "unscale_square";
         check_scaler(OP, state)?;
-        check_square(OP, square)?;
+        check_total(OP, square)?;
         s.launch(OP, &[read(state), write(square)], |l| {
             let args = LossScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
             self.launch_kernel(l, kernel(OP), line(1, 1), &args)

@@ -197,6 +197,10 @@ fn norms_and_clip_factors_of_long_lists() {
                 h.k.grad_square_sum(&h.s, &tensors.iter().collect::<Vec<_>>(), &square).unwrap();
                 let sum = h.s.download::<f64>(&square).unwrap()[0];
                 assert!((sum - norm * norm).abs() <= 1e-12 * norm * norm, "{what}: {sum}");
+                let zeros = h.s.zeros(&[1], DType::F64, Category::Workspace).unwrap();
+                h.k.count_zeros(&h.s, &tensors.iter().collect::<Vec<_>>(), &zeros).unwrap();
+                let counted = grads.iter().flatten().filter(|g| **g == 0.0).count() as f64;
+                assert_eq!(h.s.download::<f64>(&zeros).unwrap(), [counted], "{what}: zeros");
                 let (s, _) = step_scalars(&h, 1.0, 0.3);
                 h.k.clip_factor_from_square_sum(&h.s, &square, max, &s).unwrap();
                 assert_eq!(h.host(&s), after, "{what}");

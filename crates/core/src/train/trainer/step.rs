@@ -31,7 +31,8 @@ pub struct InFlightStep {
     timer: Option<StepTimer>,
     /// This rank's operand statistics, where the step collected them.
     operands: Option<Vec<RankOperandStats>>,
-    num_zeros: Option<u64>,
+    /// Zeros in the gradient, f64 `[1]`, where they are counted.
+    num_zeros: Option<Tensor>,
     /// What this rank sent in it, where that is hashed.
     payloads: Option<Payloads>,
     /// The sections of the step, where they are measured.
@@ -238,6 +239,7 @@ impl Trainer {
         if let Some((scale, _)) = scale {
             losses.iter_mut().for_each(|loss| *loss /= scale);
         }
+        let num_zeros = num_zeros.map(|n| s.download::<f64>(&n)).transpose()?.map(|n| n[0] as u64);
         self.hooks.moe_metrics.read(s, &self.model, launched.moe_counters.as_ref())?;
         if let Some(timer) = &timer {
             self.hooks

@@ -1,6 +1,6 @@
 use super::{CpuKernels, floats, same_contiguous};
 use crate::checks::dtypes;
-use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
+use crate::cpu::grad_norm::{NormType, clip_factor, count_zeros, norm_total};
 use crate::cpu::lion::lion;
 use crate::cpu::optimizer::{AdamFactors, UpdateSlices, adam, adam_skipped, sgd};
 use crate::cpu::optimizer_chunks::{self, Fp8WeightSlices, Grad, Param, State, round_rows};
@@ -8,7 +8,7 @@ use crate::cpu::optimizer_packed::{pack_nearest, unpack};
 use crate::grad_scaler::ScalerConfig;
 use crate::moments::{FirstMoment8, FirstMoment16, SecondMoment8, SecondMoment16, seed};
 use crate::optimizer::{
-    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
+    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_total, check_update,
     check_values,
 };
 use crate::{Adam, Lion, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter, scalars, scaler};
@@ -235,12 +235,24 @@ impl OptimizerKernels for CpuKernels {
 
     fn grad_square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
         const OP: &str = "grad_square_sum";
-        check_square(OP, square)?;
+        check_total(OP, square)?;
         grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
         let args: Vec<Arg> = [write(square)].into_iter().chain(grads.iter().map(|g| read(g))).collect();
         s.launch(OP, &args, |l| {
             let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
             l.slice_mut::<f64>(0)?[0] = norm_total(self.context(l), NormType::L2, &slices);
+            Ok(())
+        })
+    }
+
+    fn count_zeros(&self, s: &Stream, grads: &[&Tensor], count: &Tensor) -> Result<()> {
+        const OP: &str = "count_zeros";
+        check_total(OP, count)?;
+        grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
+        let args: Vec<Arg> = [write(count)].into_iter().chain(grads.iter().map(|g| read(g))).collect();
+        s.launch(OP, &args, |l| {
+            let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
+            l.slice_mut::<f64>(0)?[0] = count_zeros(self.context(l), &slices) as f64;
             Ok(())
         })
     }
@@ -253,7 +265,7 @@ impl OptimizerKernels for CpuKernels {
         scalars: &Tensor,
     ) -> Result<()> {
         const OP: &str = "clip_factor_from_square_sum";
-        check_square(OP, square)?;
+        check_total(OP, square)?;
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(scalars), read(square)], |l| {
             write_clip(l.slice::<f64>(1)?[0], max_norm, l.slice_mut(0)?);
@@ -297,7 +309,7 @@ impl OptimizerKernels for CpuKernels {
     fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
         const OP: &str = "unscale_square";
         check_scaler(OP, state)?;
-        check_square(OP, square)?;
+        check_total(OP, square)?;
         s.launch(OP, &[read(state), write(square)], |l| {
             let scale = l.slice::<f64>(0)?[scaler::SCALE];
             l.slice_mut::<f64>(1)?[0] /= scale * scale;

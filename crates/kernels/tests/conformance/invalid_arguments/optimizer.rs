@@ -111,6 +111,8 @@ fn optimizers() {
         refused(&h, "two sums of squares", h.k.grad_square_sum(&h.s, &[&g], &two));
         refused(&h, "an f32 sum of squares", h.k.grad_square_sum(&h.s, &[&g], &f(1)));
         refused(&h, "a 16-bit gradient", h.k.grad_square_sum(&h.s, &[&z(&h, BF16, &[4])], &square));
+        refused(&h, "an f32 count of zeros", h.k.count_zeros(&h.s, &[&g], &f(1)));
+        refused(&h, "a 16-bit gradient", h.k.count_zeros(&h.s, &[&z(&h, BF16, &[4])], &square));
         refused(&h, "an f32 sum of squares", h.k.clip_factor_from_square_sum(&h.s, &f(1), None, &scalars_t));
         refused(
             &h,
