@@ -67,7 +67,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Serves until the process ends.
 pub fn serve(
-    runs: WatchedRuns,
+    mut runs: WatchedRuns,
     host: Option<IpAddr>,
     port: Option<u16>,
     global: &Global,
@@ -76,6 +76,8 @@ pub fn serve(
     let listener = listen(address, port)?;
     let address = listener.local_addr()?;
     let token = host.map(|_| token()).transpose()?;
+    // The first request finds the runs, and short logs whole.
+    runs.poll_block();
     let server = Arc::new(Server {
         runs: Mutex::new(runs),
         revision: Mutex::new(0),
@@ -86,7 +88,7 @@ pub fn serve(
     let poller = Arc::clone(&server);
     std::thread::Builder::new().name("poll".into()).spawn(move || {
         // Long logs are shown while they are read, block by block.
-        let (mut changed, mut shown) = (false, None::<Instant>);
+        let (mut changed, mut shown) = (true, None::<Instant>);
         loop {
             let (new, more) = lock(&poller.runs).poll_block();
             changed |= new;
