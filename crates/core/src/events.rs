@@ -1,37 +1,39 @@
 //! The event log of a run: one JSON object per line in `events.jsonl`, the only source every view reads.
 //!
-//! The writer appends whole lines. After an interruption [`EventLog::resume`] drops what lies beyond the resumed
-//! step, so that the log of an interrupted and resumed run reads like that of one run.
+//! [`Event`] is the schema of a line, [`EventLog`] writes lines, [`RunReader`] follows them.
 
+mod checkpoint;
 mod columns;
 mod decimate;
 mod fault;
 mod health;
 mod history;
+mod log;
 mod metrics;
 mod offload;
+mod precision;
+mod run;
 mod run_reader;
 mod scan;
+mod step;
 mod tensorboard;
 
-use crate::error::{Error, Result};
-use crate::fs;
-use serde::{Deserialize, Deserializer, Serialize};
-use serde_json::Value;
-use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use serde::{Deserialize, Serialize};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+pub use checkpoint::{Change, Checkpoint, Restart, Resume, SaveFailed};
 pub use columns::StepColumns;
 pub use decimate::decimate;
 pub use fault::{Fault, Rerun};
 pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
 pub use history::{ExpertLoads, Fp8Point, RunHistory, RunState};
+pub use log::{EventLog, parse, read};
 pub use metrics::Metrics;
 pub use offload::Offload;
+pub use precision::{Operand, Precision};
+pub use run::{Ending, RunEnd, RunStart, Sample};
 pub use run_reader::{Read, RunReader, is_run, runs_in};
+pub use step::{Eval, Step};
 pub use tensorboard::{TENSORBOARD, TensorBoard};
 
 /// The name of the log in a run folder.
@@ -79,255 +81,6 @@ pub enum Event {
     RunEnd(RunEnd),
 }
 
-/// A run began.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct RunStart {
-    /// The version of the log's schema, [`SCHEMA`]; 0 in logs from before there was one.
-    #[serde(default)]
-    pub schema: u32,
-    /// The recipe or file.
-    pub recipe: String,
-    /// Program version.
-    pub version: String,
-    /// Planned steps.
-    pub steps: u64,
-    /// Trainable parameters.
-    pub parameters: u64,
-    /// Device description.
-    pub device: String,
-    /// Compute threads.
-    pub threads: u64,
-    /// Compute dtype.
-    pub dtype: String,
-    /// Model FLOPs per token.
-    pub flops_per_token: f64,
-    /// Ranks of the job.
-    #[serde(default)]
-    pub ranks: u64,
-    /// Peak TFLOP per second of all devices together, by their datasheets; MFU is a step's `tflops` over it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub peak_tflops: Option<f64>,
-}
-
-/// An optimizer step was made.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Step {
-    /// Its number, from 1.
-    pub step: u64,
-    /// Mean loss over the step's tokens, in nats. Not a number is written as null.
-    #[serde(deserialize_with = "or_nan")]
-    pub loss: f64,
-    /// Tokens trained on since the run began, this step included.
-    pub tokens: u64,
-    /// Epochs of the training data so far: `tokens` over the tokens of one epoch.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub epoch: Option<f64>,
-    /// Learning rate of the step.
-    pub lr: f64,
-    /// Global gradient norm before clipping.
-    #[serde(deserialize_with = "or_nan")]
-    pub grad_norm: f64,
-    /// Loss scale of f16 training; loss and norm are unscaled. Where the norm is not finite the step was skipped, and the
-    /// scale may fall.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub loss_scale: Option<f64>,
-    /// Elements of the reduced gradient that are zero, where `train.log_num_zeros` is set.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub num_zeros: Option<u64>,
-    /// Sequences in the step.
-    #[serde(default)]
-    pub batch: u64,
-    /// Wall-clock seconds of the step.
-    #[serde(default)]
-    pub seconds: f64,
-    /// Tokens per second.
-    #[serde(default)]
-    pub tokens_per_s: f64,
-    /// Model TFLOP per second.
-    #[serde(default)]
-    pub tflops: f64,
-    /// Peak bytes of tensors so far, on the device of rank 0.
-    #[serde(default)]
-    pub memory: u64,
-    /// Peak bytes reserved from that device for tensors so far.
-    #[serde(default)]
-    pub reserved: u64,
-    /// Peak bytes of tensors so far by category (`parameters`, `gradients`, …), on the device of rank 0. Categories peak at
-    /// different times, so they need not add up to `memory`.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub memory_peaks: BTreeMap<String, u64>,
-    /// Bytes that rank 0 sent in the step, by group and collective: `{"tp": {"all-gather": 4096}}`.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub sent: BTreeMap<String, BTreeMap<String, u64>>,
-    /// Further metrics by name, flattened into the line: expert load (`imbalance`), energy (`energy_j`).
-    #[serde(flatten)]
-    pub more: BTreeMap<String, Value>,
-    /// Other mean losses of the step, in nats: `{"mtp_1 loss": 5.2}` of the first MTP depth.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "all_or_nan")]
-    pub losses: BTreeMap<String, f64>,
-}
-
-/// An evaluation on validation data.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Eval {
-    /// Steps made before.
-    pub step: u64,
-    /// Mean loss over its tokens, in nats.
-    #[serde(deserialize_with = "or_nan")]
-    pub loss: f64,
-    /// Tokens evaluated.
-    pub tokens: u64,
-    /// Mean loss on each member of a blend; `loss` is their weighted mean. Empty for one dataset.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "all_or_nan")]
-    pub members: BTreeMap<String, f64>,
-}
-
-/// Statistics of FP8 operands over all micro-batches of a step and all ranks.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Precision {
-    /// The step, from 1.
-    pub step: u64,
-    /// Every operand, in model order.
-    pub operands: Vec<Operand>,
-}
-
-/// How well an operand fits its FP8 format.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Operand {
-    /// The linear layer, by its fused outputs: `layers.0.attn.q+k+v`.
-    pub module: String,
-    /// `input`, `weight` or `gradient` (of the output).
-    pub role: String,
-    /// Saturation: percent of values beyond the format's maximum.
-    pub saturation: f64,
-    /// Underflow: percent of non-zero values that became zero.
-    pub underflow: f64,
-    /// amax.
-    pub amax: f64,
-    /// Quantization scale: smallest and largest over all blocks, equal with per-tensor scaling. Absent where scales are part
-    /// of the format.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub scale: Option<[f64; 2]>,
-    /// Relative quantization error `|q(x) - x| / |x|` in the l2 norm.
-    #[serde(deserialize_with = "or_nan")]
-    pub error: f64,
-}
-
-/// A checkpoint is on disk, complete and synced. Training went on while it was written.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Checkpoint {
-    /// Steps made before.
-    pub step: u64,
-    /// Where it is, relative to the run folder.
-    pub path: String,
-    /// Its size.
-    pub bytes: u64,
-    /// Wall-clock seconds that training was blocked.
-    pub seconds: f64,
-    /// It has the lowest validation loss so far, and is `checkpoints/best`.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub best: bool,
-}
-
-/// A checkpoint could not be written; earlier ones are as they were.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct SaveFailed {
-    /// Steps made before.
-    pub step: u64,
-    /// Why.
-    pub reason: String,
-}
-
-/// A run went on from a checkpoint.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Resume {
-    /// The checkpoint's step.
-    pub step: u64,
-    /// Keys whose values differ from the checkpoint's, and data that does.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub changes: Vec<Change>,
-    /// What else the user should know.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub notes: Vec<String>,
-}
-
-/// The job formed its groups anew after a failure, and the run went on from the newest state that all ranks had.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Restart {
-    /// The step from which it went on.
-    pub step: u64,
-    /// How often the groups were formed, this time included.
-    pub generation: u64,
-    /// What happened.
-    pub reason: String,
-    /// Ranks whose process is another than before.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub replaced: Vec<usize>,
-    /// Where the state came from: `memory`, `checkpoint` or `the beginning`.
-    pub from: String,
-    /// Seconds from noticing the failure on rank 0 until the run went on; 0 if its process is new.
-    pub seconds: f64,
-    /// Steps that are done again, as far as rank 0 knows.
-    pub steps_lost: u64,
-}
-
-/// A key with another value than before.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Change {
-    /// The key, `optimizer.lr`.
-    pub key: String,
-    /// The checkpoint's value.
-    pub old: String,
-    /// The value from here on.
-    pub new: String,
-}
-
-impl std::fmt::Display for Change {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {} -> {}", self.key, self.old, self.new)
-    }
-}
-
-/// Text generated by the model.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Sample {
-    /// Steps made before.
-    pub step: u64,
-    /// The prompt.
-    pub prompt: String,
-    /// The continuation.
-    pub text: String,
-}
-
-/// Why a run ended.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Ending {
-    /// Every step was made.
-    #[default]
-    Finished,
-    /// Interrupted; the same command resumes.
-    Interrupted,
-    /// An error ended it.
-    Failed,
-}
-
-/// The run ended.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct RunEnd {
-    /// Steps made.
-    pub step: u64,
-    /// Why it ended.
-    pub ending: Ending,
-    /// Wall-clock seconds of this process.
-    pub seconds: f64,
-    /// Tokens per second over this process, all included.
-    pub tokens_per_s: f64,
-    /// The error that ended it, if one did.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reason: Option<String>,
-}
-
 impl Event {
     /// The number of steps made when it happened; 0 for the start.
     pub fn step(&self) -> u64 {
@@ -352,16 +105,6 @@ impl Event {
     }
 }
 
-/// JSON has no NaN and no infinity; both are written as null.
-fn or_nan<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<f64, D::Error> {
-    Ok(Option::<f64>::deserialize(d)?.unwrap_or(f64::NAN))
-}
-
-fn all_or_nan<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<BTreeMap<String, f64>, D::Error> {
-    let all = BTreeMap::<String, Option<f64>>::deserialize(d)?;
-    Ok(all.into_iter().map(|(name, x)| (name, x.unwrap_or(f64::NAN))).collect())
-}
-
 /// One line of the log.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
@@ -383,125 +126,4 @@ impl Line {
 /// Seconds since 1970, to the millisecond.
 fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_millis() as f64 / 1e3)
-}
-
-/// The writer. Each event is one line, written at once.
-#[derive(Debug)]
-pub struct EventLog {
-    path: PathBuf,
-    file: File,
-    /// Bytes of whole lines in the file.
-    len: u64,
-    /// Numbers of damaged lines that were dropped when the log was resumed, from 1.
-    damaged: Vec<usize>,
-}
-
-impl EventLog {
-    /// Starts a new log, replacing an old one. `path` is the log or the run folder it lies in.
-    pub fn create(path: &Path) -> Result<EventLog> {
-        let path = &in_folder(path);
-        fs::write_atomic(path, b"")?;
-        EventLog::append(path, 0, Vec::new())
-    }
-
-    /// Continues a log at the state after `step` steps: what was logged of later steps is dropped, and so is the
-    /// end of the interrupted run, a half-written last line and damaged lines, which [`EventLog::damaged`] lists.
-    /// Nothing else is touched; the start stays the only start. A missing log begins empty, and so does one resumed at
-    /// step 0.
-    pub fn resume(path: &Path, step: u64) -> Result<EventLog> {
-        let path = &in_folder(path);
-        if step == 0 || !fs::exists(path) {
-            return EventLog::create(path);
-        }
-        let old = fs::read_regular(path)?;
-        let (mut kept, mut damaged) = (Vec::with_capacity(old.len()), Vec::new());
-        for (i, line) in old.split_inclusive(|b| *b == b'\n').enumerate() {
-            let keep = match serde_json::from_slice::<Line>(line) {
-                Ok(line) => line.event.step() <= step && !matches!(line.event, Event::RunEnd(_)),
-                Err(_) => {
-                    damaged.extend((!is_torn(line)).then_some(i + 1));
-                    false
-                }
-            };
-            if keep {
-                kept.extend_from_slice(line);
-                if !line.ends_with(b"\n") {
-                    kept.push(b'\n');
-                }
-            }
-        }
-        if kept != old || !fs::is_regular_file(path) {
-            // A new file in its place: an interruption here leaves the old log or the new one.
-            fs::write_atomic(path, &kept)?;
-        }
-        EventLog::append(path, kept.len() as u64, damaged)
-    }
-
-    fn append(path: &Path, len: u64, damaged: Vec<usize>) -> Result<EventLog> {
-        Ok(EventLog { path: path.into(), file: fs::open_append(path)?, len, damaged })
-    }
-
-    /// Numbers of the damaged lines that [`EventLog::resume`] dropped, from 1.
-    pub fn damaged(&self) -> &[usize] {
-        &self.damaged
-    }
-
-    /// Appends an event, stamped with the time. If it cannot be written whole, the log stays as it was.
-    pub fn write(&mut self, event: &Event) -> Result<()> {
-        self.write_line(&Line::now(event.clone()))
-    }
-
-    /// [`EventLog::write`] with a time of its own.
-    pub fn write_line(&mut self, line: &Line) -> Result<()> {
-        let mut text = serde_json::to_vec(line).map_err(|e| io(&self.path, e.into()))?;
-        text.push(b'\n');
-        self.file.write_all(&text).map_err(|e| {
-            // On a full disk part of the line may be there; it must not become part of the next.
-            drop(self.file.set_len(self.len));
-            Error::io_doing(&self.path, "write", e)
-        })?;
-        self.len += text.len() as u64;
-        Ok(())
-    }
-
-    /// Syncs the log to disk; a checkpoint does this before it counts as complete.
-    pub fn sync(&self) -> Result<()> {
-        self.file.sync_data().map_err(|source| io(&self.path, source))
-    }
-}
-
-/// A line without its end: the writer was stopped there. A blank line is no damage either.
-fn is_torn(line: &[u8]) -> bool {
-    !line.ends_with(b"\n") || line.trim_ascii().is_empty()
-}
-
-/// Reads a log, given itself or its run folder. A half-written last line is left out; any other damage is an error that
-/// names the line.
-pub fn read(path: &Path) -> Result<Vec<Line>> {
-    let path = &in_folder(path);
-    parse(path, &fs::read_regular(path)?)
-}
-
-/// Reads the text of a log; `path` is what errors call it.
-pub fn parse(path: &Path, text: &[u8]) -> Result<Vec<Line>> {
-    let mut out = Vec::new();
-    for (i, line) in text.split_inclusive(|b| *b == b'\n').enumerate() {
-        match serde_json::from_slice(line) {
-            Ok(line) => out.push(line),
-            Err(_) if is_torn(line) => {}
-            Err(e) => {
-                let what = format!("line {} is not an event ({e}); remove it to read the rest", i + 1);
-                return Err(Error::damaged(path, what));
-            }
-        }
-    }
-    Ok(out)
-}
-
-fn in_folder(path: &Path) -> PathBuf {
-    if path.is_dir() { path.join(FILE_NAME) } else { path.into() }
-}
-
-fn io(path: &Path, source: std::io::Error) -> Error {
-    Error::Io { path: path.into(), source }
 }

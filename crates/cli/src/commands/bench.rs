@@ -131,7 +131,7 @@ pub(super) fn resolve(
     if let Some(dtype) = dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
     }
-    super::train::set_ranks(&mut recipe, ranks)?;
+    super::train::args::set_ranks(&mut recipe, ranks)?;
     let given = |key: &str| set.iter().any(|s| s.split('=').next().is_some_and(|k| k.trim() == key));
     let dp = recipe.config.parallel.dp;
     if dp > 1 && bench::fixes_batch(work) && !given("train.global_batch") {

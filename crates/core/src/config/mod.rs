@@ -4,6 +4,9 @@
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
 mod changes;
+mod cuda_graph;
+mod data;
+mod fault;
 mod groups;
 mod keys;
 mod load;
@@ -14,6 +17,8 @@ mod mla;
 mod model;
 mod moe;
 mod mtp;
+mod offload;
+mod parallel;
 mod precision;
 mod ramp;
 mod recipes;

@@ -1,12 +1,8 @@
 //! Validation of a configuration: every refusal is one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{
-    Config, CudaGraphMode, Decay, DispatcherType, FsdpOuter, MasterDtype, OffloadedActivations, Packing,
-    Precision, QuantRecipe, Recipe, Resolved,
-};
+use super::{CudaGraphMode, Decay, MasterDtype, Packing, Precision, Recipe, Resolved};
 use crate::error::{Error, Result};
-use crate::fault::inject::Injection;
 use crate::grid::ModelSizes;
 use crate::model::PipelineLayout;
 use crate::model::config::{ModelConfig, Positions};
@@ -14,54 +10,6 @@ use crate::model::config::{ModelConfig, Positions};
 /// Far above any real run, and small enough that no product of lengths overflows later.
 const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
-
-impl Config {
-    /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
-    pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
-        let p = &self.parallel;
-        if self.fault.compares_runs() {
-            Some(
-                "with fault.rerun, fault.hash_every or fault.verify_every, what is sent is hashed call by call",
-            )
-        } else if !self.fault.inject.0.is_empty() {
-            Some("with fault.inject, a step may be disturbed at every launch")
-        } else if p.pp > 1 {
-            Some("pipeline stages exchange activations on streams of their own")
-        } else if self.data.packing == Packing::PaddingFree {
-            Some("with data.packing = \"padding_free\", steps differ in their number of tokens")
-        } else if p.cp > 1 && (self.data.reset_at_documents || self.data.packing != Packing::None) {
-            Some("with parallel.cp, what ranks send each other depends on where documents begin")
-        } else if self.precision.recipe == QuantRecipe::Nvfp4 {
-            Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
-        } else if self.offload.optimizer.fraction() > 0.0 {
-            Some("with offload.optimizer, copies of the last step run beside the next")
-        } else if self.offload.host_shards().any() {
-            Some("with offload.weights or offload.gradients, copies of the last step run beside the next")
-        } else if self.moe.experts.is_some() {
-            self.moe_cuda_graph_blocker()
-        } else {
-            None
-        }
-    }
-
-    fn moe_cuda_graph_blocker(&self) -> Option<&'static str> {
-        let (m, p) = (&self.moe, &self.parallel);
-        let fixed_sizes =
-            m.dispatcher == DispatcherType::AllGather || m.pad_to_capacity && m.capacity_per_rank;
-        if m.record.is_some() || m.replay.is_some() {
-            Some("recorded routing is copied from and to the host in every step")
-        } else if m.capacity.is_some() && !m.capacity_per_rank && self.data.packing != Packing::None {
-            Some("with data.packing, moe.capacity depends on the padding; moe.capacity_per_rank does not")
-        } else if p.ep * p.etp.unwrap_or(1) > 1 && !fixed_sizes {
-            Some(
-                "the host reads how many tokens every expert gets; moe.pad_to_capacity with moe.capacity_per_rank, or \
-                 moe.dispatcher = \"all_gather\", fixes the sizes",
-            )
-        } else {
-            None
-        }
-    }
-}
 
 impl Recipe {
     /// Checks of single values, before anything is derived from them.
@@ -112,101 +60,6 @@ impl Recipe {
         Ok(())
     }
 
-    fn check_offload(&self) -> Result<()> {
-        let (offload, zero) = (&self.config.offload, self.config.parallel.zero);
-        for (key, on) in [("offload.weights", offload.weights), ("offload.gradients", offload.gradients)] {
-            if on && zero != 3 {
-                return self.refuse(
-                    key,
-                    format!("moves the shards of ZeRO-3, and parallel.zero is {zero}; set parallel.zero = 3"),
-                );
-            }
-        }
-        self.within("offload.optimizer", offload.optimizer.fraction(), 0.0, 1.0)
-    }
-
-    fn check_fault(&self) -> Result<()> {
-        let f = &self.config.fault;
-        for (key, value, least, most) in [
-            ("fault.soft_timeout", f.soft_timeout, 0.1, 1e6),
-            ("fault.hard_timeout", f.hard_timeout, 0.1, 1e6),
-            ("fault.heartbeat_timeout", f.heartbeat_timeout, 2.0, 1e6),
-            ("fault.min_timeout", f.min_timeout, 0.0, 1e6),
-            ("fault.backoff", f.backoff, 0.0, 3600.0),
-            ("fault.spike", f.spike, 0.0, 1e12),
-            ("fault.straggler_threshold", f.straggler_threshold, 0.0, 1.0),
-            ("fault.exit_margin", f.exit_margin, 0.0, 1e7),
-            ("fault.rank_failures", f.rank_failures as f64, 1.0, 1e9),
-        ] {
-            self.within(key, value, least, most)?;
-        }
-        for entry in &f.inject.0 {
-            if let Err(e) = Injection::parse(entry) {
-                return self.refuse("fault.inject", format!("{entry:?}: {e}"));
-            }
-        }
-        if f.verify_on_partner && (f.verify_every == 0 || f.verify_every != f.snapshot_every) {
-            let why = "other processes begin at a snapshot: set fault.verify_every and fault.snapshot_every to the same";
-            return self.refuse("fault.verify_on_partner", why);
-        }
-        let saves = self.config.checkpoint.every;
-        if f.verify_on_partner && !saves.is_multiple_of(f.verify_every) {
-            let why = format!(
-                "only verified states are saved: set checkpoint.every to a multiple of {}",
-                f.verify_every
-            );
-            return self.refuse("fault.verify_on_partner", why);
-        }
-        let rerun = [("fault.rerun", f.rerun), ("fault.verify_every", f.verify_every > 0)];
-        match rerun.iter().find(|(_, on)| *on && f.snapshot_every == 0) {
-            Some((key, _)) => {
-                self.refuse(key, "runs steps again from a snapshot in memory; set fault.snapshot_every too")
-            }
-            None => Ok(()),
-        }
-    }
-
-    fn check_parallel(&self) -> Result<()> {
-        let p = &self.config.parallel;
-        let sizes = [
-            ("tp", p.tp),
-            ("cp", p.cp),
-            ("pp", p.pp),
-            ("vp", p.vp),
-            ("dp", p.dp),
-            ("ep", p.ep),
-            ("etp", p.etp.unwrap_or(1)),
-        ];
-        if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
-            return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
-        }
-        if p.zero > 3 {
-            return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");
-        }
-        if let Some(size) = p.fsdp_group {
-            let replicas = p.dp.saturating_mul(p.cp);
-            if p.zero != 3 {
-                return self.refuse("parallel.fsdp_group", "is for sharded weights; set parallel.zero to 3");
-            }
-            if size == 0 || !replicas.is_multiple_of(size) {
-                let what =
-                    format!("must divide the {replicas} data-parallel ranks (parallel.dp x parallel.cp)");
-                return self.refuse("parallel.fsdp_group", &what);
-            }
-        }
-        if p.fsdp_outer == FsdpOuter::Optimizer && p.fsdp_group.is_none() {
-            let what = "is for groups of ranks that hold the same shards; set parallel.fsdp_group";
-            return self.refuse("parallel.fsdp_outer", what);
-        }
-        if p.comm_unit.is_some_and(|bytes| bytes.0 == 0) {
-            return self.refuse("parallel.comm_unit", "must be at least 1 byte; leave it out to derive it");
-        }
-        if p.vp > 1 && p.pp == 1 {
-            return self.refuse("parallel.vp", "needs a pipeline; set it to 1, or parallel.pp to 2 or more");
-        }
-        Ok(())
-    }
-
     fn check_optimizer(&self) -> Result<()> {
         let o = &self.config.optimizer;
         if o.lr <= 0.0 {
@@ -239,49 +92,6 @@ impl Recipe {
         }
         self.check_groups()?;
         self.check_lora()
-    }
-
-    fn check_data_values(&self) -> Result<()> {
-        let d = &self.config.data;
-        if d.path.0.iter().any(|p| p.is_empty()) {
-            return self.refuse("data.path", "a path is empty");
-        }
-        if d.is_embedded() && d.path.0.len() > 1 {
-            return self
-                .refuse("data.path", "\"embedded\" stands alone; leave it out or leave the other paths out");
-        }
-        if d.is_embedded() && d.tokenizer.is_some() {
-            let what = "the corpus inside the program is read as bytes; leave data.tokenizer out";
-            return self.refuse("data.tokenizer", what);
-        }
-        if !d.weights.is_empty() && d.weights.len() != d.path.0.len() {
-            let what = format!("{} weights for {} paths; give one per path", d.weights.len(), d.path.0.len());
-            return self.refuse("data.weights", what);
-        }
-        if d.weights.iter().any(|w| *w < 0.0)
-            || (!d.weights.is_empty() && d.weights.iter().sum::<f64>() <= 0.0)
-        {
-            return self.refuse("data.weights", "must not be negative, and not all 0");
-        }
-        let split = d.split.0;
-        if split.iter().any(|s| *s < 0.0) || split[0] <= 0.0 {
-            return self
-                .refuse("data.split", "shares must not be negative, and that of training must be above 0");
-        }
-        if self.config.eval.every == 0 {
-            let wanting = [
-                ("checkpoint.best", self.config.checkpoint.best),
-                ("eval.patience", self.config.eval.patience > 0),
-            ];
-            if let Some((key, _)) = wanting.into_iter().find(|(_, on)| *on) {
-                return self.refuse(key, "it goes by evaluations, of which there are none; set eval.every");
-            }
-        }
-        if self.config.eval.every > 0 && split[1] <= 0.0 {
-            let what = "there is no validation data: give data.split a second share, or set eval.every to 0";
-            return self.refuse("eval.every", what);
-        }
-        Ok(())
     }
 
     fn check_ramp(&self) -> Result<()> {
@@ -335,16 +145,7 @@ impl Recipe {
                 return self.refuse("model.rope_theta", "must be above 0, such as 10000");
             }
         }
-        if let OffloadedActivations::Layers(count) = self.config.offload.activations
-            && count >= m.layers
-        {
-            let most = m.layers.saturating_sub(1);
-            let what = format!(
-                "the last of {} layers stays, because its backward follows at once; at most {most}, or \"auto\"",
-                m.layers
-            );
-            return self.refuse("offload.activations", what);
-        }
+        self.check_offloaded_layers(m)?;
         if m.window == Some(0) {
             return self.refuse(
                 "model.window",
@@ -453,31 +254,6 @@ impl Recipe {
                 c.generate.tokens, m.max_positions
             );
             return self.refuse("generate.tokens", what);
-        }
-        Ok(())
-    }
-
-    /// Every rank holds a part of an expert: etp·ep·pp divides the number of ranks.
-    fn check_expert_ranks(&self, r: &Resolved) -> Result<()> {
-        let (p, batch) = (&r.config.parallel, r.config.train.global_batch);
-        let layout = p.layout();
-        let experts = layout.etp().saturating_mul(p.ep).saturating_mul(p.pp);
-        let ranks = p.tp.saturating_mul(p.cp).saturating_mul(p.pp).saturating_mul(p.dp);
-        if r.model.moe.is_none() && !ranks.is_multiple_of(experts) {
-            let what = format!(
-                "{} splits experts, which this model has none of, and does not divide the {ranks} ranks of tp x cp x pp x dp; leave it out",
-                layout.etp()
-            );
-            return self.refuse("parallel.etp", what);
-        }
-        if r.derived.iter().any(|d| d.key == "parallel.dp") && !batch.is_multiple_of(p.dp) {
-            let key = if self.is_set("parallel.etp") { "parallel.etp" } else { "parallel.ep" };
-            let what = format!(
-                "etp x ep = {} ranks hold the experts, which makes parallel.dp {}; it does not divide train.global_batch = {batch}; change one",
-                layout.etp().saturating_mul(p.ep),
-                p.dp
-            );
-            return self.refuse(key, what);
         }
         Ok(())
     }

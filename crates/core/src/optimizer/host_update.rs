@@ -15,9 +15,10 @@
 //! | [`Edge::Arrived`] | copies of weights on H | the compute stream: gathers, forward, the next gradients |
 //! | [`Edge::Emptied`] | copies out of a slot on H | the next copies into it on D |
 
+use super::Optimizer;
 use super::executor::{Executor, Stage};
-use super::streamed::StateStream;
-use super::{Optimizer, StatePiece, UpdatedPiece};
+use super::step::UpdatedPiece;
+use super::streamed::{StatePiece, StateStream};
 use crate::Result;
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, Params, Rank, StepState};

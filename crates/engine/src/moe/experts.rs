@@ -1,20 +1,21 @@
 //! This rank's routed experts: two grouped GEMMs over rows sorted by expert, with the activation function between
 //! them.
 
+mod backward;
+mod dispatch;
+mod dora;
+mod saved;
+
+use super::MoeShape;
 use crate::lora::{ExpertAdapter, Projection};
 use crate::quant::{
     GemmOperand, GemmOptions, LinearGemm, LinearQuant, Orientations, QuantInput, Role, SavedOperand,
-    WgradOperand,
 };
-use crate::{
-    Declarations, Init, Module, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
-};
-use ferrotron_kernels::{
-    Act, BLOCK, Fp8Tensor, GroupedBias, RowMap, ScalingMode, Segments, WeightedAct, WeightedActBackward,
-};
-use ferrotron_tensor::{Category, DType, Result, Tensor};
-
-use super::MoeShape;
+use crate::{Declarations, Init, ParamId, Part, SavedTensor, Split, StepContext, WithAmax};
+pub(super) use dispatch::{DispatchRows, ExpertRows, RowScales};
+use ferrotron_kernels::{Act, BLOCK, GroupedBias, RowMap, Segments, WeightedAct};
+use ferrotron_tensor::{Result, Tensor};
+pub(super) use saved::ExpertsSaved;
 
 /// `down_e(p·act(gate_e(x))·up_e(x))` for the rows x of expert e; p is the routing probability.
 pub struct Experts {
@@ -34,72 +35,7 @@ pub struct Experts {
     ffn: usize,
 }
 
-/// Token rows ready for dispatch: expert inputs, or gradients of expert outputs.
-pub(crate) struct DispatchRows {
-    /// `[T, width]`: in the model's dtype, or FP8.
-    pub(crate) rows: Tensor,
-    /// Scale and amax, equal on all ranks of the expert group.
-    pub(crate) scales: RowScales,
-}
-
-/// Per-tensor scale and amax of dispatched rows.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct RowScales {
-    /// Inverse scale of FP8 rows, f32 `[1]`; None for rows in the model's dtype.
-    scale_inv: Option<Tensor>,
-    /// amax f32 `[1]`, where the receiver quantizes.
-    amax: Option<Tensor>,
-}
-
-/// Rows at the experts.
-pub(crate) struct ExpertRows {
-    /// `[T, width]` in arrival order.
-    pub(crate) x: Tensor,
-    pub(crate) scales: RowScales,
-    /// f32 `[N]`: routing probabilities, sorted by expert; 0 for alignment padding.
-    pub(crate) probs: Tensor,
-    /// Permutation from arrival order to expert order.
-    pub(crate) map: RowMap,
-}
-
-/// What backward needs.
-pub struct ExpertsSaved {
-    a: Option<SavedOperand>,
-    /// amax of `a`, where backward recomputes and quantizes it.
-    amax: Option<SavedTensor>,
-    h: SavedTensor,
-    x: SavedOperand,
-    /// Whether `x` is sorted by expert already.
-    sorted: bool,
-    probs: SavedTensor,
-    map: RowMap,
-    /// What adapters of the up and down projections have computed from their inputs, `[N, Σr]`.
-    adapters: [Option<SavedTensor>; 2],
-    /// With DoRA, their outputs before they are scaled.
-    unscaled: [Option<SavedTensor>; 2],
-}
-
-impl Saved for ExpertsSaved {
-    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.modules(&mut |_, t| f(t));
-    }
-
-    fn modules(&mut self, f: &mut dyn FnMut(Module, &mut SavedTensor)) {
-        self.a.tensors(&mut |t| f(Module::ExpertFc2, t));
-        self.amax.tensors(&mut |t| f(Module::MoeAct, t));
-        f(Module::MoeAct, &mut self.h);
-        self.x.tensors(&mut |t| f(Module::ExpertFc1, t));
-        f(Module::ExpertFc1, &mut self.probs);
-        let [up, down] = &mut self.adapters;
-        up.tensors(&mut |t| f(Module::ExpertFc1, t));
-        down.tensors(&mut |t| f(Module::ExpertFc2, t));
-        let [up, down] = &mut self.unscaled;
-        up.tensors(&mut |t| f(Module::ExpertFc1, t));
-        down.tensors(&mut |t| f(Module::ExpertFc2, t));
-    }
-}
-
-pub(crate) fn segments(map: &RowMap) -> Segments<'_> {
+fn segments(map: &RowMap) -> Segments<'_> {
     Segments { offsets: &map.offsets, counts: &map.counts }
 }
 
@@ -204,97 +140,6 @@ impl Experts {
         }
     }
 
-    /// Rows to dispatch for operand `role` of linear `id`: quantized to FP8 if `fp8`, else as they are, with amax
-    /// where `used` by a quantized GEMM.
-    fn dispatch_rows(
-        &self,
-        p: &StepContext,
-        (id, e): (ParamId, Option<LinearQuant>),
-        role: Role,
-        x: &WithAmax,
-        (used, fp8): (bool, bool),
-    ) -> Result<DispatchRows> {
-        let unquantized =
-            |amax| DispatchRows { rows: x.values.clone(), scales: RowScales { scale_inv: None, amax } };
-        let Some(e) = e.filter(|_| used) else {
-            p.calibrates(id, role, &x.values)?;
-            return Ok(unquantized(None));
-        };
-        let amax = e.recipe.measures().then(|| p.dispatched_amax(x)).transpose()?;
-        if !fp8 {
-            return Ok(unquantized(amax));
-        }
-        match p
-            .quantize(id, role, QuantInput::with_amax(&x.values, amax.as_ref()), Orientations::ROWWISE)?
-            .take_rowwise()?
-        {
-            GemmOperand::Fp8(b) => Ok(DispatchRows {
-                rows: b.data,
-                scales: RowScales { scale_inv: Some(b.scale_inv), amax: None },
-            }),
-            GemmOperand::HighPrecision { .. } | GemmOperand::Microscaled(_) => Ok(unquantized(amax)),
-        }
-    }
-
-    /// Expert inputs `[T, width]` for dispatch.
-    pub(super) fn dispatch_input(&self, p: &StepContext, x: &WithAmax) -> Result<DispatchRows> {
-        let [e, _] = self.quant(p);
-        let used = e.is_some_and(|e| e.fprop || (p.train && e.wgrad));
-        // FP8 rows serve fprop and wgrad alike.
-        let fp8 = e.is_some_and(|e| e.recipe.per_tensor() && e.fprop && (e.wgrad || !p.train))
-            && self.adapters[0].is_none();
-        self.dispatch_rows(p, (self.up, e), Role::Input, x, (used, fp8))
-    }
-
-    /// Gradients of expert outputs `[T, width]` for dispatch.
-    pub(super) fn dispatch_grad(&self, p: &StepContext, dy: &Tensor) -> Result<DispatchRows> {
-        let [_, e] = self.quant(p);
-        let used = e.is_some_and(|e| e.dgrad || e.wgrad);
-        // A bias gradient is summed from unquantized values.
-        let both = e.is_some_and(|e| e.recipe.per_tensor() && e.dgrad && e.wgrad);
-        let fp8 = both && self.down_bias.is_none();
-        self.dispatch_rows(p, (self.down, e), Role::Gradient, &WithAmax::from(dy), (used, fp8))
-    }
-
-    /// Received rows sorted by expert, as operands of the GEMMs of linear `id`. Per-tensor FP8 rows are transposed for
-    /// wgrad only when it runs, so the columnwise operand may still be unsorted; so may inputs that are sorted again for wgrad
-    /// where outputs of norms are recomputed, since a token arrives once and is sorted once for each of its experts.
-    fn sorted(
-        &self,
-        p: &StepContext,
-        (id, role): (ParamId, Role),
-        (received, scales, map): (Tensor, &RowScales, &RowMap),
-        orientations: Orientations,
-    ) -> Result<(GemmOperand, WgradOperand, Tensor)> {
-        let rows = p.rank.activation(&[map.source.numel(), received.shape()[1]], received.dtype())?;
-        p.rank.kernels.moe_permute(&p.rank.compute, &received, map, &rows)?;
-        if let Some(scale_inv) = &scales.scale_inv {
-            let (scaling, cols) = (ScalingMode::PerTensor, self.width);
-            let operand = |data: &Tensor| {
-                GemmOperand::Fp8(Fp8Tensor {
-                    data: data.clone(),
-                    scale_inv: scale_inv.clone(),
-                    scaling,
-                    cols,
-                    pow2: false,
-                })
-            };
-            return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));
-        }
-        let sorts_again = role == Role::Input && p.recompute.norm && !orientations.cols;
-        let unsorted = Some(received).filter(|r| sorts_again && r.shape()[0] < rows.shape()[0]);
-        let quantized =
-            p.quantize(id, role, QuantInput::with_amax(&rows, scales.amax.as_ref()), orientations)?;
-        if let Some(received) = unsorted {
-            let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
-            let operand = GemmOperand::columnwise(&received);
-            return Ok((rowwise, WgradOperand { operand, sorted: false }, rows));
-        }
-        let columnwise = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
-        let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
-        Ok((rowwise, WgradOperand { operand: columnwise, sorted: true }, rows))
-    }
-
     /// The activation function times the routing probability, with amax where the down projection needs it.
     fn activate(&self, p: &StepContext, h: &Tensor, probs: &Tensor, measure: bool) -> Result<WithAmax> {
         let (k, s, a) = (&p.rank.kernels, &p.rank.compute, p.empty(&[h.shape()[0], self.ffn])?);
@@ -371,195 +216,5 @@ impl Experts {
             unscaled: [up_unscaled, down_unscaled].map(|t| t.as_ref().map(SavedTensor::activation)),
         };
         Ok((y, saved))
-    }
-
-    /// Whether the output of a projection (0 up, 1 down) is scaled by DoRA.
-    fn is_dora(&self, which: usize) -> bool {
-        self.adapters[which].as_ref().is_some_and(|a| a.is_dora())
-    }
-
-    /// Scales the output of a projection where it has DoRA, and returns it unscaled.
-    fn rescale(
-        &self,
-        p: &StepContext,
-        which: usize,
-        y: &mut Tensor,
-        segments: Segments,
-    ) -> Result<Option<Tensor>> {
-        let Some(adapter) = &self.adapters[which] else { return Ok(None) };
-        Ok(adapter.rescale(p, y, segments)?.map(|scaled| std::mem::replace(y, scaled)))
-    }
-
-    /// Gradient of the unscaled output of a projection, where it has DoRA, from the sorted one of its output, with amax where it
-    /// is quantized with `e`.
-    fn rescale_backward(
-        &self,
-        p: &StepContext,
-        (which, e): (usize, Option<LinearQuant>),
-        (unscaled, dy, map): (Option<SavedTensor>, &Tensor, &RowMap),
-    ) -> Result<Option<(WithAmax, WeightGrad)>> {
-        let (Some(adapter), Some(unscaled)) = (&self.adapters[which], unscaled) else { return Ok(None) };
-        let (values, grad) = adapter.rescale_backward(p, &unscaled, dy, map)?;
-        let mut scaled = WithAmax::from(&values);
-        if e.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
-            scaled.amax = Some(p.reduced_amax_over(&p.rank.etp, &scaled)?);
-        }
-        Ok(Some((scaled, grad)))
-    }
-
-    /// Gradients of the sorted rows and of the probabilities f32 `[N]`, from output gradients in arrival order.
-    pub(crate) fn backward(
-        &self,
-        p: &StepContext,
-        saved: ExpertsSaved,
-        (dy, scales): (Tensor, RowScales),
-    ) -> Result<(Tensor, Tensor, WeightGrad)> {
-        let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
-        let ExpertsSaved { a, amax, h, x, sorted, probs, map, adapters, unscaled } = saved;
-        let ([up_hidden, down_hidden], [up_unscaled, down_unscaled]) = (adapters, unscaled);
-        let (n, segments) = (map.source.numel(), segments(&map));
-        let orientations = |e: Option<LinearQuant>| Orientations {
-            rows: e.is_some_and(|e| e.dgrad),
-            cols: e.is_some_and(|e| e.wgrad),
-        };
-        let at_once = if self.is_dora(1) { Orientations::NONE } else { orientations(down) };
-        let (mut rows, mut dy_cols, dy) =
-            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), at_once)?;
-        let mut grads = WeightGrad::default();
-        let mut unscaled_dy = dy.clone();
-        if let Some((scaled, grad)) = self.rescale_backward(p, (1, down), (down_unscaled, &dy, &map))? {
-            let input = QuantInput::with_amax(&scaled.values, scaled.amax.as_ref());
-            let quantized = p.quantize(self.down, Role::Gradient, input, orientations(down))?;
-            rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&scaled.values));
-            let operand = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&scaled.values));
-            dy_cols = WgradOperand { operand, sorted: true };
-            (unscaled_dy, grads) = (scaled.values, grad);
-        }
-        // Needed for the gradients of a bias and of adapters only.
-        let dy = Some(dy).filter(|_| self.down_bias.is_some());
-        let unscaled_dy = Some(unscaled_dy).filter(|_| self.adapters[1].is_some());
-        let a = match a {
-            Some(a) => a.operand(),
-            None => {
-                let a = self.activate(p, &h, &probs, false)?.values;
-                let orientations = Orientations { rows: false, ..orientations(down) };
-                let quantized = p.quantize(
-                    self.down,
-                    Role::Input,
-                    QuantInput::with_amax(&a, amax.as_deref()),
-                    orientations,
-                )?;
-                quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a))
-            }
-        };
-        let how = GemmOptions { product: LinearGemm::Dgrad, bias: None, accumulate: false, fast: false };
-        let da = p.empty(&[n, self.ffn])?;
-        let (w, _) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Dgrad)?;
-        rows.grouped_gemm(p.rank, &w, segments, how, &da)?;
-        drop((rows, w));
-        if let (Some(adapter), Some(hidden), Some(dy)) = (&self.adapters[1], &down_hidden, &unscaled_dy) {
-            let x = WgradOperand { operand: a.clone(), sorted: true };
-            grads = grads.and(adapter.backward(p, (x, hidden, &map), dy, &da)?);
-        }
-        let (dh, dp) = (p.empty(h.shape())?, p.rank.activation(&[n], DType::F32)?);
-        let amax = match up.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
-            false => {
-                k.weighted_act_backward(
-                    s,
-                    &WeightedActBackward {
-                        act: self.act,
-                        gated: self.gated,
-                        x: &h,
-                        probs: &probs,
-                        source: &map.source,
-                        dy: &da,
-                        dx: &dh,
-                        dprobs: &dp,
-                    },
-                )?;
-                None
-            }
-            true => {
-                let amax = p.zero_amax()?;
-                let live = &map.source;
-                k.weighted_act_backward_amax(
-                    s,
-                    &WeightedActBackward {
-                        act: self.act,
-                        gated: self.gated,
-                        x: &h,
-                        probs: &probs,
-                        source: live,
-                        dy: &da,
-                        dx: &dh,
-                        dprobs: &dp,
-                    },
-                    &amax,
-                )?;
-                let dh = WithAmax { values: dh.clone(), amax: Some(amax), sums: None };
-                Some(p.reduced_amax_over(&p.rank.etp, &dh)?)
-            }
-        };
-        drop((da, h));
-        let a = WgradOperand { operand: a, sorted: true };
-        grads = grads.and(self.weight_grad(p, self.down, [self.width, self.ffn], (dy_cols, a), &map));
-        let bias = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0);
-        if let Some((bias, dy)) = bias.zip(dy) {
-            // The bias gradient is stored later, that of the probabilities is needed now.
-            let sums = Tensor::empty(s, &[self.count, self.width], DType::F32, Category::Workspace)?;
-            let b = GroupedBias { segments, bias: &bias, weights: Some(&probs) };
-            k.grouped_bias_backward(s, &b, &dy, (&sums, false), Some(&dp))?;
-            grads = grads.and(self.down_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
-        } else if let Some(id) = self.down_bias {
-            grads = grads.and(WeightGrad::deferred(id, |rank, grad, accumulate| {
-                if accumulate { Ok(()) } else { rank.compute.zero(grad) }
-            }));
-        }
-        if let Some(bias) = self.bias(p, self.up_bias, self.inner())? {
-            let sums = Tensor::empty(s, &[self.count, self.inner()], DType::F32, Category::Workspace)?;
-            let b = GroupedBias { segments, bias: &bias, weights: None };
-            k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
-            grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
-        }
-        let (mut dh, mut amax) = (dh, amax);
-        if let Some((scaled, grad)) = self.rescale_backward(p, (0, up), (up_unscaled, &dh, &map))? {
-            (dh, amax, grads) = (scaled.values, scaled.amax, grads.and(grad));
-        }
-        p.calibrates(self.up, Role::Gradient, &dh)?;
-        let quantized =
-            p.quantize(self.up, Role::Gradient, QuantInput::with_amax(&dh, amax.as_ref()), orientations(up))?;
-        let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
-        let dx = p.empty(&[n, self.width])?;
-        let (w, _) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Dgrad)?;
-        rows.grouped_gemm(p.rank, &w, segments, how, &dx)?;
-        let x = WgradOperand { operand: x.operand(), sorted };
-        if let (Some(adapter), Some(hidden)) = (&self.adapters[0], &up_hidden) {
-            grads = grads.and(adapter.backward(p, (x.clone(), hidden, &map), &dh, &dx)?);
-        }
-        let dh = WgradOperand {
-            operand: quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)),
-            sorted: true,
-        };
-        grads = grads.and(self.weight_grad(p, self.up, [self.inner(), self.width], (dh, x), &map));
-        Ok((dx, dp, grads))
-    }
-
-    /// `dW_e = Σ dyᵀ·x` over the rows of each expert; `shape` is that of one expert's W.
-    fn weight_grad(
-        &self,
-        p: &StepContext,
-        id: ParamId,
-        shape: [usize; 2],
-        (dy, x): (WgradOperand, WgradOperand),
-        map: &RowMap,
-    ) -> WeightGrad {
-        if p.is_frozen(id) {
-            return WeightGrad::default();
-        }
-        let (count, map) = (self.count, map.clone());
-        WeightGrad::deferred(id, move |rank, grad, accumulate| {
-            let dw = grad.view(&[count, shape[0], shape[1]])?;
-            dy.gradient(rank, &x, &map, (&dw, accumulate))
-        })
     }
 }

@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `router.rs` | logits, top-k selection, router gradient; `capacity.rs` drops tokens over capacity, `aux_loss.rs` balances |
 //! | `token_dispatcher.rs`, `all_to_all.rs` | permutation and communication of tokens to experts and back |
-//! | `experts.rs` | grouped GEMMs of this rank's experts |
+//! | `experts.rs`, `experts/` | grouped GEMMs of this rank's experts |
 //! | `shared_expert.rs` | the expert that every token goes to |
 //! | `state.rs`, `replay.rs` | expert bias and counters of a step; recorded and replayed routing |
 //! | `batch.rs`, `config.rs` | which rows are tokens; architecture and training options |

@@ -38,6 +38,7 @@ mod quantize_stack;
 mod rope;
 mod router;
 mod router_capacity;
+mod router_logits;
 mod router_losses;
 mod router_oracle;
 mod vocab_parallel;

@@ -5,6 +5,7 @@ mod embedding_loss;
 mod gemm_elementwise;
 mod norm_rope;
 mod optimizer;
+mod router;
 
 use super::devices::TestDevice;
 use ferrotron_tensor::{DType, Tensor};
