@@ -8,6 +8,7 @@ mod logs;
 mod next_commands;
 mod resume;
 mod saves;
+mod sample;
 mod signals;
 #[path = "../support/mod.rs"]
 mod support;

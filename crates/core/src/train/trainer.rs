@@ -140,6 +140,14 @@ impl Trainer {
         self.runner.progress.tokens
     }
 
+    /// Whether a forward pass takes all data-parallel ranks: expert parallelism exchanges tokens between them, and sharded
+    /// weights are gathered from them, so all of them need as many forward passes.
+    pub fn forward_is_collective(&self) -> bool {
+        let exchanges = self.model.decoder.config().moe.is_some() && self.rank.etp_ep_group.size() > 1;
+        let gathers = !self.model.params.placement().is_full_size();
+        exchanges || gathers
+    }
+
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let rank = &self.rank;
@@ -149,11 +157,7 @@ impl Trainer {
             .step_by(ranks as usize)
             .map(|i| data.batch(i * micro, micro as usize))
             .collect::<Result<Vec<_>>>()?;
-        // Expert parallelism exchanges tokens between data-parallel ranks, and sharded weights are gathered from all of them,
-        // so all of them need as many forward passes.
-        let exchanges = self.model.decoder.config().moe.is_some() && rank.etp_ep_group.size() > 1;
-        let gathers = !self.model.params.placement().is_full_size();
-        if (exchanges || gathers) && (batches.len() as u64) < count.div_ceil(ranks) {
+        if self.forward_is_collective() && (batches.len() as u64) < count.div_ceil(ranks) {
             batches.push(data.batch(0, micro as usize)?.as_padding());
         }
         let total = self.runner.forward_only(rank, &self.model, batches.len(), &mut |rank, decoder, i| {
