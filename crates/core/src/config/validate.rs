@@ -72,6 +72,7 @@ impl Recipe {
         self.check_fault()?;
         for (key, value) in [
             ("data.seq_len", c.data.seq_len),
+        self.check_bad_steps()?;
             ("train.global_batch", Some(c.train.global_batch)),
             ("train.micro_batch", c.train.micro_batch),
             ("train.mlp_chunk", c.train.mlp_chunk),

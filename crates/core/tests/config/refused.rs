@@ -112,6 +112,26 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "data.packing: the embedded corpus is one text",
         ),
         ("data.packing = true", "data.packing"),
+        (
+            "fault.spike = 10",
+            "r.toml:3: fault.spike: a spike is run again with fault.rerun; set that as well",
+        ),
+        (
+            "fault.spike = 10\nfault.hash_every = 5\nfault.snapshot_every = 5",
+            "r.toml:3: fault.spike: a spike is run again with fault.rerun",
+        ),
+        (
+            "fault.on_bad_step = \"skip\"",
+            "r.toml:3: fault.on_bad_step: is for a step that is bad when it is run again too; set fault.rerun",
+        ),
+        (
+            "moe.experts = 4\nmoe.capacity_per_rank = true",
+            "r.toml:4: moe.capacity_per_rank: no token is dropped without a capacity; set moe.capacity as well",
+        ),
+        (
+            "moe.experts = 4\nmoe.drop_policy = \"first\"",
+            "r.toml:4: moe.drop_policy: no token is dropped without a capacity; set moe.capacity as well",
+        ),
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
         (
