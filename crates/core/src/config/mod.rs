@@ -20,6 +20,7 @@ mod ramp;
 mod recipes;
 mod renamed;
 mod resolve;
+mod schedule;
 mod suggest;
 mod table;
 mod types;

@@ -445,6 +445,7 @@ impl Recipe {
         self.check_group_members(r)?;
         self.check_precision(r)?;
         self.check_loss(r)?;
+        self.check_rates(r)?;
         if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {
             return self.refuse("train.cuda_graph", format!("steps cannot be replayed: {why}; leave it out"));
         }

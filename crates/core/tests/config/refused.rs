@@ -100,8 +100,8 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
         ("dropout.hidden = 1.0", "below 1"),
         (
-            "train.cuda_graph = \"on\"\ndata.reset_at_documents = true\nparallel.cp = 2",
-            "r.toml:3: train.cuda_graph: steps cannot be replayed: with parallel.cp, what ranks send",
+            "schedule.init_lr = 0.1",
+            "r.toml:3: schedule.init_lr: warm-up rises to optimizer.lr, which is 0.0003",
         ),
         (
             "train.cuda_graph = \"on\"\ndata.packing = \"documents\"\ndata.path = \"a\"\nmoe.experts = 4\nmoe.capacity = 2.0",

@@ -123,6 +123,25 @@ fn the_warm_up_of_a_built_in_recipe_follows_the_length_of_the_run() {
     assert!(resolve(&["train.steps=40", "schedule.warmup=50"]).is_err());
 }
 
+/// A constant learning rate has no decay that the warm-up must end before.
+#[test]
+fn a_warm_up_may_last_longer_than_a_run_at_a_constant_rate() {
+    let text = format!("{TINY}schedule.decay = \"constant\"\nschedule.warmup = 20\n");
+    let r = add(&text).unwrap().resolve(None).unwrap();
+    let lr = ferrotron_core::schedule::LrSchedule {
+        max: r.config.optimizer.lr,
+        min: r.plan.min_lr,
+        init: r.config.schedule.init_lr,
+        warmup: r.plan.warmup_samples,
+        decay: r.plan.decay_samples,
+        style: ferrotron_core::schedule::Decay::Constant,
+        wsd: 0,
+        wsd_style: Default::default(),
+    };
+    lr.check().unwrap();
+    assert!((lr.at(r.plan.samples) - lr.max / 2.0).abs() < 1e-12);
+}
+
 #[test]
 fn lengths_in_samples_follow_the_batch_ramp() {
     let text = "[train]\nsteps = 10\nglobal_batch = 8\nramp = [2, 2, 12]\n[schedule]\nwarmup = 3\ndecay = \"wsd\"\nwsd_steps = 2\n[model]\npreset = \"tiny\"\n";
