@@ -14,6 +14,8 @@ use crate::model::config::{ModelConfig, Positions};
 /// Far above any real run, and small enough that no product of lengths overflows later.
 const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
+/// Of one kind of parallelism; the product of three of them fits in 64 bits.
+const MAX_RANKS: usize = 1 << 20;
 
 impl Config {
     /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
@@ -70,9 +72,9 @@ impl Recipe {
         self.check_parallel()?;
         self.check_offload()?;
         self.check_fault()?;
+        self.check_bad_steps()?;
         for (key, value) in [
             ("data.seq_len", c.data.seq_len),
-        self.check_bad_steps()?;
             ("train.global_batch", Some(c.train.global_batch)),
             ("train.micro_batch", c.train.micro_batch),
             ("train.mlp_chunk", c.train.mlp_chunk),
@@ -180,6 +182,9 @@ impl Recipe {
         ];
         if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
+        }
+        for (key, n) in sizes {
+            self.within(&format!("parallel.{key}"), n as f64, 1.0, MAX_RANKS as f64)?;
         }
         if p.zero > 3 {
             return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");
@@ -440,12 +445,12 @@ impl Recipe {
             let what = format!("{eod} is outside the vocabulary of {}; use a smaller id", m.vocab);
             return self.refuse("data.eod", what);
         }
+        self.check_rates(r)?;
         self.check_schedule(r)?;
         self.check_lora_targets(r)?;
         self.check_group_members(r)?;
         self.check_precision(r)?;
         self.check_loss(r)?;
-        self.check_rates(r)?;
         if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {
             return self.refuse("train.cuda_graph", format!("steps cannot be replayed: {why}; leave it out"));
         }
