@@ -109,7 +109,7 @@ impl ParamGroups {
     pub fn of(c: &Config) -> Refusal<ParamGroups> {
         let o = &c.optimizer;
         let muon = o.kind == OptimizerKind::Muon;
-        let rest = if muon { o.muon.unwrap_or_default().rest } else { o.kind };
+        let rest = o.rest();
         let none = ParamGroup::default();
         // By default every parameter is in rule 0, or with Muon its matrices in rule 1.
         let mut rules = vec![GroupRule::of("others".into(), o, &none, rest, None)?];
@@ -392,11 +392,22 @@ impl GroupRule {
     }
 }
 
+impl OptimizerSection {
+    /// The optimizer of what Muon does not update: of everything, where that is not the kind.
+    pub(crate) fn rest(&self) -> OptimizerKind {
+        match self.kind {
+            OptimizerKind::Muon => self.muon.unwrap_or_default().rest,
+            kind => kind,
+        }
+    }
+}
+
 /// The rule of a kind of optimizer in a group.
 fn rule(o: &OptimizerSection, group: &ParamGroup, kind: OptimizerKind) -> Refusal<UpdateRule> {
     // A group of another kind than the section's does not inherit constants that were meant for that.
-    let betas = group.betas.unwrap_or(match kind {
-        OptimizerKind::Lion if o.kind != OptimizerKind::Lion => [0.95, 0.98],
+    let betas = group.betas.unwrap_or(match [o.rest(), kind].map(|k| k == OptimizerKind::Lion) {
+        [false, true] => [0.95, 0.98],
+        [true, false] => OptimizerSection::default().betas,
         _ => o.betas,
     });
     let momentum = group.momentum.unwrap_or(o.momentum);
@@ -445,6 +456,29 @@ mod tests {
         assert!(!groups.all_adam() && groups.differ());
         let none = ParamGroups::of(&section("")).unwrap();
         assert!(none.all_adam() && !none.differ());
+    }
+
+    #[test]
+    fn betas_of_the_section_are_those_of_its_own_rule() {
+        let betas = |toml: &str| -> Vec<[f32; 2]> {
+            let groups = ParamGroups::of(&section(toml)).unwrap();
+            let of = |r: &GroupRule| match r.rule {
+                UpdateRule::Lion(Lion { beta1, beta2 }) => Some([beta1, beta2]),
+                _ => r.rule.betas(),
+            };
+            groups.rules().iter().filter_map(of).collect()
+        };
+        const LION: &str = "groups = [{ params = \"norm\", optimizer = \"lion\" }]";
+        const ADAM: &str = "groups = [{ params = \"norm\", optimizer = \"adamw\" }]";
+        for (kind, other, derived) in [
+            ("kind = \"adamw\"", LION, [0.95, 0.98]),
+            ("kind = \"muon\"", LION, [0.95, 0.98]),
+            ("kind = \"lion\"", ADAM, [0.9, 0.95]),
+            ("kind = \"muon\"\nmuon = { rest = \"lion\" }", ADAM, [0.9, 0.95]),
+        ] {
+            let found = betas(&format!("{kind}\nbetas = [0.5, 0.6]\n{other}"));
+            assert_eq!(found, [[0.5, 0.6], derived], "{kind}");
+        }
     }
 
     #[test]
