@@ -101,6 +101,11 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
 impl Loaded {
     /// The folder.
     pub fn path(&self) -> &Path {
+/// The state that a checkpoint's manifest holds, without a look at its data files.
+pub fn state(path: &Path) -> Result<Value> {
+    Ok(read_manifest(path)?.0.state)
+}
+
         &self.path
     }
 

@@ -212,6 +212,9 @@ impl Run {
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
         let mut saver = Run::saver(dir, &resolved, &together)?;
+        if first && options.from_best && !options.begun && resolved.config.checkpoint.best {
+            restore_best_link(&dir.join(CHECKPOINTS), newest_best(dir)?)?;
+        }
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
         // in place of another and has no checkpoint yet begins in its place again.
         let is_back = folder.as_ref().is_some_and(|f| f.restored);
@@ -326,26 +329,13 @@ impl Run {
         };
         if let Some(folder) = folder {
             // Before surplus checkpoints are deleted.
-            run.restore_best_link()?;
+            let best = run.trainer.best.filter(|_| run.resolved.config.checkpoint.best);
+            restore_best_link(&run.dir.join(CHECKPOINTS), best.map(|b| b.step))?;
             run.begin_writing(folder)?;
         }
         let done = run.trainer.step();
         tracing::info!(ranks = run.trainer.rank.world.size(), done, "the run begins");
         Ok(run)
-    }
-
-    /// A crash between a checkpoint and its link [`checkpoint::BEST`] leaves the old link.
-    fn restore_best_link(&self) -> Result<()> {
-        let dir = self.dir.join(CHECKPOINTS);
-        match self.trainer.best.filter(|_| self.resolved.config.checkpoint.best) {
-            Some(best)
-                if checkpoint::best(&dir) != Some(best.step)
-                    && dir.join(checkpoint::folder_name(best.step)).is_dir() =>
-            {
-                checkpoint::mark_best(&dir, best.step)
-            }
-            _ => Ok(()),
-        }
     }
 
     fn saver(dir: &Path, resolved: &Resolved, together: &Communicator) -> Result<Saver> {
@@ -491,6 +481,22 @@ fn memory_peaks(memory: &MemoryReport) -> BTreeMap<String, u64> {
 }
 
 /// The checkpoint of a run with the lowest validation loss.
+/// The best step that the newest checkpoint of a run knows of; none if its manifest is damaged, which loading it reports.
+fn newest_best(dir: &Path) -> Result<Option<u64>> {
+    let newest = checkpoint::latest(&dir.join(CHECKPOINTS))?;
+    Ok(newest.and_then(|path| checkpoint::state(&path).ok()?.get("best")?.get("step")?.as_u64()))
+}
+
+/// Makes the link [`checkpoint::BEST`] name the best checkpoint, if that is there: a crash between a checkpoint and its link
+/// leaves the old link, or none.
+fn restore_best_link(checkpoints: &Path, best: Option<u64>) -> Result<()> {
+    let is_there = |step: &u64| checkpoints.join(checkpoint::folder_name(*step)).is_dir();
+    match best.filter(|step| checkpoint::best(checkpoints) != Some(*step) && is_there(step)) {
+        Some(step) => checkpoint::mark_best(checkpoints, step),
+        None => Ok(()),
+    }
+}
+
 fn best_checkpoint(dir: &Path) -> Result<PathBuf> {
     let checkpoints = dir.join(CHECKPOINTS);
     let found = checkpoint::best(&checkpoints).map(|step| checkpoints.join(checkpoint::folder_name(step)));
