@@ -6,9 +6,10 @@ mod fresh;
 mod hostile;
 mod logs;
 mod next_commands;
+mod open_files;
 mod resume;
-mod saves;
 mod sample;
+mod saves;
 mod signals;
 #[path = "../support/mod.rs"]
 mod support;
