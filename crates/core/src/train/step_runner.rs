@@ -218,23 +218,24 @@ impl StepRunner {
     ) -> Result<f64> {
         let (decoder, state) = (&model.decoder, &model.step_state);
         self.delayed_scaling.begin(state);
-        state.begin_evaluation();
-        let mut total = 0.0;
-        if micro_batches > 0 {
-            let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
-            let ctx = StepContext {
-                train: false,
-                mlp_chunk: self.mlp_chunk,
-                ..StepContext::new(rank, &model.params, state)
-            };
-            let mut load = |i: usize| load(rank, decoder, i);
-            let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss)?;
-            total = losses.iter().map(|l| super::read_scalar(rank, l)).sum::<Result<f64>>()?;
+        if micro_batches == 0 {
+            return Ok(0.0);
         }
         state.end_evaluation();
-        Ok(total)
+        total
     }
 
+        let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
+        let ctx = StepContext {
+            train: false,
+            mlp_chunk: self.mlp_chunk,
+            ..StepContext::new(rank, &model.params, state)
+        };
+        let mut load = |i: usize| load(rank, decoder, i);
+        state.begin_evaluation();
+        let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss);
+        let total = losses.and_then(|all| all.iter().map(|l| super::read_scalar(rank, l)).sum());
+        // Also after an error: a run whose data cannot be read saves its state.
     /// Takes the pipeline schedule of the next step from elsewhere, such as from another rank of a simulated job: it is the same on
     /// every rank.
     pub(super) fn set_schedule(&mut self, schedule: Arc<Schedule>) {

@@ -153,17 +153,19 @@ impl Trainer {
         let rank = &self.rank;
         let (dp_rank, ranks) = (rank.dp.rank() as u64, rank.dp.size() as u64);
         let micro = self.runner.schedules.batch.micro;
-        let mut batches = (dp_rank..count)
-            .step_by(ranks as usize)
-            .map(|i| data.batch(i * micro, micro as usize))
-            .collect::<Result<Vec<_>>>()?;
-        if self.forward_is_collective() && (batches.len() as u64) < count.div_ceil(ranks) {
-            batches.push(data.batch(0, micro as usize)?.as_padding());
-        }
-        let total = self.runner.forward_only(rank, &self.model, batches.len(), &mut |rank, decoder, i| {
-            upload(rank, decoder, &batches[i], data.seq(), &[1.0], None)
+        let own = count.saturating_sub(dp_rank).div_ceil(ranks);
+        let passes = if self.forward_is_collective() { count.div_ceil(ranks) } else { own } as usize;
+        let mut labels = vec![0.0; passes];
+        // Each batch is read when its pass begins: the host does not hold them all.
+        let total = self.runner.forward_only(rank, &self.model, passes, &mut |rank, decoder, i| {
+            let batch = match i as u64 {
+                i if i < own => data.batch((dp_rank + i * ranks) * micro, micro as usize)?,
+                _ => data.batch(0, micro as usize)?.as_padding(),
+            };
+            labels[i] = batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
+            upload(rank, decoder, &batch, data.seq(), &[1.0], None)
         })?;
-        let labels = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let labels = labels.iter().sum();
         let total = self.runner.all_reduce_from_last_stage(rank, vec![total], "evaluation loss")?[0];
         let labels = self.runner.all_reduce(&rank.dp, vec![labels], "evaluation labels")?[0];
         Ok(total / labels.max(1.0))
