@@ -32,6 +32,7 @@ mod run_folder;
 mod run_loop;
 mod run_save;
 mod saved_batch;
+mod skipped_samples;
 mod snapshots;
 mod state;
 mod state_digests;

@@ -386,12 +386,13 @@ impl Run {
     }
 
     fn schedule_note(trainer: &Trainer, resolved: &Resolved, old: &Origin) -> Option<String> {
+        let skipped = old.skipped.total();
         let span = ScheduleSpan {
             step: trainer.step(),
-            samples: old.samples,
+            samples: old.samples.saturating_sub(skipped),
             batch: resolved.config.train.global_batch as u64,
             steps: resolved.plan.steps,
-            end: resolved.plan.samples,
+            end: resolved.plan.samples.saturating_sub(skipped),
         };
         record::schedule_note(&old.lr, &trainer.runner.schedules.lr, span)
     }
@@ -480,7 +481,6 @@ fn memory_peaks(memory: &MemoryReport) -> BTreeMap<String, u64> {
     all.filter(|(_, bytes)| *bytes > 0).map(|(c, bytes)| (c.name().to_string(), bytes as u64)).collect()
 }
 
-/// The checkpoint of a run with the lowest validation loss.
 /// The best step that the newest checkpoint of a run knows of; none if its manifest is damaged, which loading it reports.
 fn newest_best(dir: &Path) -> Result<Option<u64>> {
     let newest = checkpoint::latest(&dir.join(CHECKPOINTS))?;
@@ -497,6 +497,7 @@ fn restore_best_link(checkpoints: &Path, best: Option<u64>) -> Result<()> {
     }
 }
 
+/// The checkpoint of a run with the lowest validation loss.
 fn best_checkpoint(dir: &Path) -> Result<PathBuf> {
     let checkpoints = dir.join(CHECKPOINTS);
     let found = checkpoint::best(&checkpoints).map(|step| checkpoints.join(checkpoint::folder_name(step)));
