@@ -6,6 +6,7 @@ mod format;
 mod layout;
 mod log;
 mod machine;
+mod open_files;
 mod output;
 mod profile;
 mod progress;
@@ -23,6 +24,7 @@ use std::time::Instant;
 fn main() -> ExitCode {
     let started = Instant::now();
     commands::launch::end_with_launcher();
+    open_files::raise_limit();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),

@@ -142,6 +142,9 @@ impl From<ferrotron_comm::Error> for Error {
     }
 }
 
+/// Advice where the operating system opens no more files.
+const TOO_MANY_FILES: &str = "; raise the limit of open files (ulimit -n)";
+
 /// Result of this crate's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -154,14 +157,21 @@ impl Error {
     /// An [`Error::Io`] that says which operation failed (`"write"`, `"rename to …"`), with advice where space or
     /// permissions are the cause.
     pub fn io_doing(path: &Path, doing: &str, source: std::io::Error) -> Error {
+        use rustix::io::Errno;
         use std::io::ErrorKind as K;
         let hint = match source.kind() {
+            _ if matches!(Errno::from_io_error(&source), Some(Errno::MFILE | Errno::NFILE)) => TOO_MANY_FILES,
             K::StorageFull | K::QuotaExceeded => "; free some space there or choose another folder",
             K::PermissionDenied | K::ReadOnlyFilesystem => "; check the permissions or choose another folder",
             _ => "",
         };
         let source = std::io::Error::new(source.kind(), format!("cannot {doing}: {source}{hint}"));
         Error::Io { path: path.to_path_buf(), source }
+    }
+
+    /// Whether a limit of open files is the cause, here or on the rank whose words it repeats: no file is at fault.
+    pub(crate) fn is_too_many_files(&self) -> bool {
+        self.to_string().contains(TOO_MANY_FILES)
     }
 
     /// An [`Error::Damaged`].

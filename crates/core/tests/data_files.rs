@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use ferrotron_core::Error;
+use ferrotron_core::data::blend::SURPLUS;
 use ferrotron_core::data::mt19937::Mt19937;
 use ferrotron_core::data::*;
 
@@ -238,18 +239,24 @@ fn a_single_dataset_is_repeated_as_needed() {
     write(&prefixes[0], TokenType::U16, false);
     let shares = split::parse_split("1").unwrap();
     let (config, samples) = (GptConfig::new(4, 1, 100), [Some(100), None, None]);
-    let [blend, ..] = Blend::gpt(&prefixes, None, &shares, samples, &config).unwrap();
+    let [blend, ..] = Blend::gpt(&prefixes, None, &shares, samples, SURPLUS, &config).unwrap();
     let [plain, ..] = GptDataset::splits(&prefixes[0], &shares, samples, &config).unwrap();
     let (blend, plain) = (blend.unwrap(), plain.unwrap());
     assert!(blend.samples() >= 100);
     assert_eq!(blend.batch(0, 100).unwrap(), plain.batch(0, 100).unwrap());
     // Without weights, several datasets provide one epoch each, whatever the count.
     let twice = [prefixes[0].clone(), prefixes[0].clone()];
-    let [both, ..] = Blend::gpt(&twice, None, &shares, samples, &config).unwrap();
+    let [both, ..] = Blend::gpt(&twice, None, &shares, samples, SURPLUS, &config).unwrap();
     let [one, ..] = GptDataset::splits(&prefixes[0], &shares, [None; 3], &config).unwrap();
     assert_eq!(both.unwrap().samples(), 2 * one.unwrap().samples());
-    assert!(Blend::gpt(&twice, Some(&[1.0, 1.0]), &shares, [None; 3], &config).is_err());
-    assert!(Blend::gpt(&twice, Some(&[1.0]), &shares, samples, &config).is_err());
+    assert!(Blend::gpt(&twice, Some(&[1.0, 1.0]), &shares, [None; 3], SURPLUS, &config).is_err());
+    assert!(Blend::gpt(&twice, Some(&[1.0]), &shares, samples, SURPLUS, &config).is_err());
+    // With weights, members are asked for more than their share of 50.
+    let asked = |surplus| {
+        let [blend, ..] = Blend::gpt(&twice, Some(&[1.0, 1.0]), &shares, samples, surplus, &config).unwrap();
+        blend.unwrap().members().iter().map(|m| m.samples()).min().unwrap()
+    };
+    assert!(asked(0.0) >= 50 && asked(3.0) >= 200 && asked(0.0) < asked(3.0));
 }
 
 fn vocab(vocab: u32) -> TokenizerInfo {

@@ -4,7 +4,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use ferrotron_core::Result;
+use ferrotron_core::config::{Packing, Truncation};
 use ferrotron_core::data::blend::BlendIndex;
+use ferrotron_core::data::digest::order_digest;
 use ferrotron_core::data::gpt_index::{GptIndex, IndexSpec};
 use ferrotron_core::data::sampler::{Cyclic, Sequential};
 use ferrotron_core::data::*;
@@ -37,6 +40,24 @@ fn dataset(documents: &[Vec<i64>], folder: &std::path::Path) -> Arc<IndexedDatas
     }
     writer.finish().unwrap();
     Arc::new(IndexedDataset::open(folder.join("d")).unwrap())
+}
+
+/// The first epoch again and again.
+struct Replayed<'a>(&'a Packed);
+
+impl Batches for Replayed<'_> {
+    fn seq(&self) -> usize {
+        self.0.seq()
+    }
+    fn samples(&self) -> u64 {
+        self.0.samples()
+    }
+    fn resets(&self) -> bool {
+        true
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        self.0.row(n % self.samples(), row)
+    }
 }
 
 proptest! {
@@ -137,6 +158,31 @@ proptest! {
         prop_assert_eq!(batch.padding.is_none(), pairs.len() == rows * seq);
         let fill = pairs.len() as f64 / (rows * seq) as f64;
         prop_assert!((packed.fill() - fill).abs() < 1e-12);
+    }
+
+    /// Later epochs have the same rows in another order each, and without a seed in the same.
+    #[test]
+    fn packed_rows_come_in_another_order_in_every_epoch(
+        lengths in vec(10usize..40, 30..60), seq in 4usize..9, seed: Option<u32>, padding_free: bool,
+    ) {
+        let documents = numbered(&lengths);
+        let vocab = lengths.iter().sum::<usize>() as u32;
+        let packing = if padding_free { Packing::PaddingFree } else { Packing::Documents };
+        let options = RowOptions { seq, vocab, seed, truncation: Truncation::Split, packing };
+        let packed = Packed::with(Box::new(documents), options).unwrap().unwrap();
+        let rows = packed.samples();
+        let epoch = |e: u64| -> Vec<Batch> {
+            (e * rows..(e + 1) * rows).map(|n| packed.batch(n, 1).unwrap()).collect()
+        };
+        let epochs = [epoch(0), epoch(1), epoch(2)];
+        for (i, later) in epochs.iter().enumerate().skip(1) {
+            prop_assert!(epochs[0].iter().all(|row| later.contains(row)));
+            prop_assert!(epochs[..i].iter().all(|e| (e == later) == seed.is_none()));
+        }
+        // A run that has replayed the first epoch is told: its samples so far are others now.
+        let replayed = Replayed(&packed);
+        let [same, other] = [rows, rows + rows / 2].map(|n| order_digest(&packed, n) == order_digest(&replayed, n));
+        prop_assert!(same && other == seed.is_none());
     }
 
     #[test]

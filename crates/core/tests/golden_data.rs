@@ -325,13 +325,13 @@ fn blend(area: &Area, case: &Value, tensors: &Tensors) {
 }
 
 fn gpt_blend(area: &Area, case: &Value, tensors: &Tensors, check: &dyn Fn(&str, &BlendIndex)) {
-    assert_eq!(number_or(case, "mid_level_dataset_surplus", SURPLUS), SURPLUS);
+    let surplus = number_or(case, "mid_level_dataset_surplus", SURPLUS);
     let prefixes: Vec<_> = list(case, "data").iter().map(|d| area.dir.join(d.as_str().unwrap())).collect();
     let weights = case["weights"].is_array().then(|| numbers(case, "weights"));
     let shares = parse_split(text(case, "split")).unwrap();
     let samples = requested(case);
     let config = GptConfig::new(count(case, "seq"), count(case, "seed") as u32, 1 << 20);
-    let built = Blend::gpt(&prefixes, weights.as_deref(), &shares, samples, &config).unwrap();
+    let built = Blend::gpt(&prefixes, weights.as_deref(), &shares, samples, surplus, &config).unwrap();
     for (k, theirs) in list(case, "splits").iter().enumerate() {
         let Some(blend) = &built[k] else {
             assert!(theirs.is_null(), "split {k} is missing");
@@ -343,7 +343,7 @@ fn gpt_blend(area: &Area, case: &Value, tensors: &Tensors, check: &dyn Fn(&str, 
         let lengths: Vec<u64> = blend.members().iter().map(|m| m.samples()).collect();
         assert_eq!(lengths, uints(theirs, "member_lengths"), "{name}");
         if let (Some(w), Some(target)) = (&weights, samples[k]) {
-            let asked = member_samples(&normalise(w).unwrap(), target, SURPLUS);
+            let asked = member_samples(&normalise(w).unwrap(), target, surplus);
             assert_eq!(asked, uints(theirs, "member_num_samples"), "{name}");
         }
         check(&name, blend.index());

@@ -305,7 +305,7 @@ fn golden_schedules_layers() {
             report.case(text(case, "name"), || layers(case));
         }
         for case in list(&json, "layouts") {
-            report.case(&format!("layout {}", text(case, "layout")), || layout(case));
+            report.case(&layout_name(case), || layout(case));
         }
         report.finish();
     }
@@ -348,6 +348,20 @@ fn contents(stage: &Stage) -> Vec<&'static str> {
     all.extend(stage.mtp.clone().map(|_| "mtp"));
     all.extend(stage.loss.then_some("loss"));
     all
+}
+
+/// The name of a layout's case. One that the peer rejects is not doubtful, whatever it lacks: refusing it is right.
+fn layout_name(case: &Value) -> String {
+    let kind = if flag(case, "rejected") { "rejected layout" } else { "layout" };
+    format!("{kind} {}", text(case, "layout"))
+}
+
+#[test]
+fn a_rejected_layout_is_not_doubtful() {
+    let doubtful = |case: Value| golden::DOUBTFUL.iter().any(|d| (d.case)(&layout_name(&case)));
+    assert!(doubtful(serde_json::json!({"layout": "tt|L"})));
+    assert!(!doubtful(serde_json::json!({"layout": "tt|L", "rejected": true})));
+    assert!(!doubtful(serde_json::json!({"layout": "Et|L"})));
 }
 
 fn layout(case: &Value) {

@@ -6,7 +6,9 @@ mod fresh;
 mod hostile;
 mod logs;
 mod next_commands;
+mod open_files;
 mod resume;
+mod sample;
 mod saves;
 mod signals;
 #[path = "../support/mod.rs"]

@@ -76,8 +76,11 @@ pub fn load_parallel(path: &Path, group: &Communicator) -> Result<Loaded> {
     opened.and_then(|opened| opened.finish(&words)).map_err(|e| with_older(path, e))
 }
 
-/// Adds to an error which older checkpoint could be used instead.
-fn with_older(path: &Path, e: Error) -> Error {
+/// Adds to an error which older checkpoint could be used instead, unless nothing is wrong with this one.
+pub(super) fn with_older(path: &Path, e: Error) -> Error {
+    if e.is_too_many_files() {
+        return e;
+    }
     match older(path) {
         Some(name) => e.with_hint(&format!(
             "; the older checkpoint {name} is still there: to go on from it, move {} away",
@@ -96,6 +99,11 @@ pub fn verify(path: &Path) -> Result<VerifyReport> {
         tensors: loaded.tensors.len(),
         bytes: loaded.files.iter().map(TensorFile::bytes).sum(),
     })
+}
+
+/// The state that a checkpoint's manifest holds, without a look at its data files.
+pub fn state(path: &Path) -> Result<Value> {
+    Ok(read_manifest(path)?.0.state)
 }
 
 impl Loaded {

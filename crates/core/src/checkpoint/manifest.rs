@@ -14,8 +14,8 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(super) const FILE: &str = "manifest.json";
 /// The version written. Version 1, whose tensors are whole and in one file each, is read too.
 pub(super) const VERSION: u64 = 2;
-/// Largest manifest written or read: 256 MiB.
-pub(super) const MAX_BYTES: u64 = 256 << 20;
+/// Largest manifest written or read: 1 GiB, some seven million parts.
+pub(super) const MAX_BYTES: u64 = 1 << 30;
 
 const FORMAT: &str = "ferrotron checkpoint";
 const BEFORE: &str = "{\n  \"checksum\": \"crc32c:";

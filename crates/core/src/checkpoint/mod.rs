@@ -40,7 +40,7 @@ mod write;
 pub use compare::{Comparison, Difference, DifferenceKind, compare};
 pub(crate) use folder::step_of;
 pub use folder::{BEST, best, latest, list, mark_best, name as folder_name, remove_after};
-pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
+pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, state, verify};
 pub use saver::{PartReader, Saver, Staged};
 pub use share::share;
 pub use single_file::{ListedFiles, SingleFile, check_folder_name, listed_files, write_single_file};

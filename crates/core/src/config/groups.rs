@@ -44,7 +44,7 @@ impl Recipe {
     pub(super) fn derive_optimizer(&self, c: &mut Config, derived: &mut Derivations) {
         let muon = c.uses_muon();
         let o = &mut c.optimizer;
-        if o.kind == OptimizerKind::Lion && !self.is_set("optimizer.betas") {
+        if o.rest() == OptimizerKind::Lion && !self.is_set("optimizer.betas") {
             o.betas = derived.add("optimizer.betas", LION_BETAS, "as recommended for Lion");
         }
         if muon {

@@ -3,6 +3,7 @@
 //! Each key is declared once, in `keys.rs`. A [`Recipe`] layers built-in defaults, a file and `--set` values;
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
+mod bad_steps;
 mod changes;
 mod cuda_graph;
 mod data;
@@ -24,6 +25,7 @@ mod ramp;
 mod recipes;
 mod renamed;
 mod resolve;
+mod schedule;
 mod suggest;
 mod table;
 mod types;

@@ -176,6 +176,13 @@ impl Recipe {
         if m.pad_to_capacity && m.capacity.is_none() {
             return self.refuse("moe.pad_to_capacity", "pads to a capacity; set moe.capacity");
         }
+        let needs_capacity = [
+            ("moe.capacity_per_rank", m.capacity_per_rank),
+            ("moe.drop_policy", m.drop_policy != MoeSection::default().drop_policy),
+        ];
+        if let Some((key, _)) = needs_capacity.into_iter().find(|(_, on)| *on && m.capacity.is_none()) {
+            return self.refuse(key, "no token is dropped without a capacity; set moe.capacity as well");
+        }
         for (key, x) in [("moe.z_loss", m.z_loss), ("moe.jitter", m.jitter), ("moe.bias_rate", m.bias_rate)] {
             if x < 0.0 {
                 return self.refuse(key, "must be 0 or more");

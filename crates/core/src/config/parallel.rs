@@ -3,6 +3,9 @@
 use super::{FsdpOuter, Recipe, Resolved};
 use crate::error::Result;
 
+/// Of one kind of parallelism; the product of three of them fits in 64 bits.
+const MAX_RANKS: usize = 1 << 20;
+
 impl Recipe {
     pub(super) fn check_parallel(&self) -> Result<()> {
         let p = &self.config.parallel;
@@ -17,6 +20,9 @@ impl Recipe {
         ];
         if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
+        }
+        for (key, n) in sizes {
+            self.within(&format!("parallel.{key}"), n as f64, 1.0, MAX_RANKS as f64)?;
         }
         if p.zero > 3 {
             return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");

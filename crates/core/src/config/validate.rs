@@ -18,6 +18,7 @@ impl Recipe {
         self.check_parallel()?;
         self.check_offload()?;
         self.check_fault()?;
+        self.check_bad_steps()?;
         for (key, value) in [
             ("data.seq_len", c.data.seq_len),
             ("train.global_batch", Some(c.train.global_batch)),
@@ -240,6 +241,7 @@ impl Recipe {
             let what = format!("{eod} is outside the vocabulary of {}; use a smaller id", m.vocab);
             return self.refuse("data.eod", what);
         }
+        self.check_rates(r)?;
         self.check_schedule(r)?;
         self.check_lora_targets(r)?;
         self.check_group_members(r)?;

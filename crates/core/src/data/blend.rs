@@ -109,13 +109,15 @@ impl Blend {
     }
 
     /// Blends the splits of several `.bin/.idx` prefixes. With weights, each split needs a sample count and is
-    /// blended to it (slightly more, since members round up). Without, each member provides one epoch: all of it or,
-    /// with a count, at most that many samples in proportion to sizes.
+    /// blended to it (slightly more, since members round up), of members that are asked for the fraction `surplus` more than
+    /// their share, mostly [`SURPLUS`]. Without, each member provides one epoch: all of it or, with a count, at most that many
+    /// samples in proportion to sizes.
     pub fn gpt(
         prefixes: &[impl AsRef<Path>],
         weights: Option<&[f64]>,
         shares: &[f64; 3],
         samples: [Option<u64>; 3],
+        surplus: f64,
         config: &GptConfig,
     ) -> Result<[Option<Self>; 3]> {
         let weights = weights.map(normalise).transpose()?;
@@ -128,7 +130,7 @@ impl Blend {
             let mut wanted = if prefixes.len() == 1 { samples } else { [None; 3] };
             if let Some(w) = &weights {
                 for (wanted, target) in wanted.iter_mut().zip(samples) {
-                    *wanted = target.map(|t| member_samples(&w[m..=m], t, SURPLUS)[0]);
+                    *wanted = target.map(|t| member_samples(&w[m..=m], t, surplus)[0]);
                 }
             }
             let splits = GptDataset::splits(prefix, shares, wanted, config)?;

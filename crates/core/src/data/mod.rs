@@ -15,6 +15,7 @@ pub mod input;
 pub mod mt19937;
 pub mod packed;
 pub mod sampler;
+mod shuffle;
 pub mod source;
 pub mod split;
 pub mod synthetic;

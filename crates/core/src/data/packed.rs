@@ -3,6 +3,7 @@
 
 use super::batch::checked_id;
 use super::mt19937::Mt19937;
+use super::shuffle::shuffled;
 use super::{Batches, Documents, IGNORE, Row};
 use crate::config::{Packing, Truncation};
 use crate::{Error, Result};
@@ -25,7 +26,7 @@ pub struct RowOptions {
     pub seq: usize,
     /// Vocabulary size; larger ids are an error.
     pub vocab: u32,
-    /// Seed of the order of documents; `None` keeps their order.
+    /// Seed of the order of documents, and of rows from the second epoch on; `None` keeps their order in every epoch.
     pub seed: Option<u32>,
     /// What becomes of documents longer than a row. Slices of a document are treated as documents.
     pub truncation: Truncation,
@@ -53,6 +54,7 @@ pub struct Packed {
     documents: Box<dyn Documents>,
     seq: usize,
     vocab: u32,
+    seed: Option<u32>,
     counts: RowCounts,
     /// Rows end with their last document.
     padding_free: bool,
@@ -111,7 +113,7 @@ impl Packed {
         }
         counts.samples = slices.len() as u64;
         let padding_free = packing == Packing::PaddingFree;
-        Ok(Some(Self { documents, seq, vocab, counts, padding_free, slices, rows }))
+        Ok(Some(Self { documents, seq, vocab, seed, counts, padding_free, slices, rows }))
     }
 
     /// What has become of the documents.
@@ -136,6 +138,17 @@ impl Packed {
         let squares: f64 = lengths().map(|n| f64::from(n).powi(2)).sum();
         let mean = squares / (self.used() as f64).max(1.0);
         (lengths().min().unwrap_or(0), lengths().max().unwrap_or(0), mean)
+    }
+
+    /// The row that is sample `n`. The first epoch has the order in which documents were packed; each later one is shuffled
+    /// anew, so that the same rows do not always share a batch.
+    fn row_of(&self, n: u64) -> usize {
+        let (epoch, at) = (n / self.samples(), n % self.samples());
+        match self.seed {
+            // `with` checked that rows are numbered by u32.
+            Some(seed) if epoch > 0 => shuffled(at, self.samples() as u32, seed, epoch) as usize,
+            _ => at as usize,
+        }
     }
 
     /// Documents and slices of row `r`.
@@ -258,12 +271,12 @@ impl Batches for Packed {
     }
 
     fn length(&self, n: u64) -> Result<Option<usize>> {
-        let row = self.slices((n % self.samples()) as usize);
+        let row = self.slices(self.row_of(n));
         Ok(self.padding_free.then(|| row.iter().map(|slice| slice.length as usize).sum()))
     }
 
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
-        let r = (n % self.samples()) as usize;
+        let r = self.row_of(n);
         let source = || format!("{} packed row {r}", self.documents.name());
         let (mut text, mut loss) = (Vec::new(), Vec::new());
         for slice in self.slices(r) {

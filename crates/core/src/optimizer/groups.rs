@@ -35,7 +35,7 @@ impl ParamGroups {
     pub fn of(c: &Config) -> Refusal<ParamGroups> {
         let o = &c.optimizer;
         let muon = o.kind == OptimizerKind::Muon;
-        let rest = if muon { o.muon.unwrap_or_default().rest } else { o.kind };
+        let rest = o.rest();
         let none = ParamGroup::default();
         // By default every parameter is in rule 0, or with Muon its matrices in rule 1.
         let mut rules = vec![GroupRule::of("others".into(), o, &none, rest, None)?];
@@ -224,6 +224,29 @@ mod tests {
         assert!(!groups.all_adam() && groups.differ());
         let none = ParamGroups::of(&section("")).unwrap();
         assert!(none.all_adam() && !none.differ());
+    }
+
+    #[test]
+    fn betas_of_the_section_are_those_of_its_own_rule() {
+        let betas = |toml: &str| -> Vec<[f32; 2]> {
+            let groups = ParamGroups::of(&section(toml)).unwrap();
+            let of = |r: &GroupRule| match r.rule {
+                UpdateRule::Lion(Lion { beta1, beta2 }) => Some([beta1, beta2]),
+                _ => r.rule.betas(),
+            };
+            groups.rules().iter().filter_map(of).collect()
+        };
+        const LION: &str = "groups = [{ params = \"norm\", optimizer = \"lion\" }]";
+        const ADAM: &str = "groups = [{ params = \"norm\", optimizer = \"adamw\" }]";
+        for (kind, other, derived) in [
+            ("kind = \"adamw\"", LION, [0.95, 0.98]),
+            ("kind = \"muon\"", LION, [0.95, 0.98]),
+            ("kind = \"lion\"", ADAM, [0.9, 0.95]),
+            ("kind = \"muon\"\nmuon = { rest = \"lion\" }", ADAM, [0.9, 0.95]),
+        ] {
+            let found = betas(&format!("{kind}\nbetas = [0.5, 0.6]\n{other}"));
+            assert_eq!(found, [[0.5, 0.6], derived], "{kind}");
+        }
     }
 
     #[test]

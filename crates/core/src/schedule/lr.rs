@@ -78,7 +78,8 @@ impl LrSchedule {
         if min > max || init > max {
             return bad(format!("min {min} and init {init} must not exceed max {max}"));
         }
-        if decay == 0 || warmup >= decay {
+        // A constant learning rate has no decay to reach; a run may end within its warm-up.
+        if self.style != Decay::Constant && (decay == 0 || warmup >= decay) {
             return bad(format!(
                 "the warm-up of {warmup} samples must end before the decay does, at {decay}"
             ));
@@ -171,6 +172,7 @@ mod tests {
         ] {
             assert!(bad.check().is_err(), "{bad:?}");
         }
+        LrSchedule { style: Decay::Constant, warmup: 110, ..schedule() }.check().unwrap();
         assert!(serde_json::from_str::<LrSchedule>(r#"{"max": 1.0, "decay": 1, "x": 1}"#).is_err());
     }
 }

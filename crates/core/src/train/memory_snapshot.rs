@@ -6,6 +6,7 @@
 
 use super::best_eval::BestEval;
 use super::gemm_choices::GemmTable;
+use super::skipped_samples::SkippedSamples;
 use super::step_runner::Progress;
 use super::{Trainer, moe_state};
 use crate::{Error, Result};
@@ -26,6 +27,7 @@ pub struct SnapshotHeader {
     scaled_steps: u64,
     /// Non-finite steps in a row.
     nonfinite_steps: u64,
+    skipped: SkippedSamples,
     best: Option<BestEval>,
     gemms: Option<GemmTable>,
     /// Names and bytes of the tensors, which lie back to back.
@@ -105,6 +107,7 @@ impl Trainer {
             tokens,
             scaled_steps: self.runner.delayed_scaling.steps,
             nonfinite_steps: self.runner.nonfinite_steps(),
+            skipped: self.runner.skipped.clone(),
             best: self.best,
             gemms: self.gemms.clone(),
             tensors,
@@ -140,6 +143,7 @@ impl Trainer {
         self.runner.progress = Progress { step, samples, tokens };
         self.runner.delayed_scaling.steps = header.scaled_steps;
         self.runner.set_nonfinite_steps(header.nonfinite_steps);
+        self.runner.skipped = header.skipped.clone();
         self.best = header.best;
         // Choices made since are of steps that are done again: they are used from the same step on.
         self.merge_gemm_choices(header.gemms.clone());

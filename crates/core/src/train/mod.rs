@@ -34,6 +34,7 @@ mod run_open;
 mod run_resume;
 mod run_save;
 mod saved_batch;
+mod skipped_samples;
 mod snapshots;
 mod state;
 mod state_digests;

@@ -120,13 +120,13 @@ pub(super) fn schedule_note(old: &LrSchedule, new: &LrSchedule, at: ScheduleSpan
 pub(super) struct ScheduleSpan {
     /// Steps done.
     pub(super) step: u64,
-    /// Samples consumed.
+    /// Samples consumed, without those of skipped steps.
     pub(super) samples: u64,
     /// Samples of the next step.
     pub(super) batch: u64,
     /// Steps of the run.
     pub(super) steps: u64,
-    /// Samples of the run.
+    /// Samples of the run, without those of skipped steps so far.
     pub(super) end: u64,
 }
 

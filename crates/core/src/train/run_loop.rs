@@ -71,6 +71,7 @@ impl Run {
             out.stopped_early = true;
             return Ok(());
         }
+        let may_skip = c.optimizer.skip_nonfinite || c.loss_scale().is_some();
         let ahead = self.launches_ahead && !observer.wants_single_steps();
         // The step that was launched and not read back yet.
         let mut in_flight: Option<InFlightStep> = None;
@@ -83,7 +84,10 @@ impl Run {
         while in_flight.is_some() || self.trainer.step() < total {
             let launched = self.trainer.step();
             let due = |every: u64| every > 0 && launched.is_multiple_of(every);
+            // A snapshot in memory is of a step whose outcome is known, where that may be to skip it.
+            let snapshot_due = due(c.fault.snapshot_every) || self.snapshot_overdue;
             let between = due(c.checkpoint.every)
+                || (may_skip && snapshot_due)
                 || (eval.is_some() && due(c.eval.every))
                 || self.check_is_due(launched);
             let may_launch = launched < total && (in_flight.is_none() || (ahead && !between));

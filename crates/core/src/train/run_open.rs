@@ -5,7 +5,7 @@ use super::energy::Energy;
 use super::record::RunRecord;
 use super::run::{Run, RunFolderWriter};
 use super::run_folder::{CHECKPOINTS, RunFolder};
-use super::run_resume::best_checkpoint;
+use super::run_resume::{best_checkpoint, newest_best, restore_best_link};
 use super::snapshots::Snapshots;
 use crate::Result;
 use crate::checkpoint::{self, Saver};
@@ -101,6 +101,9 @@ impl Run {
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
         let mut saver = Run::saver(dir, &resolved, &together)?;
+        if first && options.from_best && !options.begun && resolved.config.checkpoint.best {
+            restore_best_link(&dir.join(CHECKPOINTS), newest_best(dir)?)?;
+        }
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
         // in place of another and has no checkpoint yet begins in its place again.
         let is_back = folder.as_ref().is_some_and(|f| f.restored);
@@ -215,7 +218,8 @@ impl Run {
         };
         if let Some(folder) = folder {
             // Before surplus checkpoints are deleted.
-            run.restore_best_link()?;
+            let best = run.trainer.best.filter(|_| run.resolved.config.checkpoint.best);
+            restore_best_link(&run.dir.join(CHECKPOINTS), best.map(|b| b.step))?;
             run.begin_writing(folder)?;
         }
         let done = run.trainer.step();

@@ -57,28 +57,31 @@ impl Run {
     }
 
     fn schedule_note(trainer: &Trainer, resolved: &Resolved, old: &Origin) -> Option<String> {
+        let skipped = old.skipped.total();
         let span = ScheduleSpan {
             step: trainer.step(),
-            samples: old.samples,
+            samples: old.samples.saturating_sub(skipped),
             batch: resolved.config.train.global_batch as u64,
             steps: resolved.plan.steps,
-            end: resolved.plan.samples,
+            end: resolved.plan.samples.saturating_sub(skipped),
         };
         record::schedule_note(&old.lr, &trainer.runner.schedules.lr, span)
     }
+}
 
-    /// A crash between a checkpoint and its link [`checkpoint::BEST`] leaves the old link.
-    pub(super) fn restore_best_link(&self) -> Result<()> {
-        let dir = self.dir.join(CHECKPOINTS);
-        match self.trainer.best.filter(|_| self.resolved.config.checkpoint.best) {
-            Some(best)
-                if checkpoint::best(&dir) != Some(best.step)
-                    && dir.join(checkpoint::folder_name(best.step)).is_dir() =>
-            {
-                checkpoint::mark_best(&dir, best.step)
-            }
-            _ => Ok(()),
-        }
+/// The best step that the newest checkpoint of a run knows of; none if its manifest is damaged, which loading it reports.
+pub(super) fn newest_best(dir: &Path) -> Result<Option<u64>> {
+    let newest = checkpoint::latest(&dir.join(CHECKPOINTS))?;
+    Ok(newest.and_then(|path| checkpoint::state(&path).ok()?.get("best")?.get("step")?.as_u64()))
+}
+
+/// Makes the link [`checkpoint::BEST`] name the best checkpoint, if that is there: a crash between a checkpoint and its link
+/// leaves the old link, or none.
+pub(super) fn restore_best_link(checkpoints: &Path, best: Option<u64>) -> Result<()> {
+    let is_there = |step: &u64| checkpoints.join(checkpoint::folder_name(*step)).is_dir();
+    match best.filter(|step| checkpoint::best(checkpoints) != Some(*step) && is_there(step)) {
+        Some(step) => checkpoint::mark_best(checkpoints, step),
+        None => Ok(()),
     }
 }
 

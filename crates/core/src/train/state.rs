@@ -5,6 +5,7 @@ use super::best_eval::BestEval;
 use super::checkpoint_parts::{OwnParts, items};
 use super::gemm_choices::GemmTable;
 use super::record::RunRecord;
+use super::skipped_samples::SkippedSamples;
 use super::step_runner::{Progress, Schedules};
 use super::{Trainer, fp8_scales, line_moments, moe_state};
 use crate::checkpoint::{Loaded, Snapshot};
@@ -79,6 +80,10 @@ struct State {
     samples: u64,
     tokens: u64,
     optimizer_steps: u64,
+    /// By which the schedules lag behind the data; absent where no step was skipped, and in checkpoints of earlier versions,
+    /// whose schedules did not.
+    #[serde(default, skip_serializing_if = "SkippedSamples::is_empty")]
+    skipped: SkippedSamples,
     /// Random state is a seed and the counters above: every draw is a function of them.
     seed: u64,
     model: ModelConfig,
@@ -110,6 +115,8 @@ struct State {
 pub(super) struct Origin {
     /// Samples consumed.
     pub(super) samples: u64,
+    #[serde(default)]
+    pub(super) skipped: SkippedSamples,
     /// The schedule of its learning rate.
     pub(super) lr: LrSchedule,
     #[serde(default)]
@@ -130,6 +137,7 @@ pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
         samples: t.samples(),
         tokens: t.tokens(),
         optimizer_steps: t.optimizer.steps(&t.rank)?,
+        skipped: t.runner.skipped.clone(),
         seed: t.rank.seed,
         model: t.model.decoder.config().clone(),
         lr: schedules.lr.clone(),
@@ -264,6 +272,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let delayed = &mut t.runner.delayed_scaling;
     delayed.steps = state.scaled_steps.filter(|_| delayed.enabled).unwrap_or(0);
     t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };
+    t.runner.skipped = state.skipped;
     // Last, because FP8 parameters are quantized with the restored scales.
     t.optimizer.sync_params(&t.rank, &t.model.params, &t.model.step_state)
 }

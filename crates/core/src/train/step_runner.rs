@@ -2,6 +2,7 @@
 
 use super::execute::{MicroBatch, PassHooks, StepMode, execute, execute_with};
 use super::model_state::ModelState;
+use super::skipped_samples::SkippedSamples;
 use super::state;
 use super::step_faults::StepFaults;
 use crate::Result;
@@ -45,7 +46,7 @@ pub(super) struct Schedules {
 }
 
 impl Schedules {
-    /// Learning rate and weight decay of the step after which `samples` are consumed.
+    /// Learning rate and weight decay of the step after which `samples` are consumed, without those of skipped steps.
     pub(super) fn rates(&self, samples: u64) -> StepRates {
         StepRates { lr: self.lr.at(samples), weight_decay: self.weight_decay.at(samples) }
     }
@@ -120,6 +121,8 @@ pub(super) struct StepRunner {
     /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
     schedule: Option<Arc<Schedule>>,
     nonfinite: NonfinitePolicy,
+    /// By which the schedules lag behind the data.
+    pub(super) skipped: SkippedSamples,
     /// Measures the sections of steps, for `fault.straggler_every`.
     pub(super) sections: SectionTimer,
 }
@@ -146,6 +149,7 @@ impl StepRunner {
             schedule_kind: c.parallel.schedule.schedule_kind(),
             schedule: None,
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
+            skipped: SkippedSamples::default(),
             sections: SectionTimer::new(rank, c.fault.straggler_every > 0),
         })
     }
@@ -218,21 +222,22 @@ impl StepRunner {
     ) -> Result<f64> {
         let (decoder, state) = (&model.decoder, &model.step_state);
         self.delayed_scaling.begin(state);
-        state.begin_evaluation();
-        let mut total = 0.0;
-        if micro_batches > 0 {
-            let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
-            let ctx = StepContext {
-                train: false,
-                mlp_chunk: self.mlp_chunk,
-                ..StepContext::new(rank, &model.params, state)
-            };
-            let mut load = |i: usize| load(rank, decoder, i);
-            let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss)?;
-            total = losses.iter().map(|l| super::read_scalar(rank, l)).sum::<Result<f64>>()?;
+        if micro_batches == 0 {
+            return Ok(0.0);
         }
+        let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
+        let ctx = StepContext {
+            train: false,
+            mlp_chunk: self.mlp_chunk,
+            ..StepContext::new(rank, &model.params, state)
+        };
+        let mut load = |i: usize| load(rank, decoder, i);
+        state.begin_evaluation();
+        let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss);
+        let total = losses.and_then(|all| all.iter().map(|l| super::read_scalar(rank, l)).sum());
+        // Also after an error: a run whose data cannot be read saves its state.
         state.end_evaluation();
-        Ok(total)
+        total
     }
 
     /// Takes the pipeline schedule of the next step from elsewhere, such as from another rank of a simulated job: it is the same on
@@ -269,6 +274,13 @@ impl StepRunner {
         self.delayed_scaling.steps += u64::from(self.delayed_scaling.enabled);
     }
 
+    /// Learning rate and weight decay of the next step, of so many samples. They are those of the samples that have moved the
+    /// weights, including this step's, so that the first step moves.
+    pub(super) fn next_rates(&mut self, samples: u64) -> StepRates {
+        let skipped = self.skipped.count_for(self.progress.step + 1);
+        self.schedules.rates(self.progress.samples.saturating_sub(skipped) + samples)
+    }
+
     /// Non-finite steps in a row so far.
     pub(super) fn nonfinite_steps(&self) -> u64 {
         self.nonfinite.consecutive
@@ -279,9 +291,18 @@ impl StepRunner {
         self.nonfinite.consecutive = steps;
     }
 
-    /// True if the run continues after a step with this loss and gradient norm; see [`NonfinitePolicy::continues`].
-    pub(super) fn continues(&mut self, loss: f64, grad_norm: f64, scale: Option<(f64, f64)>) -> bool {
+    /// True if the run continues after step `step` of so many samples with this loss and gradient norm; see
+    /// [`NonfinitePolicy::continues`].
+    pub(super) fn continues(
+        &mut self,
+        (step, samples): (u64, u64),
+        (loss, grad_norm): (f64, f64),
+        scale: Option<(f64, f64)>,
+    ) -> bool {
         let skipped = !grad_norm.is_finite();
+        if skipped {
+            self.skipped.add(step, samples);
+        }
         let continues = self.nonfinite.continues(grad_norm, scale);
         continues && (skipped || loss.is_finite())
     }

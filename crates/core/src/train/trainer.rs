@@ -140,26 +140,32 @@ impl Trainer {
         self.runner.progress.tokens
     }
 
+    /// Whether a forward pass takes all data-parallel ranks: expert parallelism exchanges tokens between them, and sharded
+    /// weights are gathered from them, so all of them need as many forward passes.
+    pub fn forward_is_collective(&self) -> bool {
+        let exchanges = self.model.decoder.config().moe.is_some() && self.rank.etp_ep_group.size() > 1;
+        let gathers = !self.model.params.placement().is_full_size();
+        exchanges || gathers
+    }
+
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let rank = &self.rank;
         let (dp_rank, ranks) = (rank.dp.rank() as u64, rank.dp.size() as u64);
         let micro = self.runner.schedules.batch.micro;
-        let mut batches = (dp_rank..count)
-            .step_by(ranks as usize)
-            .map(|i| data.batch(i * micro, micro as usize))
-            .collect::<Result<Vec<_>>>()?;
-        // Expert parallelism exchanges tokens between data-parallel ranks, and sharded weights are gathered from all of them,
-        // so all of them need as many forward passes.
-        let exchanges = self.model.decoder.config().moe.is_some() && rank.etp_ep_group.size() > 1;
-        let gathers = !self.model.params.placement().is_full_size();
-        if (exchanges || gathers) && (batches.len() as u64) < count.div_ceil(ranks) {
-            batches.push(data.batch(0, micro as usize)?.as_padding());
-        }
-        let total = self.runner.forward_only(rank, &self.model, batches.len(), &mut |rank, decoder, i| {
-            upload(rank, decoder, &batches[i], data.seq(), &[1.0], None)
+        let own = count.saturating_sub(dp_rank).div_ceil(ranks);
+        let passes = if self.forward_is_collective() { count.div_ceil(ranks) } else { own } as usize;
+        let mut labels = vec![0.0; passes];
+        // Each batch is read when its pass begins: the host does not hold them all.
+        let total = self.runner.forward_only(rank, &self.model, passes, &mut |rank, decoder, i| {
+            let batch = match i as u64 {
+                i if i < own => data.batch((dp_rank + i * ranks) * micro, micro as usize)?,
+                _ => data.batch(0, micro as usize)?.as_padding(),
+            };
+            labels[i] = batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
+            upload(rank, decoder, &batch, data.seq(), &[1.0], None)
         })?;
-        let labels = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let labels = labels.iter().sum();
         let total = self.runner.all_reduce_from_last_stage(rank, vec![total], "evaluation loss")?[0];
         let labels = self.runner.all_reduce(&rank.dp, vec![labels], "evaluation labels")?[0];
         Ok(total / labels.max(1.0))

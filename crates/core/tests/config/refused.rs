@@ -17,6 +17,8 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
         ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
         ("parallel.stages = \"Et|L\"", "parallel.stages"),
+        ("parallel.pp = 4611686018427387904", "r.toml:3: parallel.pp: 4611686018427387904 is too large"),
+        ("parallel.tp = 4294967296\nparallel.dp = 4294967296", "parallel.tp: 4294967296 is too large"),
         ("parallel.zero = 4", "r.toml:3: parallel.zero: must be 0, 1, 2 or 3"),
         ("parallel.comm_unit = 0", "parallel.comm_unit: must be at least 1 byte; leave it out to derive it"),
         ("parallel.comm_unit = \"8 apples\"", "a number of bytes such as 800000000, \"800MB\" or \"512MiB\""),
@@ -94,10 +96,42 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ),
         ("schedule.warmup = 10", "r.toml:3: schedule.warmup: 10 steps of warm-up leave none"),
         ("schedule.decay = \"wsd\"\nschedule.wsd_steps = 10", "do not fit"),
+        (
+            "schedule.init_lr = 0.1",
+            "r.toml:3: schedule.init_lr: warm-up rises to optimizer.lr, which is 0.0003",
+        ),
+        (
+            "optimizer.weight_decay_end = 0.2",
+            "r.toml:3: optimizer.weight_decay_end: differs from optimizer.weight_decay, which is 0.1; set schedule.weight_decay_style",
+        ),
+        (
+            "optimizer.weight_decay_end = 0.01\nschedule.weight_decay_style = \"linear\"",
+            "r.toml:3: optimizer.weight_decay_end: weight decay grows from optimizer.weight_decay, which is 0.1; set at least that",
+        ),
         ("train.ramp = [3, 2, 10]", "do not lead from 3 to"),
         ("train.ramp = [64, 2, 10]", "above train.global_batch"),
         ("train.ramp = [8, 8, 0]", "at least 1"),
         ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
+        (
+            "fault.spike = 10",
+            "r.toml:3: fault.spike: a spike is run again with fault.rerun; set that as well",
+        ),
+        (
+            "fault.spike = 10\nfault.hash_every = 5\nfault.snapshot_every = 5",
+            "r.toml:3: fault.spike: a spike is run again with fault.rerun",
+        ),
+        (
+            "fault.on_bad_step = \"skip\"",
+            "r.toml:3: fault.on_bad_step: is for a step that is bad when it is run again too; set fault.rerun",
+        ),
+        (
+            "moe.experts = 4\nmoe.capacity_per_rank = true",
+            "r.toml:4: moe.capacity_per_rank: no token is dropped without a capacity; set moe.capacity as well",
+        ),
+        (
+            "moe.experts = 4\nmoe.drop_policy = \"first\"",
+            "r.toml:4: moe.drop_policy: no token is dropped without a capacity; set moe.capacity as well",
+        ),
         ("dropout.hidden = 1.0", "below 1"),
         (
             "train.cuda_graph = \"on\"\ndata.reset_at_documents = true\nparallel.cp = 2",

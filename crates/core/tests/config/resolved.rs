@@ -123,6 +123,40 @@ fn the_warm_up_of_a_built_in_recipe_follows_the_length_of_the_run() {
     assert!(resolve(&["train.steps=40", "schedule.warmup=50"]).is_err());
 }
 
+/// Betas that a recipe sets are those of Lion, also where Muon updates the matrices.
+#[test]
+fn betas_of_lion_are_derived_where_the_recipe_sets_none() {
+    const RESTS: [&str; 2] = ["kind = \"lion\"", "kind = \"muon\"\nmuon = { rest = \"lion\" }"];
+    for section in RESTS {
+        let r = add(&format!("{TINY}[optimizer]\n{section}\n")).unwrap().resolve(None).unwrap();
+        assert_eq!(r.config.optimizer.betas, [0.95, 0.98], "{section}");
+        assert!(r.derived.iter().any(|d| d.key == "optimizer.betas"), "{section}");
+        let own = format!("{TINY}[optimizer]\n{section}\nbetas = [0.5, 0.6]\n");
+        let r = add(&own).unwrap().resolve(None).unwrap();
+        assert_eq!(r.config.optimizer.betas, [0.5, 0.6], "{section}");
+        assert!(r.derived.iter().all(|d| d.key != "optimizer.betas"), "{section}");
+    }
+}
+
+/// A constant learning rate has no decay that the warm-up must end before.
+#[test]
+fn a_warm_up_may_last_longer_than_a_run_at_a_constant_rate() {
+    let text = format!("{TINY}schedule.decay = \"constant\"\nschedule.warmup = 20\n");
+    let r = add(&text).unwrap().resolve(None).unwrap();
+    let lr = ferrotron_core::schedule::LrSchedule {
+        max: r.config.optimizer.lr,
+        min: r.plan.min_lr,
+        init: r.config.schedule.init_lr,
+        warmup: r.plan.warmup_samples,
+        decay: r.plan.decay_samples,
+        style: ferrotron_core::schedule::Decay::Constant,
+        wsd: 0,
+        wsd_style: Default::default(),
+    };
+    lr.check().unwrap();
+    assert!((lr.at(r.plan.samples) - lr.max / 2.0).abs() < 1e-12);
+}
+
 #[test]
 fn lengths_in_samples_follow_the_batch_ramp() {
     let text = "[train]\nsteps = 10\nglobal_batch = 8\nramp = [2, 2, 12]\n[schedule]\nwarmup = 3\ndecay = \"wsd\"\nwsd_steps = 2\n[model]\npreset = \"tiny\"\n";

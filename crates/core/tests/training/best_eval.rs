@@ -147,6 +147,26 @@ fn a_run_goes_on_from_its_best_checkpoint() {
     assert_eq!((steps(&log), steps(&again)), (8, 8));
 }
 
+/// The process was killed after the best checkpoint and before its link: that checkpoint is found, and not deleted.
+#[test]
+fn the_best_checkpoint_survives_a_crash_before_its_link() {
+    let r = setting(true, &["train.steps=6", "checkpoint.keep=0"]);
+    let dir = tempfile::tempdir().unwrap();
+    train(dir.path(), &r, (true, false), &RULE, None);
+    assert_eq!(kept(dir.path()), (vec![2, 3, 4, 6], Some(6)));
+    let options = || OpenOptions { from_best: true, ..OpenOptions::default() };
+    let checkpoints = dir.path().join("checkpoints");
+    for stale in [Some(2), None] {
+        match stale {
+            Some(step) => checkpoint::mark_best(&checkpoints, step).unwrap(),
+            None => std::fs::remove_file(checkpoints.join("best")).unwrap(),
+        }
+        let rank = Rank::cpu(1, r.config.train.seed).unwrap();
+        let run = Run::open_with(rank, r.clone(), dir.path(), options()).unwrap();
+        assert_eq!((run.trainer.step(), kept(dir.path())), (6, (vec![2, 3, 4, 6], Some(6))), "{stale:?}");
+    }
+}
+
 #[test]
 fn a_run_that_gets_better_keeps_the_last() {
     let r = setting(true, &["train.steps=6", "eval.patience=1", "eval.min_delta=0.001"]);

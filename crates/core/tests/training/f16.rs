@@ -5,7 +5,7 @@ use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
-use ferrotron_core::train::{StepReport, Trainer};
+use ferrotron_core::train::{Run, StepReport, Trainer};
 use ferrotron_engine::Rank;
 
 fn half(more: &[&str]) -> Resolved {
@@ -43,6 +43,60 @@ fn the_scale_falls_until_gradients_are_finite() {
     let good = all[left_out];
     assert!(good.loss < 4.0 && good.grad_norm < 10.0, "{good:?}");
     assert!(all[40].loss < good.loss - 0.5, "{} {}", good.loss, all[40].loss);
+}
+
+/// The warm-up waits for skipped steps, from the second step after each on: whether steps are launched ahead or not, and
+/// wherever the run is resumed.
+#[test]
+fn skipped_steps_do_not_advance_the_schedules() {
+    let r = half(&["schedule.warmup=30", "schedule.decay=constant"]);
+    let all = steps(&mut trainer(&r), 40);
+    let skipped = |i: usize| all[..i.saturating_sub(1)].iter().filter(|r| !r.grad_norm.is_finite()).count();
+    for (i, report) in all.iter().enumerate() {
+        let warm = (i + 1 - skipped(i)).min(30) as f64 / 30.0;
+        assert!((report.lr - 1e-2 * warm).abs() < 1e-12, "step {}: {} for {warm}", i + 1, report.lr);
+    }
+    assert!(skipped(40) > 11 && all[39].lr < 1e-2, "{all:?}");
+    let rates = |reports: &[StepReport]| reports.iter().map(|r| r.lr.to_bits()).collect::<Vec<_>>();
+    // Ahead: the result of a step is read when the next has been launched.
+    let mut t = trainer(&r);
+    let mut in_flight = t.begin_step(&RULE).unwrap();
+    let mut ahead = Vec::new();
+    for _ in 0..39 {
+        let next = t.begin_step(&RULE).unwrap();
+        ahead.push(t.end_step(std::mem::replace(&mut in_flight, next)).unwrap());
+    }
+    ahead.push(t.end_step(in_flight).unwrap());
+    assert_eq!((rates(&ahead), bits(&ahead)), (rates(&all), bits(&all)));
+    for n in [1, 2, 7, 20, 30] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut first = trainer(&r);
+        steps(&mut first, n);
+        let mut resumed = trainer(&r);
+        resumed.restore(&saved(dir.path(), first.snapshot().unwrap())).unwrap();
+        let rest = steps(&mut resumed, 40 - n);
+        assert_eq!((rates(&rest), bits(&rest)), (rates(&all[n..]), bits(&all[n..])), "resumed after {n}");
+    }
+}
+
+/// Steps that are run again from a snapshot in memory have the rates of their first run.
+#[test]
+fn skipped_steps_are_verified() {
+    let keys = ["train.steps=30", "fault.snapshot_every=4", "fault.verify_every=4", "schedule.warmup=20"];
+    for ahead in [false, true] {
+        let r = half(&keys);
+        let dir = tempfile::tempdir().unwrap();
+        let mut run = Run::open(rank(1, &r), r.clone(), dir.path(), None).unwrap();
+        run.launches_ahead = ahead;
+        let mut observer = Stopper::default();
+        assert!(run.train(&RULE, None, &mut observer).unwrap().finished);
+        let reruns = observer.events.iter().filter_map(|e| match e {
+            Event::Rerun(r) => Some(r.outcome.as_str()),
+            _ => None,
+        });
+        let outcomes: Vec<&str> = reruns.collect();
+        assert!(outcomes.len() >= 7 && outcomes.iter().all(|o| *o == "the same bits"), "{outcomes:?}");
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod best_eval;
 mod bits;
 mod chat;
 mod data;
+mod evaluation;
 mod f16;
 mod failures;
 mod forward_backward;

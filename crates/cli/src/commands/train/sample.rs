@@ -5,14 +5,13 @@ use ferrotron_core::train::Run;
 use ferrotron_engine::StepContext;
 
 /// Samples text from the trained model if the recipe asks for it and tokens are bytes. The tensor-parallel group of
-/// rank 0 does it together, or all ranks where weights are sharded.
+/// rank 0 does it together, or all ranks where a forward pass takes all of them.
 pub(super) fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
     let (g, rank) = (&run.resolved.config.generate, &run.trainer.rank);
     // Generation needs all layers and all tokens on a rank: with pipeline or context parallelism it is left to
     // `generate`.
-    // Sharded weights are gathered from all data-parallel ranks, so all of them sample, and sample the same.
-    let gathers = !run.trainer.model.params.placement().is_full_size();
-    let able = rank.pp.size() == 1 && rank.cp.size() == 1 && (rank.tp.ranks().contains(&0) || gathers);
+    let takes_part = rank.tp.ranks().contains(&0) || run.trainer.forward_is_collective();
+    let able = rank.pp.size() == 1 && rank.cp.size() == 1 && takes_part;
     if g.tokens == 0 || run.resolved.model.vocab != 256 || !able {
         return Ok(None);
     }

@@ -1,6 +1,7 @@
 //! Any byte of a checkpoint changed, lost or added gives a one-line error, no panic, and no tensor.
 
 use super::*;
+use crate::checkpoint::load::with_older;
 use crate::tensorfile::tests::corrupt;
 use std::fs;
 
@@ -166,6 +167,15 @@ fn an_older_checkpoint_is_suggested_but_not_used() {
     fs::rename(&paths[3], dir.path().join("damaged")).unwrap();
     fs::rename(&paths[2], dir.path().join("damaged too")).unwrap();
     assert_holds(&latest(dir.path()).unwrap().unwrap(), &snapshot(2, 2));
+    // A limit of open files, of this rank or of another, is no fault of the checkpoint.
+    for errno in [rustix::io::Errno::MFILE, rustix::io::Errno::NFILE] {
+        let full = Error::io_doing(&paths[1], "open", errno.into());
+        let heard = Error::damaged(&paths[1], format!("rank 1 found: {full}"));
+        for e in [full, heard] {
+            let e = with_older(&paths[1], e).to_string();
+            assert!(e.ends_with("raise the limit of open files (ulimit -n)"), "{e}");
+        }
+    }
     // The oldest has no fallback.
     fs::remove_file(paths[0].join("model.safetensors")).unwrap();
     assert!(!refused(&paths[0], "model.safetensors", "gone").contains("older"));

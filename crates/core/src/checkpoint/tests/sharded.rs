@@ -122,6 +122,28 @@ fn a_failure_of_one_rank_is_one_of_all_and_leaves_nothing() {
     assert_holds(&dir.join("step-00000007"), &all);
 }
 
+/// A manifest of many ranks is long, so a part takes one line; earlier versions gave each of its keys one, which is read too.
+#[test]
+fn a_manifest_has_one_line_for_each_part() {
+    let root = tempfile::tempdir().unwrap();
+    let all = large(7, 3);
+    ranks(4, |g| save_on(root.path(), &g, part_of(&all, g.rank(), 4)).unwrap());
+    let path = root.path().join("step-00000007");
+    let manifest = path.join("manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    let parts: Vec<&str> = text.lines().filter(|line| line.contains("\"file\": ")).collect();
+    let sliced = parts.iter().filter(|line| line.contains("\"range\": [")).count();
+    assert!(sliced > 8 && parts.iter().all(|l| l.contains("\"crc32c\": \"") && l.len() < 200), "{text}");
+    let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    value.as_object_mut().unwrap().remove("checksum");
+    let pretty = serde_json::to_string_pretty(&value).unwrap();
+    let body = pretty.strip_prefix("{\n").unwrap();
+    let sum = crc32c::crc32c(body.as_bytes());
+    fs::write(&manifest, format!("{{\n  \"checksum\": \"crc32c:{sum:08x}\",\n{body}")).unwrap();
+    assert!(pretty.lines().count() > text.lines().count());
+    assert_holds(&path, &all);
+}
+
 #[test]
 fn a_missing_or_damaged_part_is_named_by_file_and_tensor() {
     let root = tempfile::tempdir().unwrap();

@@ -198,11 +198,22 @@ impl GroupRule {
     }
 }
 
+impl OptimizerSection {
+    /// The optimizer of what Muon does not update: of everything, where that is not the kind.
+    pub(crate) fn rest(&self) -> OptimizerKind {
+        match self.kind {
+            OptimizerKind::Muon => self.muon.unwrap_or_default().rest,
+            kind => kind,
+        }
+    }
+}
+
 /// The rule of a kind of optimizer in a group.
 fn rule(o: &OptimizerSection, group: &ParamGroup, kind: OptimizerKind) -> Refusal<UpdateRule> {
     // A group of another kind than the section's does not inherit constants that were meant for that.
-    let betas = group.betas.unwrap_or(match kind {
-        OptimizerKind::Lion if o.kind != OptimizerKind::Lion => [0.95, 0.98],
+    let betas = group.betas.unwrap_or(match [o.rest(), kind].map(|k| k == OptimizerKind::Lion) {
+        [false, true] => [0.95, 0.98],
+        [true, false] => OptimizerSection::default().betas,
         _ => o.betas,
     });
     let momentum = group.momentum.unwrap_or(o.momentum);

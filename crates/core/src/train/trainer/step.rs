@@ -119,8 +119,7 @@ impl Trainer {
             rank.world.record_payloads(&rank.compute, digest.clone());
         }
         batch.count_labels(rank, &self.model.decoder, runner)?;
-        // The learning rate is that of the samples consumed including this step's, so that the first step moves.
-        let rates = runner.schedules.rates(runner.progress.samples + batch.samples);
+        let rates = runner.next_rates(batch.samples);
         let collects_stats = hooks.operand_stats.begin(runner.progress.step + 1, &self.model.step_state);
         let calibrates = runner.delayed_scaling.begin(&self.model.step_state);
         // Such a step launches other kernels: it is neither replayed nor timed.
@@ -257,7 +256,7 @@ impl Trainer {
         if let Some(mine) = operands {
             self.hooks.operand_stats.gather(rank, decoder.config(), step, mine)?;
         }
-        let goes_on = self.runner.continues(loss, grad_norm, scale);
+        let goes_on = self.runner.continues((step, samples), (loss, grad_norm), scale);
         let loss_scale = scale.map(|(scale, _)| scale);
         let report = StepReport {
             step,
