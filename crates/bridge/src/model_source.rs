@@ -153,12 +153,13 @@ impl ModelSource {
 }
 
 impl TextIo {
-    /// The chat template: that of a Jinja file, or the model's own if it has one.
+    /// The chat template: that of a Jinja file, or the model's own if it has one. Its date is the present.
     pub fn template(&self, given: Option<&Path>) -> Result<Option<ChatTemplate>> {
-        match given {
-            Some(path) => ChatTemplate::from_file(path, self.chat_dir.as_deref()).map(Some),
-            None => Ok(self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten()),
-        }
+        let template = match given {
+            Some(path) => Some(ChatTemplate::from_file(path, self.chat_dir.as_deref())?),
+            None => self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten(),
+        };
+        Ok(template.map(ChatTemplate::at_present))
     }
 
     /// The ids of a conversation up to where the model's answer begins.
