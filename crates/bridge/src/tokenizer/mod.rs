@@ -140,7 +140,9 @@ impl Tokenizer {
         self.encode_as(text, false)
     }
 
-    /// Encodes a text with the special tokens that the tokenizer adds, such as beginning of text.
+    /// Encodes a text with the special tokens that the tokenizer adds, such as beginning of text. The post-processor in
+    /// `tokenizer.json` says which: as in transformers 5, `add_bos_token` and `add_eos_token` in `tokenizer_config.json` do
+    /// not count beside it.
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_as(text, true)
     }
