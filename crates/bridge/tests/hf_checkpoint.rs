@@ -138,6 +138,27 @@ fn unused_tensors_and_tied_heads_are_kept_for_export() {
     assert!(written.read("model.embed_tokens.weight").unwrap() == ones);
 }
 
+/// transformers does not tie a head that differs from the embedding, so that neither must be dropped.
+#[test]
+fn a_head_of_its_own_in_a_tied_model_is_refused() {
+    let dir = edited("llama_tied", |t| {
+        let mut own = t.iter().find(|(d, _)| d.name == "model.embed_tokens.weight").unwrap().1.clone();
+        *own.last_mut().unwrap() ^= 1;
+        t.push((zero("lm_head.weight", FileDType::F32, &[160, 64]).0, own));
+    });
+    let e = HfCheckpoint::open(dir.path()).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: ") && e.contains("set tie_word_embeddings to false"), "{e}");
+    // The way out.
+    let config = dir.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let untied = text.replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
+    assert_ne!(text, untied);
+    std::fs::write(&config, untied).unwrap();
+    let plan = HfCheckpoint::open(dir.path()).unwrap();
+    let [head, embedding] = ["head.weight", "embed.tokens"].map(|n| plan.read(n, DType::F32).unwrap());
+    assert!(head != embedding && head.len() == embedding.len());
+}
+
 #[test]
 fn the_bare_decoder_of_gpt2_has_no_prefix() {
     let dir = edited("gpt2", |t| {
