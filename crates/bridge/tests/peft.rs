@@ -10,10 +10,10 @@ use ferrotron_bridge::weights::Weights;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
-use ferrotron_core::tensorfile::TensorFile;
+use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
 use ferrotron_core::train::{Trainer, to_f32};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::DType;
+use ferrotron_tensor::{DType, Float, f16};
 use std::path::{Path, PathBuf};
 
 /// Every golden folder with its name.
@@ -160,6 +160,50 @@ fn folders_that_do_not_fit_are_refused_by_name() {
     std::fs::write(&config, text).unwrap();
     let e = Adapters::from_peft(copy.path(), &base).unwrap_err().to_string();
     assert!(e.contains("[4, 16]") && e.contains("[5, 16]"), "{e}");
+}
+
+/// A copy of the adapters of the golden Llama whose tensors have another dtype, made by `f` from f32.
+fn with_dtype(dtype: FileDType, f: impl Fn(f32) -> Vec<u8>) -> tempfile::TempDir {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    let config = "adapter_config.json";
+    std::fs::copy(dir.join("adapter").join(config), copy.path().join(config)).unwrap();
+    let file = "adapter_model.safetensors";
+    let all = tensors(&dir.join("adapter").join(file));
+    let decl = |(name, shape, _): &(String, Vec<usize>, _)| TensorDecl {
+        name: name.clone(),
+        dtype,
+        shape: shape.clone(),
+    };
+    let decls: Vec<_> = all.iter().map(decl).collect();
+    let mut w =
+        TensorFileWriter::create_in_order(&copy.path().join(file), &decls, &Default::default()).unwrap();
+    for (name, _, values) in &all {
+        w.write(name, &values.iter().flat_map(|x| f(*x)).collect::<Vec<u8>>()).unwrap();
+    }
+    w.finish().unwrap();
+    copy
+}
+
+/// As Hugging Face folders, in f32, bf16 and f16; other dtypes are refused by name.
+#[test]
+fn adapters_may_be_stored_in_half_precision() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+    let exact = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+    let half = with_dtype(FileDType::F16, |x| f16::from_f32(x).to_le_bytes().to_vec());
+    let half = Adapters::from_peft(half.path(), &base).unwrap();
+    assert_eq!(half.len(), exact.len());
+    for ((module, got), (_, want)) in half.iter().zip(exact.iter()) {
+        let rounded: Vec<f32> = want.b.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+        assert_eq!(got.b, rounded, "{module}");
+    }
+    let whole = with_dtype(FileDType::I32, |x| (x as i32).to_le_bytes().to_vec());
+    let e = Adapters::from_peft(whole.path(), &base).unwrap_err().to_string();
+    assert!(
+        ["lora_A.weight", "I32", "adapter_model.safetensors", "F16"].iter().all(|p| e.contains(p)),
+        "{e}"
+    );
 }
 
 /// DoRA's adapters that are trained further compute what PEFT's do, and are written as they were read.
