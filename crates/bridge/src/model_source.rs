@@ -15,6 +15,9 @@ use std::path::{Path, PathBuf};
 /// Folder inside a converted checkpoint for the files that the Hugging Face folder had beside its weights.
 pub(crate) const COMPANIONS: &str = "hf";
 
+/// The files that name a model's beginning and end tokens by their ids.
+const GENERATION_FILES: [&str; 2] = ["generation_config.json", "config.json"];
+
 /// A model that has been found and checked, but not loaded.
 #[derive(Debug)]
 pub struct ModelSource {
@@ -116,7 +119,14 @@ impl ModelSource {
                 chat_dir: None,
             });
         };
-        let tokenizer = tokenizer_at(&path)?;
+        let mut tokenizer = tokenizer_at(&path)?;
+        if let ModelLocation::Peft { folder, base } = &self.place
+            && path == *folder
+            && !GENERATION_FILES.iter().any(|name| folder.join(name).is_file())
+        {
+            // The base model's folder says where it stops.
+            tokenizer.add_ends(base)?;
+        }
         let chat_dir = if path.is_dir() { Some(path) } else { path.parent().map(Path::to_path_buf) };
         let inside = |id: &u32| (*id as usize) < self.model().vocab;
         let mut stop: Vec<u32> = tokenizer.eos().iter().copied().chain(eod).filter(inside).collect();

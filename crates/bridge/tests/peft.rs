@@ -2,18 +2,18 @@
 //! `scripts/peft_round_trip.py --golden` makes the folders; without `--golden` it checks both directions with the real library.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ferrotron_bridge::HfConfig;
 use ferrotron_bridge::forward::{self, ForwardOptions};
 use ferrotron_bridge::peft::{Adapters, PeftConfig, write_peft};
 use ferrotron_bridge::recipe;
 use ferrotron_bridge::weights::Weights;
+use ferrotron_bridge::{HfConfig, ModelSource, byte_tokenizer_json};
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
 use ferrotron_core::train::{Trainer, to_f32};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::{DType, Float, f16};
+use ferrotron_tensor::{DType, f16};
 use std::path::{Path, PathBuf};
 
 /// Every golden folder with its name.
@@ -204,6 +204,33 @@ fn adapters_may_be_stored_in_half_precision() {
         ["lora_A.weight", "I32", "adapter_model.safetensors", "F16"].iter().all(|p| e.contains(p)),
         "{e}"
     );
+}
+
+/// PEFT saves a tokenizer beside the adapters, but not the base model's files that say where it stops.
+#[test]
+fn an_adapter_with_its_own_tokenizer_stops_where_its_base_does() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let work = tempfile::tempdir().unwrap();
+    let [base, adapter] = ["base", "adapter"].map(|n| work.path().join(n));
+    let copy = |from: &Path, to: &Path| {
+        std::fs::create_dir(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().map(|e| e.unwrap()) {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    };
+    copy(&dir.join("base"), &base);
+    let config = HfConfig::from_dir(&base).unwrap();
+    let adapters = Adapters::from_peft(&dir.join("adapter"), &config).unwrap();
+    write_peft(&adapter, &adapters, (&config, Some(&base)), (DType::F32, false)).unwrap();
+    let ends =
+        |folder: &Path, text: &str| std::fs::write(folder.join("generation_config.json"), text).unwrap();
+    ends(&base, r#"{"bos_token_id": 1, "eos_token_id": [3, 5]}"#);
+    std::fs::write(adapter.join("tokenizer.json"), byte_tokenizer_json()).unwrap();
+    let text = || ModelSource::open(&adapter).unwrap().text(None).unwrap();
+    assert_eq!((text().start, text().stop), (Some(1), vec![3, 5]));
+    // What the adapter says itself counts.
+    ends(&adapter, r#"{"eos_token_id": 7}"#);
+    assert_eq!((text().start, text().stop), (Some(7), vec![7]));
 }
 
 /// DoRA's adapters that are trained further compute what PEFT's do, and are written as they were read.

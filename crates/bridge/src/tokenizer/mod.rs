@@ -69,9 +69,20 @@ impl Tokenizer {
             return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
         }
         let mut tokenizer = Tokenizer::from_file(&path)?;
-        let ends = file::ends(dir, |text| tokenizer.special(text))?;
-        (tokenizer.bos, tokenizer.eos) = (ends.bos, ends.eos);
+        tokenizer.add_ends(dir)?;
         Ok(tokenizer)
+    }
+
+    /// Adds the beginning and end tokens that the files of a model's folder name.
+    pub(crate) fn add_ends(&mut self, dir: &Path) -> Result<()> {
+        let ends = file::ends(dir, |text| self.special(text))?;
+        self.bos = self.bos.or(ends.bos);
+        for id in ends.eos {
+            if !self.eos.contains(&id) {
+                self.eos.push(id);
+            }
+        }
+        Ok(())
     }
 
     /// A file in the format of `tokenizer.json`, of this or an earlier version of the format.
