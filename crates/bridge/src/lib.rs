@@ -15,6 +15,7 @@ pub mod export;
 pub mod family;
 mod finite;
 pub mod forward;
+mod generation_config;
 mod hf_checkpoint;
 mod initial_weights;
 mod json;

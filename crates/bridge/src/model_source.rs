@@ -2,6 +2,7 @@
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
+use crate::generation_config::GENERATION_CONFIG;
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{ModelLocation, Weights, open_model, to_core};
@@ -16,7 +17,7 @@ use std::path::{Path, PathBuf};
 pub(crate) const COMPANIONS: &str = "hf";
 
 /// The files that name a model's beginning and end tokens by their ids.
-const GENERATION_FILES: [&str; 2] = ["generation_config.json", "config.json"];
+const GENERATION_FILES: [&str; 2] = [GENERATION_CONFIG, "config.json"];
 
 /// A model that has been found and checked, but not loaded.
 #[derive(Debug)]
