@@ -216,8 +216,9 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
     write_single_file(folder.dir(), &SingleFile { step: 0, state, tensors: &declared, source: &source })?;
     let own = folder.path(COMPANIONS);
     std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
-    copy_companions(from, &own)?;
+    // First the configuration, which names code.
     copy_own(from, "config.json", &own)?;
+    copy_companions(from, &own)?;
     sync_folder(&own)?;
     folder.publish()?;
     Ok(Converted {

@@ -7,6 +7,7 @@ mod companions;
 pub mod config;
 mod conversation;
 pub mod conversion;
+mod custom_code;
 pub mod dataset;
 mod error;
 pub mod evaluate;

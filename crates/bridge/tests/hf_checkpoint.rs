@@ -341,6 +341,31 @@ fn tokenizer_files_are_copied() {
     assert_eq!(std::fs::read_dir(&to).unwrap().count(), files.len() + 2);
 }
 
+/// `trust_remote_code` finds the code that `auto_map` names in the export, too, which can be replaced.
+#[test]
+fn custom_code_is_copied() {
+    let dir = edited("llama_tied", |_| {});
+    let config = dir.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let named = text.replacen('{', "{\"auto_map\": {\"AutoModelForCausalLM\": \"modeling_x.X\"}, ", 1);
+    std::fs::write(&config, named).unwrap();
+    for file in ["modeling_x.py", "setup.py"] {
+        std::fs::write(dir.path().join(file), "import torch\n").unwrap();
+    }
+    let plan = HfCheckpoint::open(dir.path()).unwrap();
+    let to = dir.path().join("out/model");
+    let source = |n: &str| Ok(TensorData { dtype: DType::F32, bytes: plan.read(n, DType::F32)? });
+    for overwrite in [false, true] {
+        let options = ExportOptions { reference: Some(&plan), overwrite, ..Default::default() };
+        export(&to, plan.config(), &source, &options).unwrap();
+        assert_eq!(std::fs::read_to_string(to.join("modeling_x.py")).unwrap(), "import torch\n");
+        assert_eq!(std::fs::read_dir(&to).unwrap().count(), 3);
+    }
+    std::fs::write(to.join("setup.py"), "").unwrap();
+    let options = ExportOptions { reference: Some(&plan), overwrite: true, ..Default::default() };
+    assert!(export(&to, plan.config(), &source, &options).is_err());
+}
+
 /// A natively trained byte-level model is exported with configuration, weights and tokenizer.
 #[test]
 fn a_native_model_is_exported_with_its_tokenizer() {
