@@ -111,6 +111,10 @@ fn invalid_values_are_refused() {
         ("{\"architectures\": [3]}", "`architectures` must be a list of strings"),
         ("{\"architectures\": \"LlamaForCausalLM\"}", "`architectures` must be a list"),
         ("{\"model_type\": \"llama\"}", "`num_hidden_layers` is missing"),
+        (
+            "{\"architectures\": [\"Gemma3ForConditionalGeneration\"], \"text_config\": {\"model_type\": \"gemma3_text\"}}",
+            "`lm_head` of transformers' model as a Gemma3ForCausalLM",
+        ),
     ] {
         let e = HfConfig::parse(text, "config.json").unwrap_err().to_string();
         assert!(e.contains(want), "{text}: {e}");
