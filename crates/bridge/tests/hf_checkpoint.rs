@@ -321,6 +321,16 @@ fn an_export_that_cannot_be_finished_leaves_nothing() {
 }
 
 #[test]
+fn a_folder_of_pickles_says_what_to_do() {
+    for name in ["pytorch_model.bin", "pytorch_model.bin.index.json"] {
+        let dir = edited("llama_tied", |_| {});
+        std::fs::rename(dir.path().join("model.safetensors"), dir.path().join(name)).unwrap();
+        let e = HfCheckpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(e.contains("a pickle") && e.contains("safe_serialization=True"), "{e}");
+    }
+}
+
+#[test]
 fn tokenizer_files_are_copied() {
     let dir = edited("llama_tied", |_| {});
     let files =
