@@ -9,13 +9,14 @@ mod filters;
 mod generation;
 mod instrument;
 mod slice;
+mod strftime;
 
 pub use assistant_spans::{ChatInput, RenderedChat};
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
 use crate::tokenizer::token_text;
-use budget::Budget;
+use budget::{Budget, refused};
 use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Serde, Value};
@@ -24,6 +25,7 @@ use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
+use strftime::DateTime;
 
 /// Limit on template instructions; published templates need a few hundred per message.
 const FUEL: u64 = 2_000_000;
@@ -34,6 +36,9 @@ const MAX_TAG_TOKENS: usize = 4096;
 const MAX_ELIF: usize = 1000;
 /// Stack for these levels; only what is used takes memory.
 const STACK: usize = 256 << 20;
+
+/// The function of the date, as transformers names it.
+const STRFTIME_NOW: &str = "strftime_now";
 
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +58,8 @@ pub struct ChatTemplate {
     marked: Option<String>,
     bos: String,
     eos: String,
+    /// What `strftime_now` prints.
+    now: DateTime,
 }
 
 impl ChatTemplate {
@@ -100,7 +107,15 @@ impl ChatTemplate {
         if let Some(marked) = &marked {
             with_stack(|| compile(marked).map(drop))?;
         }
-        Ok(ChatTemplate { source, marked, bos: bos.into(), eos: eos.into() })
+        Ok(ChatTemplate { source, marked, bos: bos.into(), eos: eos.into(), now: DateTime::OF_DATA })
+    }
+
+    /// `strftime_now` prints the present (UTC), and the same in every rendering: the beginning of a conversation stays as it
+    /// is. Without this it prints a date that never changes: what data are tokenized to must not depend on the day, nor may
+    /// ranks and a resumed run see other tokens.
+    pub fn at_present(mut self) -> ChatTemplate {
+        self.now = DateTime::present();
+        self
     }
 
     /// True if `{% generation %}` blocks say what the assistant's tokens are.
@@ -108,10 +123,11 @@ impl ChatTemplate {
         self.marked.is_some()
     }
 
-    /// CRC-32C of the template and its tokens.
+    /// CRC-32C of all that its renderings depend on: the template, its tokens and, if it asks for it, the date.
     pub(crate) fn digest(&self) -> u32 {
         let text = self.marked.as_ref().unwrap_or(&self.source);
-        [text, &self.bos, &self.eos].iter().fold(0, |crc, s| {
+        let date = text.contains(STRFTIME_NOW).then(|| self.now.to_string());
+        [text, &self.bos, &self.eos].into_iter().chain(&date).fold(0, |crc, s| {
             crc32c::crc32c_append(crc32c::crc32c_append(crc, &s.len().to_le_bytes()), s.as_bytes())
         })
     }
@@ -136,7 +152,7 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
         context.insert("bos_token".into(), json!(self.bos));
         context.insert("eos_token".into(), json!(self.eos));
-        with_stack(|| compile(&self.source)?.render(Value::from(Serde(&context))))
+        with_stack(|| compile(&self.source)?.render(Value::from(Serde(&context)), self.now))
     }
 }
 
@@ -173,10 +189,11 @@ fn compile(source: &str) -> Result<Compiled<'_>, String> {
 }
 
 impl Compiled<'_> {
-    fn render(&self, variables: Value) -> Result<String, String> {
+    fn render(&self, variables: Value, now: DateTime) -> Result<String, String> {
         let mut environment = Environment::new();
         environment.set_fuel(Some(FUEL));
         filters::add(&mut environment, &Arc::new(Budget::new()));
+        environment.add_function(STRFTIME_NOW, move |format: String| now.format(&format).map_err(refused));
         let mut text = String::new();
         let mut out = make_string_output(&mut text);
         let Compiled { instructions, blocks } = self;

@@ -1,5 +1,6 @@
-//! The files that accompany the weights of a model: tokenizer, generation defaults, licence.
+//! The files that accompany the weights of a model: tokenizer, generation defaults, licence, code.
 
+use crate::custom_code::copy_code;
 use crate::error::{Error, Result};
 use ferrotron_core::fs::open_regular;
 use std::fs::File;
@@ -39,7 +40,8 @@ pub(crate) fn is_companion(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
-/// Copies tokenizer files, generation defaults and licences.
+/// Copies tokenizer files, generation defaults, licences, and the code that a `config.json` and `tokenizer_config.json` which
+/// are then in `into` name.
 pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
     let entries = std::fs::read_dir(from).map_err(|e| Error::io(from, "list", e))?;
     for entry in entries {
@@ -49,7 +51,7 @@ pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
             copy_own(from, name, into)?;
         }
     }
-    Ok(())
+    copy_code(from, into)
 }
 
 /// Copies one file that belongs to the folder `from`.
@@ -68,7 +70,7 @@ pub(crate) fn copy_own(from: &Path, name: &str, into: &Path) -> Result<()> {
 /// The path of a folder's file. A link must lead to another file of the folder, or, in a snapshot of the Hugging Face
 /// cache (`models--ORG--NAME/snapshots/REVISION`), into the cache's `blobs`: a link to anywhere else would publish a
 /// file of this machine with the model.
-fn own_file(dir: &Path, name: &str) -> Result<PathBuf> {
+pub(crate) fn own_file(dir: &Path, name: &str) -> Result<PathBuf> {
     let path = dir.join(name);
     let is_link = path.symlink_metadata().map_err(|e| Error::io(&path, "open", e))?.is_symlink();
     if !is_link {

@@ -6,10 +6,11 @@ use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::export::{ExportOptions, TensorData, export};
 use crate::finite;
+use crate::generation_config::{GENERATION_CONFIG, generation_config};
 use crate::hf_checkpoint::HfCheckpoint;
-use crate::json::{parse_object, read_text};
+use crate::json::read_text;
 use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
-use crate::model_source::{COMPANIONS, ModelSource, tokenizer_at};
+use crate::model_source::{COMPANIONS, ModelSource};
 use crate::native_checkpoint::PREFIX;
 use crate::peft::{Adapter, write_peft};
 use crate::replaceable::OutputKind;
@@ -22,12 +23,8 @@ use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
 use ferrotron_core::tensorfile::TensorDecl;
 use ferrotron_core::train::{to_f32, weights_only};
 use ferrotron_tensor::DType;
-use serde_json::{Map, Value};
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
-
-/// The file that names the tokens which end a text.
-const GENERATION_CONFIG: &str = "generation_config.json";
 
 /// Options of [`convert`].
 pub struct ConvertOptions<'a> {
@@ -219,8 +216,9 @@ fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Con
     write_single_file(folder.dir(), &SingleFile { step: 0, state, tensors: &declared, source: &source })?;
     let own = folder.path(COMPANIONS);
     std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
-    copy_companions(from, &own)?;
+    // First the configuration, which names code.
     copy_own(from, "config.json", &own)?;
+    copy_companions(from, &own)?;
     sync_folder(&own)?;
     folder.publish()?;
     Ok(Converted {
@@ -284,7 +282,7 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         _ => None,
     };
     let files = reference.as_ref().map(HfCheckpoint::dir).or(companions.as_deref());
-    let generation = generation_config(found, files)?;
+    let generation = generation_config(found, files, &config, reference.is_some())?;
     let more = [("tokenizer.json", &tokenizer), (GENERATION_CONFIG, &generation)];
     let more: Vec<(&str, &str)> =
         more.iter().filter_map(|(name, text)| Some((*name, text.as_ref()?.as_str()))).collect();
@@ -315,26 +313,6 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         non_finite: counter.non_finite.take(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
-}
-
-/// `generation_config.json` with the end-of-document token of a run, where neither the tokenizer that is exported nor the files
-/// beside it in `files` name a beginning or end of text: `eval` and `generate` begin with it.
-fn generation_config(found: &ModelSource, files: Option<&Path>) -> Result<Option<String>> {
-    let eod =
-        found.config.as_ref().and_then(|c| c.data.eod).filter(|id| (*id as usize) < found.model().vocab);
-    let path = files.map(Path::to_path_buf).filter(|dir| dir.join("tokenizer.json").is_file());
-    let (Some(eod), Some(path)) = (eod, path.or(found.tokenizer_path())) else { return Ok(None) };
-    let tokenizer = tokenizer_at(&path)?;
-    if tokenizer.bos().is_some() || !tokenizer.eos().is_empty() {
-        return Ok(None);
-    }
-    let own = files.map(|dir| dir.join(GENERATION_CONFIG)).filter(|path| path.is_file());
-    let mut config = match own {
-        Some(path) => parse_object(&read_text(&path)?, &path.display().to_string())?,
-        None => Map::new(),
-    };
-    config.insert("eos_token_id".into(), eod.into());
-    Ok(Some(format!("{:#}\n", Value::Object(config))))
 }
 
 /// The dtype a tensor is stored in: the requested one, otherwise its own; buffers are f32.

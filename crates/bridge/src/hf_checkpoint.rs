@@ -87,6 +87,11 @@ impl HfCheckpoint {
         for (_, t) in shards.tensors().filter(|(_, t)| !roles.contains_key(&t.name)).collect::<Vec<_>>() {
             let role = if let Some(copy) = tied_head(model, &t.name) {
                 check(t, &copy, &mut problems);
+                if t.shape == copy.shape && !is_embedding(&shards, t, &locations)? {
+                    let how = "holds other values than the embedding, which config.json ties it to; set tie_word_embeddings \
+                               to false there to use both";
+                    problems.push(Problem::Wrong(t.name.clone(), how.into()));
+                }
                 Role::Parameters(copy)
             } else if let Some((copy, of)) = mtp_copy(&config, prefix, &t.name) {
                 check(t, &copy, &mut problems);
@@ -335,6 +340,19 @@ fn tied_head(model: &ModelConfig, name: &str) -> Option<HfTensor> {
         let part = LogicalTensor { name: "embed.tokens".into(), shape, buffer: false };
         fuse(name.into(), vec![part], None, FusedLayout { transposed: false, interleaved: false })
     })
+}
+
+/// Does a head hold the values of the embedding? transformers ties them only then, whatever config.json says. True where there
+/// is no embedding, which is a problem of its own.
+fn is_embedding(
+    shards: &Shards,
+    head: &TensorInfo,
+    locations: &HashMap<String, TensorLocation>,
+) -> Result<bool> {
+    let Some(ShardTensor { shard, name }) = locations.get("embed.tokens").map(|l| &l.values) else {
+        return Ok(true);
+    };
+    shards.files[*shard].file.get(name).map_or(Ok(true), |of| same_values(shards, head, (*shard, of)))
 }
 
 fn is_unused(config: &HfConfig, found: &TensorInfo, prefix: &str) -> bool {

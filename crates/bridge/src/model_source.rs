@@ -2,6 +2,7 @@
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
+use crate::generation_config::GENERATION_CONFIG;
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{ModelLocation, Weights, open_model, to_core};
@@ -14,6 +15,9 @@ use std::path::{Path, PathBuf};
 
 /// Folder inside a converted checkpoint for the files that the Hugging Face folder had beside its weights.
 pub(crate) const COMPANIONS: &str = "hf";
+
+/// The files that name a model's beginning and end tokens by their ids.
+const GENERATION_FILES: [&str; 2] = [GENERATION_CONFIG, "config.json"];
 
 /// A model that has been found and checked, but not loaded.
 #[derive(Debug)]
@@ -116,7 +120,14 @@ impl ModelSource {
                 chat_dir: None,
             });
         };
-        let tokenizer = tokenizer_at(&path)?;
+        let mut tokenizer = tokenizer_at(&path)?;
+        if let ModelLocation::Peft { folder, base } = &self.place
+            && path == *folder
+            && !GENERATION_FILES.iter().any(|name| folder.join(name).is_file())
+        {
+            // The base model's folder says where it stops.
+            tokenizer.add_ends(base)?;
+        }
         let chat_dir = if path.is_dir() { Some(path) } else { path.parent().map(Path::to_path_buf) };
         let inside = |id: &u32| (*id as usize) < self.model().vocab;
         let mut stop: Vec<u32> = tokenizer.eos().iter().copied().chain(eod).filter(inside).collect();
@@ -153,12 +164,13 @@ impl ModelSource {
 }
 
 impl TextIo {
-    /// The chat template: that of a Jinja file, or the model's own if it has one.
+    /// The chat template: that of a Jinja file, or the model's own if it has one. Its date is the present.
     pub fn template(&self, given: Option<&Path>) -> Result<Option<ChatTemplate>> {
-        match given {
-            Some(path) => ChatTemplate::from_file(path, self.chat_dir.as_deref()).map(Some),
-            None => Ok(self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten()),
-        }
+        let template = match given {
+            Some(path) => Some(ChatTemplate::from_file(path, self.chat_dir.as_deref())?),
+            None => self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten(),
+        };
+        Ok(template.map(ChatTemplate::at_present))
     }
 
     /// The ids of a conversation up to where the model's answer begins.

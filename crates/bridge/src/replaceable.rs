@@ -2,6 +2,7 @@
 
 use crate::companions::is_companion;
 use crate::config::HfConfig;
+use crate::custom_code::code_files;
 use crate::error::{Error, Result};
 use crate::model_source::COMPANIONS;
 use crate::peft::{ADAPTER_CONFIG, ADAPTER_WEIGHTS, PeftConfig};
@@ -21,8 +22,8 @@ pub(crate) enum OutputKind {
 }
 
 /// Fails unless the folder is what a conversion of this kind writes, by its content: a checkpoint's manifest and the
-/// files it lists, or a model's configuration and weights; and nothing in it but these and the tokenizer's files, all
-/// of them regular files.
+/// files it lists, or a model's configuration and weights; and nothing in it but these, the tokenizer's files and
+/// the code that they name, all of them regular files.
 pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
     let refuse = |what: String| {
         let what = format!("{what}, so it is not replaced; choose another folder or remove it yourself");
@@ -43,7 +44,11 @@ pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
         Ok(own) => (own, String::new()),
         Err(reason) => (Vec::new(), reason),
     };
-    let own: BTreeSet<String> = own.into_iter().collect();
+    let code = |dir: &Path| code_files(dir, dir).unwrap_or_default();
+    let mut own: BTreeSet<String> = own.into_iter().collect();
+    if !own.is_empty() && kind != OutputKind::Checkpoint {
+        own.extend(code(dir));
+    }
     let mut foreign = Vec::new();
     for name in names(dir)? {
         let path = dir.join(&name);
@@ -52,7 +57,8 @@ pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
             OutputKind::HuggingFace | OutputKind::Peft
                 if !own.is_empty() && is_companion(&name) && is_regular_file(&path) => {}
             OutputKind::Checkpoint if !own.is_empty() && name == COMPANIONS && is_folder(&path) => {
-                let known = |n: &String| n == "config.json" || is_companion(n);
+                let code = code(&path);
+                let known = |n: &String| n == "config.json" || is_companion(n) || code.contains(n);
                 let strange = |n: &String| !known(n) || !is_regular_file(&path.join(n));
                 foreign
                     .extend(names(&path)?.into_iter().filter(strange).map(|n| format!("{COMPANIONS}/{n}")));

@@ -12,6 +12,9 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 /// The index that maps tensors to files.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
+/// Weights as old versions of transformers saved them: one file, or the index of several.
+const PICKLES: [&str; 2] = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+
 /// One open weight file.
 #[derive(Debug)]
 pub(crate) struct Shard {
@@ -37,6 +40,11 @@ impl Shards {
         if single.exists() {
             let file = TensorFile::open(&single)?;
             return Ok(Shards { files: vec![Shard { name: SINGLE.into(), file }], index: None });
+        }
+        if !index.exists() && PICKLES.iter().any(|name| dir.join(name).is_file()) {
+            let what =
+                "has its weights in pytorch_model.bin, a pickle; save it again with safe_serialization=True";
+            return Err(Error::unsupported(&dir.display().to_string(), what));
         }
         if !index.exists() {
             let what = format!("has neither {SINGLE} nor {INDEX}; only safetensors weights can be read");

@@ -40,9 +40,26 @@ fn python_idioms() {
         {%- else -%}{%- set rest = messages -%}{%- endif -%}{%- for m in rest[::-1] -%}{%- set ns.seen = ns.seen + 1 -%}\
         {%- if m.content is string and m.content.startswith('<t>') -%}{{ m.content.split('</t>')[-1].lstrip('\\n') }}\
         {%- else -%}{{ m.content.strip().upper() }}{%- endif -%}|{%- endfor -%}{{ ns.seen }}\
-        {%- if strftime_now is defined -%}clock{%- endif -%}{%- if not tools is defined -%}, no tools{%- endif -%}";
+        {%- if strftime_now is defined -%}, clock{%- endif -%}{%- if not tools is defined -%}, no tools{%- endif -%}";
     let turns = [("system", "s"), ("user", " hi "), ("assistant", "<t>hm</t>\n\nyes")];
-    assert_eq!(render(source, &turns, false), "yes|HI|2, no tools");
+    assert_eq!(render(source, &turns, false), "yes|HI|2, clock, no tools");
+}
+
+/// GPT-OSS and SmolLM3 ask for the date unconditionally.
+#[test]
+fn the_date_is_that_of_the_template_and_not_of_the_rendering() {
+    let source = "Current date: {{ strftime_now('%Y-%m-%d') }}, {{ strftime_now('%d %B %Y') }}{{ messages[0].content }}";
+    // As data: the same on every day, on every rank and after a restart.
+    assert_eq!(render(source, &[("user", "!")], false), "Current date: 2024-07-26, 26 July 2024!");
+    let seconds = "{{ strftime_now('%Y %j %H:%M:%S') }}";
+    let now = ChatTemplate::new(seconds, "", "").unwrap().at_present();
+    let first = now.render(&[], false).unwrap();
+    assert!(first[..4].parse::<u32>().unwrap() > 2024, "{first}");
+    std::thread::sleep(std::time::Duration::from_millis(1100));
+    assert_eq!(now.render(&[], false).unwrap(), first);
+    let e = ChatTemplate::new("\n{{ strftime_now('%Q') }}", "", "").unwrap().render(&[], false);
+    let e = e.unwrap_err().to_string();
+    assert!(e.contains("%Q") && e.contains("line 2"), "{e}");
 }
 
 #[test]
@@ -71,6 +88,19 @@ fn json_is_printed_as_python_does() {
     let want = "[{\"args\": [1, 2.5, null, true], \"name\": \"f<é>\", \"none\": {}}]\n\
         {\n  \"args\": [\n    1,\n    2.5,\n    null,\n    true\n  ],\n  \"name\": \"f<é>\",\n  \"none\": {}\n}";
     assert_eq!(t.render_json(&json!([]), false, &more).unwrap(), want);
+    for (options, want) in [
+        ("separators=(',', ':')", r#"[{"a":[1,2],"b":{}}]"#),
+        ("separators=[';', '=']", r#"[{"a"=[1;2];"b"={}}]"#),
+        ("separators=none", r#"[{"a": [1, 2], "b": {}}]"#),
+        ("separators=(', ', ':'), indent=0", "[\n{\n\"a\":[\n1, \n2\n], \n\"b\":{}\n}\n]"),
+    ] {
+        let source = format!("{{{{ [{{'a': [1, 2], 'b': {{}}}}] | tojson({options}) }}}}");
+        assert_eq!(render(&source, &[], false), want, "{options}");
+    }
+    for wrong in ["separators=','", "separators=(',', ':', '')", "separators=3", "seperators=(',', ':')"] {
+        let t = ChatTemplate::new(&format!("{{{{ [1] | tojson({wrong}) }}}}"), "", "").unwrap();
+        assert!(t.render(&[], false).is_err(), "{wrong}");
+    }
 }
 
 #[test]
@@ -207,6 +237,8 @@ fn hostile_templates_are_refused() {
         "{{ '{:{}}'.format(1, 1000000000) }}".into(),
         "{{ '%.1000000000f'|format(1.0) }}".into(),
         "{{ [1]|batch(1000000000, 0) }}".into(),
+        "{{ range(99000)|list|tojson(separators=('b' * 100000, ':')) }}".into(),
+        "{{ strftime_now('%B' * 100000) }}".into(),
         "{{ [1]|slice(1000000000) }}".into(),
         "{{ ('a' * 100000)|list|map('replace', 'a', 'b' * 100000)|list }}".into(),
         "{{ ('a' * 200000)|list|select('in', 'b' * 4000000)|list }}".into(),

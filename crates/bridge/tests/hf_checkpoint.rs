@@ -138,6 +138,27 @@ fn unused_tensors_and_tied_heads_are_kept_for_export() {
     assert!(written.read("model.embed_tokens.weight").unwrap() == ones);
 }
 
+/// transformers does not tie a head that differs from the embedding, so that neither must be dropped.
+#[test]
+fn a_head_of_its_own_in_a_tied_model_is_refused() {
+    let dir = edited("llama_tied", |t| {
+        let mut own = t.iter().find(|(d, _)| d.name == "model.embed_tokens.weight").unwrap().1.clone();
+        *own.last_mut().unwrap() ^= 1;
+        t.push((zero("lm_head.weight", FileDType::F32, &[160, 64]).0, own));
+    });
+    let e = HfCheckpoint::open(dir.path()).unwrap_err().to_string();
+    assert!(e.contains("lm_head.weight: ") && e.contains("set tie_word_embeddings to false"), "{e}");
+    // The way out.
+    let config = dir.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let untied = text.replace("\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false");
+    assert_ne!(text, untied);
+    std::fs::write(&config, untied).unwrap();
+    let plan = HfCheckpoint::open(dir.path()).unwrap();
+    let [head, embedding] = ["head.weight", "embed.tokens"].map(|n| plan.read(n, DType::F32).unwrap());
+    assert!(head != embedding && head.len() == embedding.len());
+}
+
 #[test]
 fn the_bare_decoder_of_gpt2_has_no_prefix() {
     let dir = edited("gpt2", |t| {
@@ -300,6 +321,16 @@ fn an_export_that_cannot_be_finished_leaves_nothing() {
 }
 
 #[test]
+fn a_folder_of_pickles_says_what_to_do() {
+    for name in ["pytorch_model.bin", "pytorch_model.bin.index.json"] {
+        let dir = edited("llama_tied", |_| {});
+        std::fs::rename(dir.path().join("model.safetensors"), dir.path().join(name)).unwrap();
+        let e = HfCheckpoint::open(dir.path()).unwrap_err().to_string();
+        assert!(e.contains("a pickle") && e.contains("safe_serialization=True"), "{e}");
+    }
+}
+
+#[test]
 fn tokenizer_files_are_copied() {
     let dir = edited("llama_tied", |_| {});
     let files =
@@ -318,6 +349,31 @@ fn tokenizer_files_are_copied() {
         assert_eq!(std::fs::read_to_string(to.join(f)).unwrap(), f);
     }
     assert_eq!(std::fs::read_dir(&to).unwrap().count(), files.len() + 2);
+}
+
+/// `trust_remote_code` finds the code that `auto_map` names in the export, too, which can be replaced.
+#[test]
+fn custom_code_is_copied() {
+    let dir = edited("llama_tied", |_| {});
+    let config = dir.path().join("config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let named = text.replacen('{', "{\"auto_map\": {\"AutoModelForCausalLM\": \"modeling_x.X\"}, ", 1);
+    std::fs::write(&config, named).unwrap();
+    for file in ["modeling_x.py", "setup.py"] {
+        std::fs::write(dir.path().join(file), "import torch\n").unwrap();
+    }
+    let plan = HfCheckpoint::open(dir.path()).unwrap();
+    let to = dir.path().join("out/model");
+    let source = |n: &str| Ok(TensorData { dtype: DType::F32, bytes: plan.read(n, DType::F32)? });
+    for overwrite in [false, true] {
+        let options = ExportOptions { reference: Some(&plan), overwrite, ..Default::default() };
+        export(&to, plan.config(), &source, &options).unwrap();
+        assert_eq!(std::fs::read_to_string(to.join("modeling_x.py")).unwrap(), "import torch\n");
+        assert_eq!(std::fs::read_dir(&to).unwrap().count(), 3);
+    }
+    std::fs::write(to.join("setup.py"), "").unwrap();
+    let options = ExportOptions { reference: Some(&plan), overwrite: true, ..Default::default() };
+    assert!(export(&to, plan.config(), &source, &options).is_err());
 }
 
 /// A natively trained byte-level model is exported with configuration, weights and tokenizer.

@@ -111,6 +111,10 @@ fn invalid_values_are_refused() {
         ("{\"architectures\": [3]}", "`architectures` must be a list of strings"),
         ("{\"architectures\": \"LlamaForCausalLM\"}", "`architectures` must be a list"),
         ("{\"model_type\": \"llama\"}", "`num_hidden_layers` is missing"),
+        (
+            "{\"architectures\": [\"Gemma3ForConditionalGeneration\"], \"text_config\": {\"model_type\": \"gemma3_text\"}}",
+            "`lm_head` of transformers' model as a Gemma3ForCausalLM",
+        ),
     ] {
         let e = HfConfig::parse(text, "config.json").unwrap_err().to_string();
         assert!(e.contains(want), "{text}: {e}");
@@ -119,6 +123,30 @@ fn invalid_values_are_refused() {
     assert!(HfConfig::parse(&deep, "config.json").is_err());
     let many = text.replacen("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 60000", 1);
     assert!(HfConfig::parse(&many, "config.json").is_err());
+}
+
+/// What transformers takes for keys that are missing or null.
+#[test]
+fn missing_and_null_keys_have_the_defaults_of_their_class() {
+    let read = |name: &str, edit: &dyn Fn(&mut serde_json::Value)| {
+        let dir = covered().into_iter().find(|d| d.ends_with(name)).unwrap();
+        let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+        let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        edit(&mut json);
+        HfConfig::parse(&json.to_string(), "config.json").unwrap().model().clone()
+    };
+    let null = read("mixtral", &|json| json["num_key_value_heads"] = serde_json::Value::Null);
+    assert_eq!(null.kv_heads, null.heads);
+    let absent = read("mixtral", &|json| {
+        json.as_object_mut().unwrap().remove("num_key_value_heads");
+        json["num_attention_heads"] = 16.into();
+    });
+    assert_eq!(absent.kv_heads, 8);
+    let window = read("qwen3_moe", &|json| {
+        json.as_object_mut().unwrap().remove("sliding_window");
+        json["use_sliding_window"] = true.into();
+    });
+    assert_eq!((window.window, window.is_local(0)), (Some(4096), true));
 }
 
 /// Unknown keys are accepted and kept.

@@ -2,18 +2,18 @@
 //! `scripts/peft_round_trip.py --golden` makes the folders; without `--golden` it checks both directions with the real library.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ferrotron_bridge::HfConfig;
 use ferrotron_bridge::forward::{self, ForwardOptions};
 use ferrotron_bridge::peft::{Adapters, PeftConfig, write_peft};
 use ferrotron_bridge::recipe;
 use ferrotron_bridge::weights::Weights;
+use ferrotron_bridge::{HfConfig, ModelSource, byte_tokenizer_json};
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::source;
 use ferrotron_core::model::PipelineLayout;
-use ferrotron_core::tensorfile::TensorFile;
+use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
 use ferrotron_core::train::{Trainer, to_f32};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::DType;
+use ferrotron_tensor::{DType, f16};
 use std::path::{Path, PathBuf};
 
 /// Every golden folder with its name.
@@ -160,6 +160,77 @@ fn folders_that_do_not_fit_are_refused_by_name() {
     std::fs::write(&config, text).unwrap();
     let e = Adapters::from_peft(copy.path(), &base).unwrap_err().to_string();
     assert!(e.contains("[4, 16]") && e.contains("[5, 16]"), "{e}");
+}
+
+/// A copy of the adapters of the golden Llama whose tensors have another dtype, made by `f` from f32.
+fn with_dtype(dtype: FileDType, f: impl Fn(f32) -> Vec<u8>) -> tempfile::TempDir {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    let config = "adapter_config.json";
+    std::fs::copy(dir.join("adapter").join(config), copy.path().join(config)).unwrap();
+    let file = "adapter_model.safetensors";
+    let all = tensors(&dir.join("adapter").join(file));
+    let decl = |(name, shape, _): &(String, Vec<usize>, _)| TensorDecl {
+        name: name.clone(),
+        dtype,
+        shape: shape.clone(),
+    };
+    let decls: Vec<_> = all.iter().map(decl).collect();
+    let mut w =
+        TensorFileWriter::create_in_order(&copy.path().join(file), &decls, &Default::default()).unwrap();
+    for (name, _, values) in &all {
+        w.write(name, &values.iter().flat_map(|x| f(*x)).collect::<Vec<u8>>()).unwrap();
+    }
+    w.finish().unwrap();
+    copy
+}
+
+/// As Hugging Face folders, in f32, bf16 and f16; other dtypes are refused by name.
+#[test]
+fn adapters_may_be_stored_in_half_precision() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+    let exact = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
+    let half = with_dtype(FileDType::F16, |x| f16::from_f32(x).to_le_bytes().to_vec());
+    let half = Adapters::from_peft(half.path(), &base).unwrap();
+    assert_eq!(half.len(), exact.len());
+    for ((module, got), (_, want)) in half.iter().zip(exact.iter()) {
+        let rounded: Vec<f32> = want.b.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+        assert_eq!(got.b, rounded, "{module}");
+    }
+    let whole = with_dtype(FileDType::I32, |x| (x as i32).to_le_bytes().to_vec());
+    let e = Adapters::from_peft(whole.path(), &base).unwrap_err().to_string();
+    assert!(
+        ["lora_A.weight", "I32", "adapter_model.safetensors", "F16"].iter().all(|p| e.contains(p)),
+        "{e}"
+    );
+}
+
+/// PEFT saves a tokenizer beside the adapters, but not the base model's files that say where it stops.
+#[test]
+fn an_adapter_with_its_own_tokenizer_stops_where_its_base_does() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama").unwrap();
+    let work = tempfile::tempdir().unwrap();
+    let [base, adapter] = ["base", "adapter"].map(|n| work.path().join(n));
+    let copy = |from: &Path, to: &Path| {
+        std::fs::create_dir(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().map(|e| e.unwrap()) {
+            std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+    };
+    copy(&dir.join("base"), &base);
+    let config = HfConfig::from_dir(&base).unwrap();
+    let adapters = Adapters::from_peft(&dir.join("adapter"), &config).unwrap();
+    write_peft(&adapter, &adapters, (&config, Some(&base)), (DType::F32, false)).unwrap();
+    let ends =
+        |folder: &Path, text: &str| std::fs::write(folder.join("generation_config.json"), text).unwrap();
+    ends(&base, r#"{"bos_token_id": 1, "eos_token_id": [3, 5]}"#);
+    std::fs::write(adapter.join("tokenizer.json"), byte_tokenizer_json()).unwrap();
+    let text = || ModelSource::open(&adapter).unwrap().text(None).unwrap();
+    assert_eq!((text().start, text().stop), (Some(1), vec![3, 5]));
+    // What the adapter says itself counts.
+    ends(&adapter, r#"{"eos_token_id": 7}"#);
+    assert_eq!((text().start, text().stop), (Some(7), vec![7]));
 }
 
 /// DoRA's adapters that are trained further compute what PEFT's do, and are written as they were read.

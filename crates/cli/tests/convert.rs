@@ -78,6 +78,37 @@ fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
     assert!(error.contains("weights only") && error.contains("model.hf"), "{error}");
 }
 
+/// transformers' `generate` stops at what the files say, not at what the tokenizer names.
+#[test]
+fn a_model_trained_from_scratch_is_exported_with_its_tokenizers_end() {
+    let (dir, recipe, run) = trained(&[]);
+    let [hf, tokenizer, text, tuned, exported] =
+        ["hf", "tokenizer", "t.txt", "tuned", "exported"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&hf)]);
+    let bytes = std::fs::read_to_string(hf.join("tokenizer.json")).unwrap();
+    let mut file: serde_json::Value = serde_json::from_str(&bytes).unwrap();
+    file["added_tokens"] = serde_json::json!([{"id": 256, "content": "<end>", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true}]);
+    std::fs::create_dir(&tokenizer).unwrap();
+    std::fs::write(tokenizer.join("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::write(tokenizer.join("tokenizer_config.json"), r#"{"eos_token": "<end>"}"#).unwrap();
+    std::fs::write(&text, "ab ba ab ba\n".repeat(60)).unwrap();
+    let set = [
+        format!("data.tokenizer={}", tokenizer.display()),
+        format!("data.cache={}", dir.path().join("cache").display()),
+        "model.vocab=257".into(),
+    ];
+    let mut args = vec!["train", path(&recipe), "--data", path(&text), "--out", path(&tuned)];
+    set.iter().for_each(|s| args.extend(["--set", s]));
+    ok(&args);
+    ok(&["convert", path(&tuned), path(&exported)]);
+    let read = |name: &str| -> serde_json::Value {
+        serde_json::from_str(&std::fs::read_to_string(exported.join(name)).unwrap()).unwrap()
+    };
+    assert_eq!(read("generation_config.json"), serde_json::json!({"eos_token_id": 256}));
+    assert_eq!(read("tokenizer_config.json"), serde_json::json!({"eos_token": "<end>"}));
+}
+
 /// MoE runs with the architectures of three families: exported, sampled from, fine-tuned, and converted back.
 #[test]
 fn moe_runs_are_exported_as_their_families() {

@@ -81,6 +81,22 @@ fn every_option_computes_what_transformers_does() {
     }
 }
 
+/// Gemma 3's configuration has a cap of attention scores, which transformers does not pass on: with one, the model computes
+/// what it computes without.
+#[test]
+fn gemma3_has_no_cap_of_attention_scores() {
+    let case = cases().into_iter().find(|c| c.ends_with("gemma3_yarn_nested_truncate")).unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    for file in ["model.safetensors", "expected.safetensors"] {
+        std::fs::copy(case.join(file), dir.path().join(file)).unwrap();
+    }
+    let text = std::fs::read_to_string(case.join("config.json")).unwrap();
+    let capped = text.replace("\"attn_logit_softcapping\": null", "\"attn_logit_softcapping\": 0.5");
+    assert_ne!(text, capped);
+    std::fs::write(dir.path().join("config.json"), capped).unwrap();
+    compare(dir.path(), "");
+}
+
 /// To a checkpoint and back: the files of every case, byte for byte.
 #[test]
 fn every_option_comes_back_byte_for_byte() {

@@ -68,7 +68,7 @@ impl Conversation<'_> {
     }
 
     fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {
-        self.plain.render(self.variables(messages, add_generation_prompt))
+        self.plain.render(self.variables(messages, add_generation_prompt), self.template.now)
     }
 
     /// What `{% generation %}` blocks print.
@@ -79,7 +79,8 @@ impl Conversation<'_> {
                 "the conversation holds U+FDD0 or U+FDD1, which are not characters; remove them".into()
             );
         }
-        let (text, mut assistant) = generation::take_marks(&marked.render(self.variables(messages, false))?);
+        let rendered = marked.render(self.variables(messages, false), self.template.now)?;
+        let (text, mut assistant) = generation::take_marks(&rendered);
         if *prompt > 0 {
             let start = self.start_of(*prompt, &text)?;
             assistant.retain(|s| s.end > start);

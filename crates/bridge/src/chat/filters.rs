@@ -18,6 +18,8 @@ const MAX_FIELDS: usize = 64;
 const MAX_DIGITS: usize = 3;
 /// Most groups that `batch` and `slice` make, and the widest indentation.
 const MAX_COUNT: u64 = 10_000;
+/// Longest separator of `tojson`.
+const MAX_SEPARATOR: usize = 16;
 
 /// Adds the filters, methods and functions of chat templates, which draw on `budget`.
 pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
@@ -177,6 +179,14 @@ fn number(n: i128) -> Value {
     i64::try_from(n).map_or_else(|_| Value::from(n), Value::from)
 }
 
+/// How JSON is printed.
+struct JsonStyle {
+    indent: Option<usize>,
+    sorted: bool,
+    /// After an item, and after a key.
+    separators: [String; 2],
+}
+
 /// The `tojson` filter as Python's `json.dumps` prints: spaces after commas and colons, no HTML escapes.
 fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value> {
     let indent: Option<Value> = match indent {
@@ -186,40 +196,55 @@ fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwarg
     // Accepted without effect: non-ASCII text is never escaped.
     let _: Option<Value> = options.get("ensure_ascii")?;
     let sorted = options.get::<Option<Value>>("sort_keys")?.is_some_and(|v| v.is_true());
+    let separators = options.get::<Option<Value>>("separators")?;
     options.assert_all_used()?;
     let indent = match indent {
         Some(i) if !i.is_none() => Some(usize::try_from(i)?.min(64)),
         _ => None,
     };
+    let separators = match separators {
+        Some(given) if !given.is_none() => separators_of(&given)?,
+        _ => [if indent.is_some() { "," } else { ", " }, ": "].map(String::from),
+    };
     size(value)?; // bounds its depth
     let mut text = String::new();
-    print(value, (indent, sorted), 0, &mut text)?;
+    print(value, &JsonStyle { indent, sorted, separators }, 0, &mut text)?;
     budget.charge(text.len() as u64)?;
     Ok(Value::from_safe_string(text))
 }
 
-fn print(v: &Value, how: (Option<usize>, bool), depth: usize, out: &mut String) -> Result<()> {
+fn separators_of(given: &Value) -> Result<[String; 2]> {
+    let texts: Option<Vec<String>> = given
+        .try_iter()?
+        .map(|v| v.as_str().filter(|s| s.len() <= MAX_SEPARATOR).map(String::from))
+        .collect();
+    let pair = texts.and_then(|t| <[String; 2]>::try_from(t).ok());
+    pair.ok_or_else(|| {
+        refused("the separators of tojson must be two short strings, such as (',', ':')".into())
+    })
+}
+
+fn print(v: &Value, style: &JsonStyle, depth: usize, out: &mut String) -> Result<()> {
     // Indentation may be much longer than the text.
     if out.len() as u64 > MAX_VALUE {
         return Err(refused(format!("it makes a value of more than {MAX_VALUE} bytes")));
     }
-    let (indent, sorted) = how;
     let line = |depth: usize, out: &mut String| {
-        if let Some(n) = indent {
+        if let Some(n) = style.indent {
             out.push('\n');
             out.extend(std::iter::repeat_n(' ', n * depth));
         }
     };
-    let separator = if indent.is_some() { "," } else { ", " };
+    let [after_item, after_key] = &style.separators;
     let wrong = |e: serde_json::Error| refused(format!("cannot be written as JSON: {e}"));
     match v.kind() {
         ValueKind::Seq | ValueKind::Iterable => {
             let items: Vec<Value> = v.try_iter()?.collect();
             out.push('[');
             for (i, item) in items.iter().enumerate() {
-                out.push_str(if i > 0 { separator } else { "" });
+                out.push_str(if i > 0 { after_item } else { "" });
                 line(depth + 1, out);
-                print(item, how, depth + 1, out)?;
+                print(item, style, depth + 1, out)?;
             }
             if !items.is_empty() {
                 line(depth, out);
@@ -228,17 +253,17 @@ fn print(v: &Value, how: (Option<usize>, bool), depth: usize, out: &mut String) 
         }
         ValueKind::Map => {
             let mut keys: Vec<Value> = v.try_iter()?.collect();
-            if sorted {
+            if style.sorted {
                 keys.sort();
             }
             out.push('{');
             for (i, key) in keys.iter().enumerate() {
-                out.push_str(if i > 0 { separator } else { "" });
+                out.push_str(if i > 0 { after_item } else { "" });
                 line(depth + 1, out);
                 let name = key.as_str().map_or_else(|| key.to_string(), str::to_string);
                 out.push_str(&Json::String(name).to_string());
-                out.push_str(": ");
-                print(&v.get_item(key)?, how, depth + 1, out)?;
+                out.push_str(after_key);
+                print(&v.get_item(key)?, style, depth + 1, out)?;
             }
             if !keys.is_empty() {
                 line(depth, out);

@@ -30,6 +30,10 @@ impl Key {
             Field::Hidden => c.hidden = self.size(o, name, c)?,
             Field::Ffn => c.ffn = self.size(o, name, c)?,
             Field::Heads => c.heads = self.size(o, name, c)?,
+            // Null is as many as query heads, also where the family's class has another default.
+            Field::KvHeads if name.is_none() && self.names.iter().any(|n| o.map.contains_key(*n)) => {
+                c.kv_heads = c.heads;
+            }
             Field::KvHeads => c.kv_heads = self.size(o, name, c)?,
             Field::Vocab => c.vocab = self.size(o, name, c)?,
             Field::MaxPositions => c.max_positions = self.size(o, name, c)?,

@@ -138,6 +138,8 @@ const NO_EFFECT: &[&str] = &[
     "_name_or_path",
     "architectures",
     "attention_dropout",
+    // Of Gemma 3 and others; Gemma 2 reads it.
+    "attn_logit_softcapping",
     "attn_pdrop",
     "auto_map",
     "aux_loss_alpha",

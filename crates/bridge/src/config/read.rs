@@ -42,9 +42,17 @@ pub(super) fn detect_family(map: &Map<String, Value>, origin: &str) -> Result<&'
         ));
     }
     found.copied().ok_or_else(|| {
+        // The decoder inside of a multimodal model.
+        let inner = o.get("text_config").and_then(|text| text.get("model_type")?.as_str());
+        let decoder = inner.and_then(|kind| FAMILIES.iter().find(|f| f.model_type == kind));
+        let hint = decoder.map_or(String::new(), |f| {
+            let class = f.architecture;
+            format!("; its text model is: save `model.language_model` and `lm_head` of transformers' model as a {class}")
+        });
+        let name = show(&json!(name));
         Error::unsupported(
             origin,
-            format!("architecture {} is not supported; supported are: {supported}", show(&json!(name))),
+            format!("architecture {name} is not supported; supported are: {supported}{hint}"),
         )
     })
 }

@@ -64,13 +64,13 @@ const GEMMA2_KEYS: &[Key] = &[
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
 ];
 
+/// `attn_logit_softcapping` is in its configuration class, too, but its attention does not use it.
 const GEMMA3_KEYS: &[Key] = &[
     key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
     key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["query_pre_attn_scalar"], Field::QueryScalar, Absent::Real(256.0)),
-    key(&["attn_logit_softcapping"], Field::AttnSoftcap, Absent::Cap(None)),
     key(&["final_logit_softcapping"], Field::FinalSoftcap, Absent::Cap(None)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
 ];

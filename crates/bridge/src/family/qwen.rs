@@ -44,7 +44,7 @@ pub static QWEN3_MOE: Family = Family {
     model_type: "qwen3_moe",
     keys: &[COMMON_KEYS, QWEN3_MOE_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: SlidingWindows::Every { switch: true, absent: None },
+    windows: SlidingWindows::Every { switch: true, absent: Some(4096) },
     refused: &[PARTIAL_ROTARY],
     fixed: |c| c.qk_norm = true,
     prefix: "model.",

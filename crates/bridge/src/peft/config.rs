@@ -72,6 +72,17 @@ impl PeftConfig {
                 return Err(Error::unsupported(origin, what));
             }
         }
+        // Other initial values than these are taken out of the base model's weights, which are then no longer those of its folder.
+        if let Some(start) = o.get("init_lora_weights").and_then(Value::as_str)
+            && !["gaussian", "eva", "orthogonal", "mica"].contains(&start.to_lowercase().as_str())
+        {
+            let what = format!(
+                "`init_lora_weights` is \"{start}\", which changes the weights of the base model, so that the adapters do not fit \
+                 it; save them with path_initial_model_for_weight_conversion, or save the changed base model, name it by \
+                 base_model_name_or_path, and set the key to true"
+            );
+            return Err(Error::unsupported(origin, what));
+        }
         if let Some(bias) = o.text("bias")?.filter(|bias| *bias != "none") {
             let what = format!(
                 "`bias` is \"{bias}\", and trained biases are not supported; train the adapters with \"none\""
@@ -195,6 +206,10 @@ mod tests {
         assert_eq!(c.of("model.layers.0.mlp.experts.gate_up_proj"), (8, 2.0));
         let c = parse(r#"{"peft_type": "LORA", "r": 16, "lora_alpha": 8, "use_rslora": true}"#).unwrap();
         assert_eq!(c.of("x"), (16, 2.0));
+        for start in ["true", "false", "null", r#""gaussian""#, r#""eva""#, r#""orthogonal""#, r#""mica""#] {
+            let text = format!(r#"{{"peft_type": "LORA", "r": 4, "init_lora_weights": {start}}}"#);
+            assert!(parse(&text).is_ok(), "{start}");
+        }
     }
 
     #[test]
@@ -206,6 +221,15 @@ mod tests {
             (r#"{"peft_type": "LORA", "r": 0}"#, "at least 1"),
             (r#"{"peft_type": "LORA", "r": 4, "bias": "all"}"#, "trained biases"),
             (r#"{"peft_type": "LORA", "r": 4, "modules_to_save": ["lm_head"]}"#, "modules_to_save"),
+            (
+                r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "pissa"}"#,
+                "path_initial_model_for_weight",
+            ),
+            (r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "pissa_niter_4"}"#, "pissa_niter_4"),
+            (r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "OLoRA"}"#, "OLoRA"),
+            (r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "loftq"}"#, "base model"),
+            (r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "corda"}"#, "base model"),
+            (r#"{"peft_type": "LORA", "r": 4, "init_lora_weights": "lora_ga"}"#, "base model"),
             (r#"{"peft_type": "LORA", "r": 4, "rank_pattern": {"(": 3}}"#, "regular expression"),
             (r#"{"peft_type": "LORA", "r": 4, "rank_pattern": {"a": "b"}}"#, "numbers"),
         ] {

@@ -2,6 +2,7 @@
 
 use super::sites::{Site, sites};
 use super::{Adapter, Adapters, PeftConfig};
+use crate::cast::{cast, is_castable};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::finite;
@@ -134,14 +135,20 @@ impl Files {
             );
             return Err(Error::tensor(name, what));
         }
-        let Some(dtype) = found.dtype.native() else {
-            return Err(Error::tensor(name, format!("element type {} is no weight", found.dtype)));
+        let Some(dtype) = found.dtype.native().filter(|d| is_castable(*d)) else {
+            let what = format!(
+                "dtype {} of {} cannot be read as an adapter (F32, BF16 and F16 can)",
+                found.dtype,
+                self.file.path().display()
+            );
+            return Err(Error::tensor(name, what));
         };
-        let values = to_f32(dtype, &self.file.read(name)?)?;
-        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let stored = self.file.read(name)?;
+        let mut bytes = vec![0; stored.len() / dtype.size() * DType::F32.size()];
+        cast(&stored, dtype, &mut bytes, DType::F32);
         finite::check(name, DType::F32, &bytes)?;
         self.used.insert(name.to_string());
-        Ok(values)
+        Ok(to_f32(DType::F32, &bytes)?)
     }
 }
 

@@ -69,9 +69,20 @@ impl Tokenizer {
             return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
         }
         let mut tokenizer = Tokenizer::from_file(&path)?;
-        let ends = file::ends(dir, |text| tokenizer.special(text))?;
-        (tokenizer.bos, tokenizer.eos) = (ends.bos, ends.eos);
+        tokenizer.add_ends(dir)?;
         Ok(tokenizer)
+    }
+
+    /// Adds the beginning and end tokens that the files of a model's folder name.
+    pub(crate) fn add_ends(&mut self, dir: &Path) -> Result<()> {
+        let ends = file::ends(dir, |text| self.special(text))?;
+        self.bos = self.bos.or(ends.bos);
+        for id in ends.eos {
+            if !self.eos.contains(&id) {
+                self.eos.push(id);
+            }
+        }
+        Ok(())
     }
 
     /// A file in the format of `tokenizer.json`, of this or an earlier version of the format.
@@ -140,7 +151,9 @@ impl Tokenizer {
         self.encode_as(text, false)
     }
 
-    /// Encodes a text with the special tokens that the tokenizer adds, such as beginning of text.
+    /// Encodes a text with the special tokens that the tokenizer adds, such as beginning of text. The post-processor in
+    /// `tokenizer.json` says which: as in transformers 5, `add_bos_token` and `add_eos_token` in `tokenizer_config.json` do
+    /// not count beside it.
     pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
         self.encode_as(text, true)
     }

@@ -231,6 +231,13 @@ fn bos_and_eos_come_from_the_files_beside_it() {
     write("generation_config.json", json!({"eos_token_id": [8, 9], "bos_token_id": 1}));
     let t = Tokenizer::from_dir(dir.path()).unwrap();
     assert_eq!((t.bos(), t.eos()), (Some(1), &[8, 9][..]));
+    // Which of them are added is for the post-processor of tokenizer.json alone to say, as in transformers 5.
+    let framed = t.encode_framed("hello").unwrap();
+    for on in [true, false] {
+        let config = json!({"bos_token": "<|begin|>", "eos_token": "<|end|>", "add_bos_token": on, "add_eos_token": on});
+        write("tokenizer_config.json", config);
+        assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().encode_framed("hello").unwrap(), framed);
+    }
 }
 
 /// The pre-tokenization patterns of the supported families.
