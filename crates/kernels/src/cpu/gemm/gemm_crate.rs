@@ -11,11 +11,13 @@ const K_SLICE: usize = 512;
 /// Elements of C in the smallest chunk. The crate has other kernels, which sum in another order, for up to 256.
 const SMALLEST: usize = 64 * 64;
 
-/// Number of chunks along the rows and columns of C: two for each thread if they are large enough, nearly square. Every chunk packs
-/// its rows of A and columns of B for itself, so fewer and larger ones cost less.
+/// Number of chunks along the rows and columns of C, nearly square. Every chunk packs its rows of A and columns of B for itself, so
+/// fewer and larger ones cost less: one for each of two or four threads. More threads wait for the last one longer: two for each,
+/// if they are large enough.
 fn chunks(m: usize, n: usize, threads: usize) -> [usize; 2] {
+    let wanted = if matches!(threads, 1 | 2 | 4) { threads } else { 2 * threads };
     let (mut down, mut across) = (1, 1);
-    while threads > 1 && down * across < 2 * threads {
+    while down * across < wanted {
         let (rows, cols) = (m / down, n / across);
         if rows * cols < 2 * SMALLEST {
             break;
