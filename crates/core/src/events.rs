@@ -26,7 +26,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 pub use columns::StepColumns;
 pub use decimate::decimate;
-pub use fault::{Fault, Rerun};
+pub use fault::{Fault, FaultPersistence, Rerun, RerunOutcome};
 pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
 pub use history::{ExpertLoads, Fp8Point, RunHistory, RunState};
 pub use metrics::Metrics;
