@@ -160,8 +160,10 @@ fn reruns_are_marked_unless_they_verify_steps() {
     let run = &data["runs"][0];
     let marks: Vec<_> = run["marks"].as_array().unwrap().iter().map(|m| (&m["step"], &m["kind"])).collect();
     assert_eq!(marks, [(&30.into(), &"rerun".into()), (&20.into(), &"rerun".into())]);
-    let notes: Vec<&str> =
-        run["notes"].as_array().unwrap().iter().map(|n| n["text"].as_str().unwrap()).collect();
+    let notes = run["notes"].as_array().unwrap();
+    let kinds: Vec<_> = notes.iter().map(|n| n["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["rerun", "rerun", "verified"]);
+    let notes: Vec<&str> = notes.iter().map(|n| n["text"].as_str().unwrap()).collect();
     assert_eq!((run["unreadable"].as_u64(), notes.len()), (Some(0), 3), "{notes:?}");
     assert!(notes.iter().rev().zip(outcomes).all(|(note, outcome)| note.ends_with(outcome)), "{notes:?}");
 }

@@ -4,7 +4,7 @@ use super::devices::*;
 use super::router_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{
-    ExpertChoice, GateBackward, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
+    ExpertSelection, GateBackward, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
     StepKey,
 };
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -103,7 +103,7 @@ fn top_k_selection_and_probabilities() {
                             &h.s,
                             &Route {
                                 params: how,
-                                choice: ExpertChoice::TopK { bias },
+                                selection: ExpertSelection::TopK { bias },
                                 logits: &lt,
                                 index: &it,
                                 probs: &pt,
@@ -113,7 +113,7 @@ fn top_k_selection_and_probabilities() {
                         let index = h.host(&it);
                         let mut hanging = 0;
                         for (t, (x, ours)) in x.chunks(experts).zip(index.chunks(k)).enumerate() {
-                            let Some(wanted) = choice(how, biased.then_some(&b), x, k) else {
+                            let Some(wanted) = selection(how, biased.then_some(&b), x, k) else {
                                 hanging += 1;
                                 continue;
                             };
@@ -146,7 +146,13 @@ fn given_selections_may_have_empty_slots() {
                 let pt = h.poisoned(DType::F32, &[n, k]);
                 h.k.route(
                     &h.s,
-                    &Route { params: how, choice: ExpertChoice::Given, logits: &lt, index: &it, probs: &pt },
+                    &Route {
+                        params: how,
+                        selection: ExpertSelection::Given,
+                        logits: &lt,
+                        index: &it,
+                        probs: &pt,
+                    },
                 )
                 .unwrap();
                 assert_eq!(h.host(&it), index);
@@ -259,7 +265,7 @@ fn vectors_of_the_specification() {
                 &h.s,
                 &Route {
                     params: *how,
-                    choice: ExpertChoice::TopK { bias: biased.then_some(&bt) },
+                    selection: ExpertSelection::TopK { bias: biased.then_some(&bt) },
                     logits: &lt,
                     index: &it,
                     probs: &pt,
@@ -365,33 +371,45 @@ fn invalid_arguments_are_errors() {
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let (x, i, p) = (z(DType::F32, &[4, 8]), z(DType::I32, &[4, 2]), z(DType::F32, &[4, 2]));
         let plain = RouterParams { score: ScoreFunction::Sigmoid, normalize: true, groups: None, scale: 1.0 };
-        let best = ExpertChoice::TopK { bias: None };
+        let best = ExpertSelection::TopK { bias: None };
         let groups =
             |count, keep, best| RouterParams { groups: Some(GroupLimit { count, keep, best }), ..plain };
         let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
         let bf16_logits = z(DType::BF16, &[4, 8]);
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
         let transposed = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
-        let wide = ExpertChoice::TopK { bias: Some(&p) };
+        let wide = ExpertSelection::TopK { bias: Some(&p) };
         refused(
             &h,
             "rows",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::F32, &[3, 8]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::F32, &[3, 8]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
             &h,
             "strides",
-            k.route(s, &Route { params: plain, choice: best, logits: &transposed, index: &i, probs: &p }),
+            k.route(s, &Route { params: plain, selection: best, logits: &transposed, index: &i, probs: &p }),
         );
         refused(
             &h,
             "type",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::I32, &[4, 8]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::I32, &[4, 8]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
@@ -399,7 +417,13 @@ fn invalid_arguments_are_errors() {
             "probabilities",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &x, index: &i, probs: &z(DType::F32, &[4, 3]) },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &x,
+                    index: &i,
+                    probs: &z(DType::F32, &[4, 3]),
+                },
             ),
         );
         refused(
@@ -409,7 +433,7 @@ fn invalid_arguments_are_errors() {
                 s,
                 &Route {
                     params: plain,
-                    choice: best,
+                    selection: best,
                     logits: &x,
                     index: &i,
                     probs: &z(DType::BF16, &[4, 2]),
@@ -421,15 +445,27 @@ fn invalid_arguments_are_errors() {
             "bias",
             k.route(
                 s,
-                &Route { params: plain, choice: wide, logits: &x, index: &i, probs: &z(DType::F32, &[4, 2]) },
+                &Route {
+                    params: plain,
+                    selection: wide,
+                    logits: &x,
+                    index: &i,
+                    probs: &z(DType::F32, &[4, 2]),
+                },
             ),
         );
         refused(
             &h,
-            "too many choices",
+            "too many selections",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::F32, &[4, 1]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::F32, &[4, 1]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
@@ -439,7 +475,7 @@ fn invalid_arguments_are_errors() {
                 s,
                 &Route {
                     params: plain,
-                    choice: best,
+                    selection: best,
                     logits: &z(DType::F32, &[4, 1025]),
                     index: &i,
                     probs: &p,
@@ -449,34 +485,40 @@ fn invalid_arguments_are_errors() {
         refused(
             &h,
             "uneven groups",
-            k.route(s, &Route { params: groups(3, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(3, 1, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "more groups than there are",
-            k.route(s, &Route { params: groups(2, 4, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(2, 4, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "groups ranked by more experts than they have",
-            k.route(s, &Route { params: groups(4, 4, 3), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(4, 4, 3), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "small groups",
-            k.route(s, &Route { params: groups(8, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(8, 1, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "no groups",
-            k.route(s, &Route { params: groups(0, 0, 0), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(0, 0, 0), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "an expert that is not",
             k.route(
                 s,
-                &Route { params: plain, choice: ExpertChoice::Given, logits: &x, index: &far, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: ExpertSelection::Given,
+                    logits: &x,
+                    index: &far,
+                    probs: &p,
+                },
             ),
         );
         refused(

@@ -210,7 +210,10 @@ fn marks(h: &RunHistory) -> impl Iterator<Item = (u64, &'static str)> {
 /// What happened, newest first.
 fn notes(h: &RunHistory) -> Vec<Value> {
     let note = |time: f64, event: &Event| {
-        let kind = serde_json::to_value(event).ok().and_then(|v| Some(v.get("kind")?.as_str()?.to_string()));
+        let kind = match event {
+            Event::Rerun(r) if r.outcome == RerunOutcome::Same => Some("verified".into()),
+            _ => serde_json::to_value(event).ok().and_then(|v| Some(v.get("kind")?.as_str()?.to_string())),
+        };
         let text = match event {
             Event::Sample(s) => Some(format!("{}{}", s.prompt, s.text)),
             Event::Resume(r) => {
