@@ -149,6 +149,13 @@ pub fn check_layout(model: &ModelConfig, layout: &RankLayout) -> Result<()> {
     Ok(RankLayout { ep, ..layout.clone() }.check_model(&sizes)?)
 }
 
+/// Checks that the model can compute in the dtype of `--dtype`, before any rank starts.
+pub fn check_dtype(model: &ModelConfig, dtype: DType) -> Result<()> {
+    let Some(what) = model.refused_dtype(dtype).map(String::from) else { return Ok(()) };
+    let key = Some("--dtype".into());
+    Err(ferrotron_core::Error::Config { file: None, line: None, key, what, hint: None }.into())
+}
+
 /// How a checkpoint is run.
 #[derive(Clone, Debug)]
 pub struct ForwardOptions {

@@ -2,6 +2,7 @@
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
+use crate::forward::check_dtype;
 use crate::generation_config::GENERATION_CONFIG;
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
@@ -59,6 +60,12 @@ impl ModelSource {
     /// The architecture.
     pub fn model(&self) -> &ModelConfig {
         self.weights.model()
+    }
+
+    /// The dtype to compute in: `given`, if the model can compute in it; otherwise its own, [`ModelSource::dtype`].
+    pub fn compute_dtype(&self, given: Option<DType>) -> Result<DType> {
+        let Some(dtype) = given else { return Ok(self.dtype()) };
+        check_dtype(self.model(), dtype).map(|()| dtype)
     }
 
     /// The compute precision: bf16 if the model was trained in it, otherwise f32.

@@ -19,7 +19,8 @@ Examples:
   ferrotron explain train.micro_batch      explain a recipe key
   ferrotron doctor                         show the hardware and libraries that were found
 
-Exit codes: 0 success (or interrupted and saved); 1 failure or, for parity, a difference; 2 wrong usage or configuration.";
+Exit codes: 0 success, or interrupted and saved; 1 failure or, for parity and regress, a difference; 2 wrong usage or
+configuration; 16 faulty hardware; 17 a rejected result that is reproducible; 75 start it again; 76 excluded from its job.";
 
 /// Train transformer language models on one CPU, one GPU or many
 #[derive(Debug, Parser)]
@@ -34,7 +35,7 @@ pub struct Cli {
 }
 
 /// The heading of options that only some commands use.
-const COMPUTE: &str = "Options of commands that compute (train, forward, parity, eval, generate, chat, bench, regress, kernels); ignored by others";
+const COMPUTE: &str = "Device and rank options (ignored by commands that do not compute)";
 
 /// Options that every command takes.
 #[derive(Clone, Debug, Args)]
@@ -56,7 +57,7 @@ pub struct Global {
     /// Device to compute on: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
-    /// Let the GPU stand for an older one (sm_80, sm_86, sm_89): its kernels and limits; also FERROTRON_AS
+    /// Run as an older GPU (sm_80, sm_86, sm_89): its kernels and shared-memory limit; also FERROTRON_AS
     #[arg(long = "as", global = true, value_name = "ARCH")]
     pub stand_in: Option<String>,
     /// Check that events order every conflicting memory access of different streams; slower

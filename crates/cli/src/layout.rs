@@ -111,7 +111,7 @@ impl FromStr for ParitySide {
                 None if item.parse::<Device>().is_ok() => ("device", item),
                 None => {
                     return Err(format!(
-                        "{item:?} is neither a precision (f32, bf16), a device (cpu, cuda, cuda:N) nor key=value"
+                        "{item:?} is neither a precision (f32, bf16, f16), a device (cpu, cuda, cuda:N) nor key=value"
                     ));
                 }
             };

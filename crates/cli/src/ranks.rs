@@ -25,9 +25,9 @@ impl Global {
         };
         match self.device {
             Device::Cpu => Ok(Rank::cpu_instrumented(self.threads, seed, watch)?),
-            Device::Cuda(ordinal) => self.card(ordinal, seed, watch),
+            Device::Cuda(ordinal) => self.cuda_rank(ordinal, seed, watch),
             Device::Auto if gpus().is_ok_and(|all| !all.is_empty()) => {
-                self.card(0, seed, watch).or_else(|why| {
+                self.cuda_rank(0, seed, watch).or_else(|why| {
                     output::note(format_args!(
                         "warning: using the CPU, because the GPU cannot be used: {}",
                         output::describe(&why)
@@ -54,7 +54,7 @@ impl Global {
     /// The rank of a launched process: on the GPU of its local rank, or on its share of the host's cores.
     fn job_rank(&self, job: &LaunchEnv, seed: u64) -> Result<Rank> {
         let gpu_count = || gpus().map_or(0, |all| all.len());
-        let card = match self.device {
+        let ordinal = match self.device {
             Device::Cpu => None,
             Device::Auto if gpu_count() == 0 => None,
             // A launcher that sets CUDA_VISIBLE_DEVICES to one GPU per process has chosen already.
@@ -70,14 +70,14 @@ impl Global {
         };
         let watch =
             Instrumentation { race_check: self.check, trace: self.trace, ..Instrumentation::default() };
-        match card {
+        match ordinal {
             Some(n) if n >= gpu_count() => Err(UsageError::new(format!(
                 "rank {} has local rank {n}, but its host has {} GPUs; start one process per GPU, or use --device cpu",
                 job.rank,
                 gpu_count()
             ))
             .into()),
-            Some(n) => self.card(n, seed, watch),
+            Some(n) => self.cuda_rank(n, seed, watch),
             None => {
                 let cores = std::thread::available_parallelism().map_or(1, usize::from);
                 let threads =
@@ -87,7 +87,7 @@ impl Global {
         }
     }
 
-    fn card(&self, ordinal: usize, seed: u64, watch: Instrumentation) -> Result<Rank> {
+    fn cuda_rank(&self, ordinal: usize, seed: u64, watch: Instrumentation) -> Result<Rank> {
         let begin = Instant::now();
         let (rank, KernelCacheStats { compiled, cached }) = Rank::cuda(ordinal, self.threads, seed, watch)?;
         if compiled > 0 && !self.json && self.launch.leads() {

@@ -240,14 +240,14 @@ fn exclusive_keys_on_one_command_line_are_refused() {
 fn options_that_some_commands_ignore_say_so() {
     let text = ok(&["recipes", "--help"]);
     let [every, compute] =
-        ["Options of every command:", "Options of commands that compute"].map(|h| text.find(h).unwrap());
+        ["Options of every command:", "Device and rank options"].map(|h| text.find(h).unwrap());
     let place = |option: &str| text.find(option).unwrap();
     for option in ["--device", "--as", "--threads", "--check", "--timeout"] {
         let heading =
             if every < compute { place(option) > compute } else { (compute..every).contains(&place(option)) };
         assert!(heading, "{option}: {text}");
     }
-    assert!(text.contains("ignored by others"), "{text}");
+    assert!(text.contains("ignored by commands that do not compute"), "{text}");
 }
 
 #[test]

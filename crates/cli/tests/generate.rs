@@ -51,6 +51,17 @@ fn text_from_a_run_its_checkpoint_and_its_export() {
     assert_eq!(threads["tokens"], first["tokens"]);
 }
 
+#[test]
+fn f16_is_for_dense_models() {
+    let (dir, recipe, run) = trained(&["precision.dtype=f32"]);
+    let text = json(&["generate", "--model", path(&run), "--tokens", "4", "--dtype", "f16"]);
+    assert_eq!(text["dtype"], "f16");
+    let moe = dir.path().join("moe");
+    ok(&["train", path(&recipe), "--out", path(&moe), "--set", "moe.experts=4"]);
+    let why = fails(&["generate", "--model", path(&moe), "--dtype", "f16"], 2);
+    assert!(why.contains("--dtype: f16 does not support MoE models"), "{why}");
+}
+
 /// A run of adapters writes what its merged export does. Its base model is a folder, or drawn from the seed of the run.
 #[test]
 fn text_from_a_run_of_adapters_and_its_merged_export() {

@@ -68,7 +68,7 @@ pub use nccl::nccl_version;
 pub use network_input::read_network_input;
 pub use op_descriptor::{Detail, OpDescriptor, OpKind};
 pub use payloads::{DigestKernel, PayloadCall, Payloads};
-pub use peer_memory::{PeerAddress, PeerKey, PeerMemory};
+pub use peer_memory::{PeerAddress, PeerKey, PeerMemory, SNAPSHOTS_KEPT};
 pub use recording::{CallLog, RecordedCall, RecordedGroup};
 pub use send_recv::SendRecv;
 pub use threads::{ReduceKernel, ReduceKernels};

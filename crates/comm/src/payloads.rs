@@ -50,7 +50,7 @@ pub(crate) struct CallHooks {
 struct Recording {
     kernel: DigestKernel,
     /// The stream whose memory holds the digests.
-    home: Stream,
+    alloc_stream: Stream,
     calls: Vec<PayloadCall>,
     /// i64 `[CHUNK]` each, with the event after which any stream may write it.
     chunks: Vec<(Tensor, Event)>,
@@ -65,12 +65,12 @@ impl Recording {
         let Some(payload) = payload else { return Ok(()) };
         let (chunk, at) = (self.digests / CHUNK, self.digests % CHUNK);
         if chunk == self.chunks.len() {
-            let digests = Tensor::empty(&self.home, &[CHUNK], DType::I64, Category::Workspace)?;
-            self.chunks.push((digests, self.home.record()?));
+            let digests = Tensor::empty(&self.alloc_stream, &[CHUNK], DType::I64, Category::Workspace)?;
+            self.chunks.push((digests, self.alloc_stream.record()?));
         }
         let (digests, ready) = &self.chunks[chunk];
         let waited = self.streams.get(&s.id()).map_or(0, |(_, chunks)| *chunks);
-        if waited <= chunk && !s.same_as(&self.home) {
+        if waited <= chunk && !s.same_as(&self.alloc_stream) {
             s.wait(ready)?;
         }
         (self.kernel)(s, payload, &digests.narrow(0, at, 1)?)?;
@@ -158,7 +158,7 @@ pub struct Payloads {
 
 impl Payloads {
     /// Waits for the digests on stream `s` and reads them: the calls in order, each with the digest of what this rank sent.
-    /// The home stream must wait for `s` before what was read is dropped.
+    /// The allocation stream must wait for `s` before what was read is dropped.
     pub fn read(&self, s: &Stream) -> Result<Vec<(PayloadCall, Option<u64>)>> {
         self.done.iter().try_for_each(|done| s.wait(done))?;
         let mut digests = Vec::new();
@@ -173,10 +173,11 @@ impl Payloads {
 }
 
 impl World {
-    /// Records the digests of what this rank sends from here on. Digests are in memory of stream `home`.
-    pub fn record_payloads(&self, home: &Stream, kernel: DigestKernel) {
+    /// Records the digests of what this rank sends from here on. Digests are in memory of stream `alloc_stream`.
+    pub fn record_payloads(&self, alloc_stream: &Stream, kernel: DigestKernel) {
         let (calls, chunks, streams) = Default::default();
-        let recording = Recording { kernel, home: home.clone(), calls, chunks, digests: 0, streams };
+        let recording =
+            Recording { kernel, alloc_stream: alloc_stream.clone(), calls, chunks, digests: 0, streams };
         *self.hooks().lock() = Some(recording);
         self.hooks().records.store(true, Ordering::Relaxed);
     }

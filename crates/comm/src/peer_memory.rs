@@ -14,8 +14,9 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Copies of one owner that are kept: the newest complete one, and the one that is arriving.
-const KEPT: usize = 2;
+/// Snapshots that are kept of a rank, in its own memory and in its partner's: the newest complete one, and the one that is
+/// being copied. Two: a restart may need the older one while the newest is incomplete on some rank.
+pub const SNAPSHOTS_KEPT: usize = 2;
 /// Bytes of one read or write.
 const CHUNK: usize = 4 << 20;
 /// Time without progress after which a connection is given up.
@@ -97,7 +98,7 @@ impl PeerMemory {
         let later: Vec<PeerKey> = kept.range(key..=*of_owner.end()).map(|(k, _)| *k).collect();
         later.iter().for_each(|k| drop(kept.remove(k)));
         let mut old: Vec<PeerKey> = kept.range(of_owner).map(|(k, _)| *k).collect();
-        old.truncate((old.len() + 1).saturating_sub(KEPT));
+        old.truncate((old.len() + 1).saturating_sub(SNAPSHOTS_KEPT));
         let dropped = old.iter().filter_map(|k| kept.remove(k)).last();
         dropped.and_then(|bytes| Arc::try_unwrap(bytes).ok()).unwrap_or_default()
     }

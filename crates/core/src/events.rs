@@ -24,7 +24,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub use checkpoint::{Change, Checkpoint, Restart, Resume, SaveFailed};
 pub use columns::StepColumns;
 pub use decimate::decimate;
-pub use fault::{Fault, Rerun};
+pub use fault::{Fault, FaultPersistence, Rerun, RerunOutcome};
 pub use health::{Cause, MemoryGrowth, RankSections, Sections, Straggler};
 pub use history::{ExpertLoads, Fp8Point, RunHistory, RunState};
 pub use log::{EventLog, parse, read};

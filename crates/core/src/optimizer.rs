@@ -60,7 +60,7 @@ pub struct Optimizer {
     stream: Option<StateStream>,
     /// Who else reads that state.
     reads: StateReads,
-    /// Second moments of NorMuon.
+    /// NorMuon's second moment, one per row or column of each matrix.
     lines: LineMoments,
     /// Step counts; the first belongs to the rule of ungrouped parameters.
     clocks: Vec<StepClock>,
@@ -117,8 +117,7 @@ impl Optimizer {
             !rule.frozen && matches!(rule.moments, StateDtype::F16 | StateDtype::Fp8)
         })?;
         if master == MasterDtype::Remainder && params.specs().iter().any(|s| s.fp8_resident()) {
-            let what = "optimizer.master_dtype: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
-            return Err(Error::Invalid(what.into()));
+            return Err(Error::Invalid(MasterDtype::REMAINDER_OF_FP8.into()));
         }
         let held = |b: &Bucket| b.held(scheme.optimizer, scheme.optimizer_place_of(rank, b.experts)).len();
         let bytes = |b: &Bucket| held(b) * storage.bytes_per_element(params, &groups, b);

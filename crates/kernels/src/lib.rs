@@ -74,7 +74,7 @@ pub use quant::{
 };
 pub use rope::{Rope, RopeKernels, RopeStyle};
 pub use router::{
-    CapacityDrop, ExpertChoice, GateBackward, GroupLimit, Jitter, MAX_EXPERTS, MAX_TOPK, Route,
+    CapacityDrop, ExpertSelection, GateBackward, GroupLimit, Jitter, MAX_EXPERTS, MAX_TOPK, Route,
     RouteBackward, RouterKernels, RouterParams, ScoreFunction, capacity,
 };
 

@@ -35,9 +35,9 @@ pub mod counter {
     /// Completed steps.
     pub const STEPS: usize = 0;
     /// `β1^t`, accumulated by multiplication.
-    pub const POWER1: usize = 1;
+    pub const BETA1_POWER: usize = 1;
     /// `β2^t`
-    pub const POWER2: usize = 2;
+    pub const BETA2_POWER: usize = 2;
     /// Number of entries.
     pub const COUNT: usize = 3;
 

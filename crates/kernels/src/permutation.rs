@@ -130,7 +130,7 @@ pub(crate) fn sort_sizes(op: &'static str, index: &Tensor, align: usize, map: &R
     let RowMap { offsets, counts, rows, source } = map;
     contiguous(op, &[index, offsets, counts, rows, source])?;
     dtypes(op, DType::I32, &[index, offsets, counts, rows, source])?;
-    let (choices, experts) = (counted(op, index.numel())?, counts.numel());
+    let (selections, experts) = (counted(op, index.numel())?, counts.numel());
     if index.rank() != 2 || rows.shape() != index.shape() || offsets.shape() != [experts + 1] {
         return shape_error(
             op,
@@ -146,7 +146,7 @@ pub(crate) fn sort_sizes(op: &'static str, index: &Tensor, align: usize, map: &R
     if align == 0 {
         return shape_error(op, "the alignment must be at least 1");
     }
-    let most = counted(op, choices.saturating_add(experts.min(choices).saturating_mul(align - 1)))?;
+    let most = counted(op, selections.saturating_add(experts.min(selections).saturating_mul(align - 1)))?;
     let needed = most / align * align;
     if counted(op, source.numel())? < needed {
         return shape_error(
@@ -154,7 +154,7 @@ pub(crate) fn sort_sizes(op: &'static str, index: &Tensor, align: usize, map: &R
             format!("source holds {} rows, but up to {needed} are possible", source.numel()),
         );
     }
-    Ok([choices, experts])
+    Ok([selections, experts])
 }
 
 /// Checks contiguous rows `[n, h]`; returns n and h.
@@ -269,7 +269,7 @@ pub(crate) fn unpermute_sizes(op: &'static str, x: &Tensor, rows: &Tensor, y: &T
 }
 
 /// Checks one f32 value per selection.
-pub(crate) fn check_choices(op: &'static str, sizes: Sizes, t: &Tensor) -> Result<()> {
+pub(crate) fn check_selections(op: &'static str, sizes: Sizes, t: &Tensor) -> Result<()> {
     dtypes(op, DType::F32, &[t])?;
     if t.shape() == [sizes.tokens, sizes.k] && t.is_contiguous() {
         return Ok(());

@@ -62,7 +62,7 @@ pub struct RouterParams {
 
 /// Where the selected experts come from.
 #[derive(Clone, Copy, Debug)]
-pub enum ExpertChoice<'a> {
+pub enum ExpertSelection<'a> {
     /// Top-k of the scores plus an expert bias, which does not enter the probabilities.
     TopK {
         /// f32 `[E]`
@@ -78,7 +78,7 @@ pub struct Route<'a> {
     /// How tokens are routed.
     pub params: RouterParams,
     /// Where the selection comes from.
-    pub choice: ExpertChoice<'a>,
+    pub selection: ExpertSelection<'a>,
     /// `[T, E]`
     pub logits: &'a Tensor,
     /// i32 `[T, k]`: written, best first, unless the selection is given. Negative entries get probability 0 and do not count in

@@ -10,7 +10,7 @@ mod golden;
 
 use devices::{TestDevice, devices};
 use ferrotron_kernels::{
-    AuxLoss, AuxLossWeights, CapacityDrop, ExpertChoice, GateBackward, Gemm, GroupLimit, Route,
+    AuxLoss, AuxLossWeights, CapacityDrop, ExpertSelection, GateBackward, Gemm, GroupLimit, Route,
     RouteBackward, RouterParams, ScoreFunction, ZLossBackward, capacity,
 };
 use ferrotron_tensor::{Category, DType, Tensor, bf16};
@@ -227,9 +227,9 @@ fn top_k(c: &Case, logits: &str) {
     let bias = flag(c.json, "expert_bias").then(|| c.upload(DType::F32, "expert_bias"));
     let shape = [logits.shape()[0], k];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
-    let choice = ExpertChoice::TopK { bias: bias.as_ref() };
+    let selection = ExpertSelection::TopK { bias: bias.as_ref() };
     c.h.k
-        .route(&c.h.s, &Route { params: how, choice, logits: &logits, index: &index, probs: &probs })
+        .route(&c.h.s, &Route { params: how, selection, logits: &logits, index: &index, probs: &probs })
         .unwrap();
     let scale = f64::from(how.scale);
     probabilities(c, how, &logits, &index, &probs, tolerance.map(|t| t * scale));
@@ -252,7 +252,7 @@ fn sinkhorn(c: &Case) {
             &c.h.s,
             &Route {
                 params: how,
-                choice: ExpertChoice::Given,
+                selection: ExpertSelection::Given,
                 logits: &logits,
                 index: &index,
                 probs: &probs,

@@ -7,7 +7,7 @@ use crate::{Category, Error, Result, Stream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
-/// An allocation with a category and a home stream. Its block returns to the pool on drop.
+/// An allocation with a category and the stream that it was allocated on. Its block returns to the pool on drop.
 pub(crate) struct Buffer {
     pub(crate) device: Arc<DeviceInner>,
     /// `None` once freed.

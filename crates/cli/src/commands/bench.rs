@@ -47,7 +47,7 @@ pub enum Command {
     Kernels(Kernels),
     /// Benchmark every collective: time, algorithm bandwidth and bus bandwidth
     Comm(super::bench_comm::Args),
-    /// Measure a GPU for `plan`: GEMMs, attention, memory, link to the host; writes a hardware file, in under two minutes
+    /// Measure a GPU for `plan`: GEMMs, attention, memory, link to the host; writes a hardware file; takes about a minute
     Calibrate(super::bench_calibrate::Args),
 }
 
@@ -66,7 +66,7 @@ pub struct Train {
     /// Number of warm-up steps before timing starts
     #[arg(long, value_name = "N", default_value_t = 3)]
     pub warmup: usize,
-    /// Compute precision: f32 or bf16 [default: the recipe's]
+    /// Compute precision: f32, bf16 or f16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Pack each sequence with documents of this many tokens; attention does not cross documents
@@ -101,7 +101,7 @@ pub struct Kernels {
     /// Seconds to time each kernel
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     pub seconds: f64,
-    /// Compute precision: f32 or bf16 [default: the recipe's]
+    /// Compute precision: f32, bf16 or f16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Override a recipe key; can be repeated

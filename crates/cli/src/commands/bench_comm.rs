@@ -40,7 +40,7 @@ pub struct Args {
     /// Only collectives whose name contains TEXT
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     pub filter: String,
-    /// Dtype: f32 or bf16 [default: both]
+    /// Dtype: f32, bf16 or f16 [default: f32 and bf16]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Largest size in bytes

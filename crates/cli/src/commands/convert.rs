@@ -51,7 +51,7 @@ pub struct Args {
     pub from: PathBuf,
     /// Folder to write
     pub to: PathBuf,
-    /// Dtype to store weights in: f32 or bf16 [default: unchanged]
+    /// Dtype to store weights in: f32, bf16 or f16 [default: unchanged]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Hugging Face folder whose tensor names, config.json and tokenizer the output follows

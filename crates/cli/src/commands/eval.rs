@@ -75,7 +75,7 @@ pub struct Args {
     /// Write the score of every choice of every question to this file, as JSON lines
     #[arg(long, value_name = "FILE")]
     pub log_samples: Option<PathBuf>,
-    /// Compute precision: f32 or bf16 [default: the precision the model was trained in]
+    /// Compute precision: f32, bf16 or f16 [default: the model's if bf16, otherwise f32]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Folder with tokenizer.json, or the file itself [default: the model's own]
@@ -117,7 +117,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let found = ModelSource::open(&args.model)?;
     let text = found.text(args.tokenizer.as_deref())?;
-    let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
+    let dtype = found.compute_dtype(args.dtype.map(Precision::dtype))?;
     let layout = args.layout.grid();
     if layout.cp != 1 || layout.pp != 1 {
         let what = "evaluation needs whole sequences and a whole model: cp=1 and pp=1";

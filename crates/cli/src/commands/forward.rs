@@ -49,7 +49,7 @@ pub struct Args {
     /// Run the backward pass and write every gradient
     #[arg(long)]
     pub backward: bool,
-    /// Compute precision: f32 or bf16
+    /// Compute precision: f32, bf16 or f16
     #[arg(long, value_name = "DTYPE", default_value = "f32")]
     pub dtype: Precision,
     /// Parallel layout, such as tp=2,pp=2 (keys: tp, cp, pp, vp, dp, ep, etp)
@@ -64,6 +64,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     forward::check_output(&args.output, &found.weights, &args.input)?;
     let layout = args.layout.grid();
     forward::check_layout(found.model(), &layout)?;
+    forward::check_dtype(found.model(), args.dtype.dtype())?;
     let options = ForwardOptions {
         dtype: args.dtype.dtype(),
         stages: PipelineLayout { vp: layout.vp, layout: None },

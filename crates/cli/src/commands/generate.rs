@@ -51,7 +51,7 @@ pub struct Args {
     /// How tokens are sampled
     #[command(flatten)]
     pub sampling: SamplingArgs,
-    /// Compute precision: f32 or bf16 [default: the precision the model was trained in]
+    /// Compute precision: f32, bf16 or f16 [default: the model's if bf16, otherwise f32]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
     /// Folder with tokenizer.json, or the file itself [default: the model's own]
@@ -69,7 +69,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let found = ModelSource::open(&args.model)?;
     let text = found.text(args.tokenizer.as_deref())?;
     let ids = text.prompt(&prompt, args.chat)?;
-    let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
+    let dtype = found.compute_dtype(args.dtype.map(Precision::dtype))?;
     let layout = args.layout.grid();
     if layout.world()? != layout.tp {
         return Err(UsageError::new("generation supports tensor parallelism only; use --layout tp=N").into());

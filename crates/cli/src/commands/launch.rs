@@ -44,7 +44,7 @@ pub struct Args {
     /// Most processes to start again
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub max_restarts: u64,
-    /// The command with its arguments
+    /// A ferrotron command and its arguments, such as: train my.toml
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true, value_name = "COMMAND")]
     pub command: Vec<String>,
 }

@@ -23,7 +23,7 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 Run one training step under two settings and compare loss, every gradient and every updated weight.
 
-A side is a comma-separated list of f32 or bf16; cpu, cuda or cuda:N; fp8=RECIPE; threads=N; micro_batch=N; and layout keys
+A side is a comma-separated list of f32, bf16 or f16; cpu, cuda or cuda:N; fp8=RECIPE; threads=N; micro_batch=N; and layout keys
 (tp=2). RECIPE is current, delayed (with an amax history from earlier steps), block, mxfp8 or nvfp4. The report lists for each
 tensor its relative error (norm of the difference divided by the norm of side A), the tolerance, the largest absolute difference
 and a verdict, worst first.
@@ -31,7 +31,7 @@ and a verdict, worst first.
 Tolerances without --tolerance:
   only threads differ                                  bit-identical
   micro_batch, layout or (in f32) device differs       gradients 1e-5: sums are in another order
-  f32 against bf16; bf16 on two devices                loss 0.02, gradients 0.1
+  f32 against bf16 or f16; bf16 or f16 on two devices  loss 0.02, gradients 0.1
   the same FP8 recipe on both sides                    gradients 0.05 (0.1 with current scaling where micro_batch or cp differs)
   another FP8 recipe, or one on one side only          loss 0.02, gradients 0.25 (nvfp4: 0.5)
 Updated weights may differ by what such gradients change in one Adam step.
@@ -211,6 +211,7 @@ fn folder(
     let backward = input.labels.is_some();
     let layout = side.layout.grid();
     forward::check_layout(weights.model(), &layout)?;
+    forward::check_dtype(weights.model(), dtype.dtype())?;
     let stages = PipelineLayout { vp: layout.vp, layout: None };
     let options = ForwardOptions { dtype: dtype.dtype(), stages, backward, ulp_seed };
     let one = |rank: Rank| {

@@ -47,7 +47,7 @@ pub struct Args {
     /// Operands of GEMMs; `any`: the fastest that the GPU has [default: as the recipe says]
     #[arg(long, value_name = "DTYPE", value_parser = ["bf16", "fp8", "mxfp8", "nvfp4", "any"])]
     precision: Option<String>,
-    /// Fix parts of the layout, as in tp=4,pp=2: tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute, schedule, precision
+    /// Fix parts of the layout (tp=4,pp=2); keys: tp, cp, pp, vp, ep, etp, zero, micro_batch, recompute, schedule, precision
     #[arg(long, value_name = "LAYOUT", default_value = "")]
     layout: String,
     /// Also search what to keep in host memory: activations of some layers, optimizer state, both

@@ -170,7 +170,7 @@ impl Suite<'_> {
         };
         if gpu.is_some() && recorded.device != device && args.record.is_none() {
             let what = format!("results were recorded on {}, and this is {device}", recorded.device);
-            let hint = "record this card with `regress --record FILE`, then compare with `--expected FILE`";
+            let hint = "record results of this device with `regress --record FILE`, then compare with `--expected FILE`";
             return Err(UsageError::new(what).hint(hint).into());
         }
         std::fs::create_dir_all(&args.out)

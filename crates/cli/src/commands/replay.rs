@@ -31,7 +31,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct Args {
-    /// The step
+    /// Step to run again: N of replay/step-N
     #[arg(value_name = "STEP")]
     pub step: u64,
     /// Run folder

@@ -33,7 +33,7 @@ Keys: l logarithmic axes, s smoothing, left and right further panels, 0-9 one ru
 Examples:
   ferrotron watch                      all runs in the folder runs
   ferrotron watch runs/a runs/b        two runs overlaid
-  ferrotron watch runs/a --once        one picture, then end
+  ferrotron watch runs/a --once        one snapshot, then exit
   ferrotron watch --web                a page for a browser on this machine
   ferrotron watch --web --host 0.0.0.0 the same for other machines, with a secret in its address";
 
@@ -44,7 +44,7 @@ pub struct Args {
     /// Run folders, or folders of runs
     #[arg(value_name = "RUN", default_value = "runs")]
     pub runs: Vec<PathBuf>,
-    /// Print one picture and end; so it is where there is no terminal
+    /// Print one snapshot and exit; the default where output is not a terminal
     #[arg(long)]
     pub once: bool,
     /// Serve a page for a browser instead, on this machine only unless --host is given

@@ -2,7 +2,7 @@
 
 use super::run_log::RunLog;
 use super::{Ends, binary};
-use ferrotron_core::events::{Checkpoint, Event};
+use ferrotron_core::events::{Checkpoint, Event, FILE_NAME};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -130,6 +130,42 @@ fn the_page_and_the_files_of_a_run_are_served_and_nothing_else() {
     // Nothing of the page comes from elsewhere.
     let (_, page) = server.get("");
     assert!(!page.contains("//") && !page.contains(" style=") && !page.contains("onclick"), "{page}");
+}
+
+/// Steps that gave the same bits again are a verification that passed: a note, but no mark in the charts. A log of an earlier
+/// version, as text.
+#[test]
+fn reruns_are_marked_unless_they_verify_steps() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut run = RunLog::create(dir.path(), "a", 100);
+    run.steps(30);
+    let outcomes = ["the same bits", "different bits", "the same bits, skip"];
+    let mut log = std::fs::File::options().append(true).open(run.dir.join(FILE_NAME)).unwrap();
+    for (step, outcome) in [10, 20, 30].iter().zip(outcomes) {
+        let line = format!(
+            "{{\"kind\":\"rerun\",\"step\":{step},\"steps\":10,\"reason\":\"verification\",\"outcome\":\"{outcome}\",\"seconds\":1.0}}"
+        );
+        writeln!(log, "{line}").unwrap();
+    }
+    let server = Server::start(dir.path(), &[]);
+    let start = Instant::now();
+    let data = loop {
+        let data: Value = serde_json::from_str(&server.get("api/data?points=16").1).unwrap();
+        if data["runs"][0]["step"] == 30 {
+            break data;
+        }
+        assert!(start.elapsed() < Duration::from_secs(20), "{data}");
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    let run = &data["runs"][0];
+    let marks: Vec<_> = run["marks"].as_array().unwrap().iter().map(|m| (&m["step"], &m["kind"])).collect();
+    assert_eq!(marks, [(&30.into(), &"rerun".into()), (&20.into(), &"rerun".into())]);
+    let notes = run["notes"].as_array().unwrap();
+    let kinds: Vec<_> = notes.iter().map(|n| n["kind"].as_str().unwrap()).collect();
+    assert_eq!(kinds, ["rerun", "rerun", "verified"]);
+    let notes: Vec<&str> = notes.iter().map(|n| n["text"].as_str().unwrap()).collect();
+    assert_eq!((run["unreadable"].as_u64(), notes.len()), (Some(0), 3), "{notes:?}");
+    assert!(notes.iter().rev().zip(outcomes).all(|(note, outcome)| note.ends_with(outcome)), "{notes:?}");
 }
 
 #[test]

@@ -35,12 +35,12 @@ impl Staging {
         dtype: DType,
         fill: impl FnOnce(&Tensor) -> Result<(), OpError>,
     ) -> Result<StagedBuffer, OpError> {
-        let home = self.stream(s)?;
-        let contents = Tensor::empty(&home, &[count], dtype, Category::Communication)?;
-        // The memory may have been staged before: wait for its readers, as the home stream does.
-        s.wait(&home.record()?)?;
+        let alloc_stream = self.stream(s)?;
+        let contents = Tensor::empty(&alloc_stream, &[count], dtype, Category::Communication)?;
+        // The memory may have been staged before: wait for its readers, as the allocation stream does.
+        s.wait(&alloc_stream.record()?)?;
         fill(&contents)?;
-        Ok(StagedBuffer { contents, ready: s.record()?, home, readers: Mutex::default() })
+        Ok(StagedBuffer { contents, ready: s.record()?, alloc_stream, readers: Mutex::default() })
     }
 
     /// Stages a copy of `t`.
@@ -54,7 +54,7 @@ pub(super) struct StagedBuffer {
     contents: Tensor,
     /// The event after its contents were written.
     ready: Event,
-    home: Stream,
+    alloc_stream: Stream,
     /// Events after the reads on the same device.
     readers: Mutex<Vec<Event>>,
 }
@@ -62,15 +62,15 @@ pub(super) struct StagedBuffer {
 impl StagedBuffer {
     /// True if `s` is on the same device. Ranks on the host may have a `Device` each; those on a GPU must share one.
     fn same_device(&self, s: &Stream) -> Result<bool, OpError> {
-        let same = self.home.device() == s.device();
-        let both_host = [self.home.device(), s.device()].iter().all(|d| d.kind() == DeviceKind::Cpu);
+        let same = self.alloc_stream.device() == s.device();
+        let both_host = [self.alloc_stream.device(), s.device()].iter().all(|d| d.kind() == DeviceKind::Cpu);
         if same || both_host {
             return Ok(same);
         }
         let what = format!(
             "ranks of one process use tensors of {:?} and of {:?}; give all of them streams of the same \
              Device",
-            self.home.device(),
+            self.alloc_stream.device(),
             s.device()
         );
         Err(OpError::Backend { what })
@@ -86,9 +86,9 @@ impl StagedBuffer {
             s.wait(&self.ready)?;
             return Ok(s.copy(&part, to)?);
         }
-        self.home.wait(&self.ready)?;
+        self.alloc_stream.wait(&self.ready)?;
         let (part, to) = (part.as_bytes()?, to.as_bytes()?);
-        Ok(self.home.launch("copy", &[read(&part)], |l| s.upload_into(&to, l.slice::<u8>(0)?))?)
+        Ok(self.alloc_stream.launch("copy", &[read(&part)], |l| s.upload_into(&to, l.slice::<u8>(0)?))?)
     }
 
     /// Elements `start..start + len` for a kernel on stream `s`: a view, or a copy if `s` is on another device.
@@ -105,7 +105,7 @@ impl StagedBuffer {
     /// Registers that work on `s` before `done` has read the buffer.
     pub(super) fn mark_read(&self, s: &Stream, done: &Event) {
         // Events order streams of one device; across host devices the read is already complete.
-        if self.home.device() == s.device() {
+        if self.alloc_stream.device() == s.device() {
             self.readers.lock().unwrap_or_else(PoisonError::into_inner).push(done.clone());
         }
     }
@@ -113,10 +113,10 @@ impl StagedBuffer {
 
 impl Drop for StagedBuffer {
     fn drop(&mut self) {
-        // The memory returns to the home stream after this. A wait fails only if the device is lost.
+        // The memory returns to the allocation stream after this. A wait fails only if the device is lost.
         let readers = self.readers.get_mut().unwrap_or_else(PoisonError::into_inner);
         for event in readers.iter().chain([&self.ready]) {
-            let _ = self.home.wait(event);
+            let _ = self.alloc_stream.wait(event);
         }
     }
 }

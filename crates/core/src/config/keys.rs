@@ -33,7 +33,7 @@ keys! {
         /// Intermediate size of the MLP (of one branch if gated); derived as 8/3 hidden if gated, else 4 hidden.
         ffn: Option<usize> = None, "ffn_hidden_size", "intermediate_size", "n_inner", "d_ff";
         /// Vocabulary size without padding.
-        vocab: Option<usize> = None, "vocab_size", "padded_vocab_size";
+        vocab: Option<usize> = None, "vocab_size";
         /// Longest sequence the model supports; derived as data.seq_len.
         max_positions: Option<usize> = None, "max_position_embeddings", "n_positions", "block_size";
         /// Normalization of all layers; rmsnorm unless a preset says otherwise.
@@ -393,7 +393,7 @@ keys! {
         /// Virtual pipeline size: model chunks per pipeline rank.
         vp: usize = 1, "virtual_pipeline_model_parallel_size";
         /// Data-parallel size.
-        dp: usize = 1, "data_parallel_size", "data_parallel_replicate_degree", "data_parallel_shard_degree", "world_size", "num_gpus";
+        dp: usize = 1, "data_parallel_size", "world_size", "num_gpus";
         /// Expert-parallel size.
         ep: usize = 1, "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree";
         /// Tensor-parallel size of experts; derived as parallel.tp.
@@ -402,7 +402,7 @@ keys! {
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
         /// With parallel.zero = 3: ranks that shard weights, gradients and optimizer state between them (HSDP); unset means
         /// all data-parallel ranks. Groups of this size hold the same shards.
-        fsdp_group: Option<usize> = None, "num_distributed_optimizer_instances", "hsdp", "data_parallel_shard_size";
+        fsdp_group: Option<usize> = None, "hsdp", "data_parallel_shard_size";
         /// With parallel.fsdp_group, the optimizer state of a shard on the groups that hold it: replicate (HSDP), or optimizer,
         /// which shards it over them too (HFSDP).
         fsdp_outer: FsdpOuter = FsdpOuter::Replicate, "outer_dp_sharding_strategy", "hfsdp";

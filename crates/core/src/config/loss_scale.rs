@@ -74,9 +74,8 @@ impl Recipe {
     pub(super) fn check_loss_scale(&self, r: &Resolved) -> Result<()> {
         const KEY: &str = "precision.loss_scale";
         let p = &r.config.precision;
-        if p.dtype == Precision::F16 && r.model.moe.is_some() {
-            let what = "mixtures of experts balance themselves by losses that no scale is on; take \"bf16\"";
-            return self.refuse("precision.dtype", what);
+        if let Some(why) = r.model.refused_dtype(p.dtype.dtype()) {
+            return self.refuse("precision.dtype", why);
         }
         if p.loss_scale == LossScale::default() {
             return Ok(());

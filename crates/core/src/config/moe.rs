@@ -136,9 +136,17 @@ impl Recipe {
                 return self
                     .refuse("moe.balance", "quantile does not support expert groups; leave moe.groups out");
             }
-            if !(tokens * moe.topk).is_multiple_of(moe.experts) || moe.topk >= moe.experts {
+            if moe.topk >= moe.experts {
                 let what = format!(
-                    "quantile needs the {tokens}·{} choices of a micro-batch to divide by the {} experts; change train.micro_batch",
+                    "quantile needs fewer experts per token than the {}; lower moe.topk",
+                    moe.experts
+                );
+                return self.refuse("moe.balance", what);
+            }
+            if !(tokens * moe.topk).is_multiple_of(moe.experts) {
+                let what = format!(
+                    "quantile needs tokens x topk = {tokens}·{} of a micro-batch to be a multiple of the {} experts; change \
+                     train.micro_batch",
                     moe.topk, moe.experts
                 );
                 return self.refuse("moe.balance", what);

@@ -233,9 +233,7 @@ impl Recipe {
             QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4 => {
                 "emulated recipes compute from bf16 weights; set precision.recipe = \"fp8-current\", or leave this out"
             }
-            _ if r.config.optimizer.master_dtype == MasterDtype::Remainder => {
-                "a remainder completes bf16 weights, and these are FP8; set optimizer.master_dtype = \"f32\", or leave this out"
-            }
+            _ if r.config.optimizer.master_dtype == MasterDtype::Remainder => MasterDtype::REMAINDER_OF_FP8,
             _ if p.calibrate > 0 => {
                 "calibration computes with bf16 weights, and these are FP8; leave precision.calibrate or this out"
             }

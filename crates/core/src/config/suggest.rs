@@ -50,6 +50,15 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
     (&["sequence_parallel"], "sequence parallelism is on wherever parallel.tp is above 1; leave it out"),
     (&["use_megatron_fsdp", "fsdp"], "parallel.zero = 3 shards weights, gradients and optimizer state"),
     (
+        &["data_parallel_replicate_degree", "data_parallel_shard_degree"],
+        "set parallel.dp to replicate degree x shard degree; parallel.zero = 3 shards over all data-parallel ranks, and \
+         parallel.fsdp_group = shard degree x parallel.cp over groups of them",
+    ),
+    (
+        &["num_distributed_optimizer_instances"],
+        "set parallel.zero = 3 and parallel.fsdp_group to the data-parallel ranks (parallel.dp x parallel.cp) divided by it",
+    ),
+    (
         &["num_layers_per_virtual_pipeline_stage"],
         "set parallel.vp to the number of layers divided by parallel.pp times that",
     ),
@@ -75,6 +84,10 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
             "qk_norm_all_heads",
         ],
         "it comes with model.preset or model.hf and has no key of its own",
+    ),
+    (
+        &["padded_vocab_size"],
+        "set model.vocab to the size without padding; the vocabulary is padded in memory only, as GEMMs need it",
     ),
     (
         &["make_vocab_size_divisible_by", "should_pad_vocab"],
@@ -258,5 +271,19 @@ mod tests {
         assert!(
             matches!(suggest("embedding_lr"), Suggestion::Advice(text) if text.contains("optimizer.groups"))
         );
+    }
+
+    /// Numbers that mean something else than those of our keys.
+    #[test]
+    fn names_whose_values_differ_get_advice() {
+        for (name, key) in [
+            ("parallelism.data_parallel_replicate_degree", "parallel.dp"),
+            ("data_parallel_shard_degree", "parallel.fsdp_group"),
+            ("--num-distributed-optimizer-instances", "parallel.fsdp_group"),
+            ("padded_vocab_size", "model.vocab"),
+        ] {
+            let found = suggest(name);
+            assert!(matches!(found, Suggestion::Advice(text) if text.contains(key)), "{name}: {found:?}");
+        }
     }
 }

@@ -299,7 +299,7 @@ impl<'a> Matching<'a> {
         let lines: String = lines.collect();
         let more = chain.len().saturating_sub(SHOWN);
         let more = if more > 0 { format!("\n  and {more} more ranks") } else { String::new() };
-        format!("deadlock: {waiting} ranks wait for ever{lines}{more}")
+        format!("deadlock: {waiting} ranks wait forever{lines}{more}")
     }
 }
 

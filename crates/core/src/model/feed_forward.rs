@@ -113,7 +113,10 @@ impl FeedForward {
         match (self, saved) {
             (FeedForward::Dense(m), FeedForwardSaved::Dense(s)) => m.backward(p, *s, dy),
             (FeedForward::Moe(m), FeedForwardSaved::Moe(s)) => m.backward(p, *s, dy).await,
-            _ => ferrotron_tensor::shape_error("feed-forward", "what was kept is of another kind"),
+            _ => ferrotron_tensor::shape_error(
+                "feed-forward",
+                "the saved activation belongs to another kind of layer",
+            ),
         }
     }
 }

@@ -162,7 +162,7 @@ impl LayerPlacement {
     }
 
     /// Pipeline rank and chunk of a layer.
-    pub fn home(&self, layer: usize) -> Option<(usize, usize)> {
+    pub fn stage_of_layer(&self, layer: usize) -> Option<(usize, usize)> {
         let stage = self.stages.iter().position(|s| s.layers.contains(&layer))?;
         Some((stage % self.pp, stage / self.pp))
     }

@@ -3,6 +3,7 @@
 use super::config::{Activation, ModelConfig};
 use ferrotron_engine::moe::MoeShape;
 use ferrotron_kernels::{Act, GroupLimit, RouterParams, ScoreFunction};
+use ferrotron_tensor::DType;
 use serde::{Deserialize, Serialize};
 
 /// MoE layers in place of MLPs.
@@ -174,6 +175,13 @@ impl ModelConfig {
         }
     }
 
+    /// Why the model cannot compute in a dtype, if it cannot.
+    pub fn refused_dtype(&self, dtype: DType) -> Option<&'static str> {
+        let why = "f16 does not support MoE models: their grouped GEMMs take f32 or bf16, and the loss scale is not applied to \
+                   auxiliary losses; use bf16";
+        (dtype == DType::F16 && self.moe.is_some()).then_some(why)
+    }
+
     /// Appends what is wrong with the MoE settings, one sentence each.
     pub(super) fn check_moe(&self, bad: &mut Vec<String>) {
         const MAX_SIZE: usize = 1 << 20;
@@ -223,7 +231,7 @@ impl ModelConfig {
             }
         }
         if m.clamp.is_some() && !self.gated {
-            bad.push("moe.clamp is for gated experts; set model.gated = true".into());
+            bad.push("the activation clamp needs gated experts; set model.gated = true".into());
         }
         if m.shared_gate && m.shared_ffn.is_none() {
             bad.push("moe.shared_gate weights a shared expert; set moe.shared_ffn".into());

@@ -262,7 +262,7 @@ impl Optimizer {
         let mut groups = Vec::new();
         for (index, group) in self.groups.rules().iter().enumerate() {
             let of_group = parts.iter().filter(|(i, _)| params.specs()[*i].group.index == index);
-            let list: Vec<StatePiece> = of_group.map(|(i, r)| StatePiece::at_home(*i, r.clone())).collect();
+            let list: Vec<StatePiece> = of_group.map(|(i, r)| StatePiece::in_place(*i, r.clone())).collect();
             let pieces = self.updated_pieces(rank, params, quantized, grads, (group, &list))?;
             let mut staged = Vec::with_capacity(list.len());
             for (p, StatePiece { param, range, .. }) in pieces.into_iter().zip(&list) {

@@ -32,15 +32,15 @@ pub struct MuonRule {
     pub coefficients: CoefficientSet,
     /// Number of iterations.
     pub steps: usize,
-    /// Products of bf16 operands.
+    /// Newton–Schulz GEMMs in bf16; otherwise f32.
     pub bf16: bool,
     /// Factor on the update by shape.
     pub scale: ScaleMode,
-    /// A further factor.
+    /// Factor on the update on top of `scale`; 0.2 with `spectral` matches AdamW's RMS.
     pub extra_scale: f64,
     /// Kind of second moment.
     pub adaptive: MuonAdaptive,
-    /// Its constants.
+    /// β2 and ε of the adaptive second moment.
     pub second: AdaptiveScale,
     /// Matrices that tensor-parallel ranks share.
     pub tp_mode: MuonTpMode,

@@ -123,7 +123,7 @@ pub(crate) fn staged_bytes(longest: usize) -> usize {
 
 impl StatePiece<'_> {
     /// A range with its state where it is kept.
-    pub(super) fn at_home(param: usize, range: Range<usize>) -> StatePiece<'static> {
+    pub(super) fn in_place(param: usize, range: Range<usize>) -> StatePiece<'static> {
         StatePiece { param, range, chunk: None }
     }
 }

@@ -5,7 +5,7 @@ use super::run::{Observer, Run};
 use super::step_runner::Progress;
 use crate::config::BadStepPolicy;
 use crate::data::Batches;
-use crate::events::{self, Event};
+use crate::events::{self, Event, RerunOutcome};
 use crate::{Error, Result};
 
 /// Losses before a spike can be told from them.
@@ -48,7 +48,7 @@ impl Run {
         });
         let stops = policy == BadStepPolicy::Stop || dropped >= MAX_DROPPED;
         event.reason = why.into();
-        event.outcome = if stops { "the same bits, stop".into() } else { format!("the same bits, {policy}") };
+        event.outcome = RerunOutcome::Rejected(if stops { BadStepPolicy::Stop } else { policy });
         self.emit(Event::Rerun(event), observer)?;
         if stops {
             let more = if dropped > 1 { format!(" ({dropped} steps in a row)") } else { String::new() };

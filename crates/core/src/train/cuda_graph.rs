@@ -5,7 +5,7 @@
 //! in the memory that [`GraphInputs`] fills; a step that would need other launches runs eagerly.
 //!
 //! Over ranks the graph holds the collectives too, which NCCL can capture. All ranks must then replay the same steps: a
-//! rank that launched its collectives while another replays them would wait for ever. So everything that decides is the
+//! rank that launched its collectives while another replays them would wait forever. So everything that decides is the
 //! same on all ranks: the shape of the step, the mean of their launch times, whether every rank could capture, and memory
 //! that nobody else uses.
 

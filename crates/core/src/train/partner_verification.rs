@@ -16,7 +16,7 @@
 use super::StepReport;
 use super::run::{Observer, Run};
 use super::state_digests::exchange;
-use crate::events::{self, Event};
+use crate::events::{self, Event, FaultPersistence, RerunOutcome};
 use crate::fault::culprit::{Record, StepCalls, culprit};
 use crate::{Error, Result, fs};
 use serde::{Deserialize, Serialize};
@@ -105,9 +105,9 @@ impl Run {
         let agree = |a: usize, b: usize| v.runs[a].digests == v.runs[b].digests;
         let outcome = match v.runs.len() {
             1 => None,
-            2 if agree(0, 1) => Some("the same bits"),
+            2 if agree(0, 1) => Some(RerunOutcome::Same),
             2 => None,
-            _ => Some("different bits"),
+            _ => Some(RerunOutcome::Different),
         };
         let Some(outcome) = outcome else {
             self.snapshots.set_verification(Some(v));
@@ -117,7 +117,7 @@ impl Run {
             step,
             steps: step - base,
             reason: "verification by other processes".into(),
-            outcome: outcome.into(),
+            outcome,
             seconds: v.since.elapsed().as_secs_f64(),
         };
         let odd = match v.runs.len() {
@@ -151,7 +151,7 @@ impl Run {
             Some((wrong, right)) => {
                 let root = self.root(v, wrong, right)?;
                 let process = v.runs[wrong].processes.get(root.rank).cloned();
-                (root, process, "transient")
+                (root, process, FaultPersistence::Transient)
             }
             None => {
                 let mut common: Option<Vec<Process>> = None;
@@ -168,7 +168,7 @@ impl Run {
                 }
                 let process = common.and_then(|suspects| suspects.into_iter().next());
                 let unknown = Root { rank: 0, what: String::new(), at_step: None };
-                (root.unwrap_or(unknown), process, "persistent")
+                (root.unwrap_or(unknown), process, FaultPersistence::Persistent)
             }
         };
         let Some(process) = process else {
@@ -178,7 +178,7 @@ impl Run {
         let place = format!("{}, {}, process {}", process.host, process.device, process.id);
         let event = events::Fault {
             step: v.step,
-            fault: fault.into(),
+            fault,
             rank: root.rank as u64,
             host: process.host.clone(),
             device: process.device.clone(),

@@ -17,7 +17,7 @@ use super::state_digests::exchange;
 use super::{InFlightStep, StepReport};
 use crate::config::FaultSection;
 use crate::data::Batches;
-use crate::events::{self, Event};
+use crate::events::{self, Event, FaultPersistence, RerunOutcome};
 use crate::fault::culprit::{Difference, Record, StepCalls, culprit, first_step};
 use crate::{Error, Result, fs};
 use std::time::Instant;
@@ -178,13 +178,13 @@ impl Run {
         // Not before: a step after it may have been launched already.
         let progress = self.trainer.runner.progress;
         let found = self.compare(&first, &second.record)?;
-        let outcome = if found.is_some() { "different bits" } else { "the same bits" };
+        let outcome = if found.is_some() { RerunOutcome::Different } else { RerunOutcome::Same };
         let base = self.rerun.as_ref().map_or(step, |r| r.base.header.step);
         let mut event = events::Rerun {
             step,
             steps: step - base,
             reason: why.into(),
-            outcome: outcome.into(),
+            outcome,
             seconds: start.elapsed().as_secs_f64(),
         };
         let counts = match found {
@@ -217,7 +217,7 @@ impl Run {
             Some(why) => self.drop_step((event, &why), last, progress, data, observer),
             None => {
                 self.rerun.iter_mut().for_each(|r| r.dropped = 0);
-                if event.outcome == "the same bits" {
+                if event.outcome == RerunOutcome::Same {
                     self.emit(Event::Rerun(event), observer)?;
                 }
                 Ok(last)
@@ -275,7 +275,8 @@ impl Run {
             Difference::Sent { step, what, .. } => (what.clone(), Some(*step)),
             Difference::State { tensor } => (tensor.clone(), None),
         };
-        let (rank, fault, seconds) = (rank as u64, "transient".into(), start.elapsed().as_secs_f64());
+        let fault = FaultPersistence::Transient;
+        let (rank, seconds) = (rank as u64, start.elapsed().as_secs_f64());
         Ok(events::Fault { step, fault, rank, host, device, tensor, at_step, first_run, seconds })
     }
 

@@ -82,12 +82,12 @@ fn write(rank: &Rank, moe: &MoeState, folder: &Path, step: u64) -> Result<()> {
     for c in moe.take_routing() {
         let (rows, index) = (rank.compute.download::<i32>(&c.rows)?, rank.compute.download::<i32>(&c.index)?);
         let k = c.index.shape()[1];
-        let (tokens, choices, width) = all.entry(name(moe, c.of)).or_default();
+        let (tokens, indices, width) = all.entry(name(moe, c.of)).or_default();
         *width = k;
         // Padding rows have no experts.
         for (row, chosen) in rows.iter().zip(index.chunks(k)).filter(|(_, chosen)| chosen[0] >= 0) {
             tokens.push(*row);
-            choices.extend_from_slice(chosen);
+            indices.extend_from_slice(chosen);
         }
     }
     let decl = |name: String, shape| TensorDecl { name, dtype: FileDType::I32, shape };
@@ -101,8 +101,8 @@ fn write(rank: &Rank, moe: &MoeState, folder: &Path, step: u64) -> Result<()> {
     let unfinished = path.with_extension("part");
     let mut file = TensorFileWriter::create_in_order(&unfinished, &decls, &BTreeMap::new())?;
     let bytes = |v: &[i32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-    for (name, (tokens, choices, _)) in &all {
-        file.write(name, &bytes(choices))?;
+    for (name, (tokens, indices, _)) in &all {
+        file.write(name, &bytes(indices))?;
         file.write(&tokens_of(name), &bytes(tokens))?;
     }
     file.finish()?;
@@ -183,11 +183,11 @@ fn table(files: &[&TensorFile], name: &str, local: &[bool], experts: usize) -> R
         }
         width = *k;
         out.resize(tokens * width, -1);
-        let (rows, choices) = (ints(&tokens_of(name))?, ints(name)?);
-        if rows.len() * width != choices.len() {
-            return Err(damaged(format!("{} tokens have {} expert indices", rows.len(), choices.len())));
+        let (rows, indices) = (ints(&tokens_of(name))?, ints(name)?);
+        if rows.len() * width != indices.len() {
+            return Err(damaged(format!("{} tokens have {} expert indices", rows.len(), indices.len())));
         }
-        for (row, chosen) in rows.iter().zip(choices.chunks(width)) {
+        for (row, chosen) in rows.iter().zip(indices.chunks(width)) {
             let to = usize::try_from(*row).ok().and_then(|r| out.get_mut(r * width..(r + 1) * width));
             let Some(to) = to else {
                 return Err(damaged(format!("token {row} is not one of the {tokens} of the step")));

@@ -8,15 +8,12 @@ use super::Trainer;
 use super::memory_snapshot::{MemorySnapshot, SnapshotHeader};
 use super::partner_verification::{FaultCounts, Process, Verification};
 use crate::{Error, Result};
-use ferrotron_comm::{Communicator, PeerAddress, PeerKey, PeerMemory};
+use ferrotron_comm::{Communicator, PeerAddress, PeerKey, PeerMemory, SNAPSHOTS_KEPT};
 use ferrotron_tensor::HostBuffer;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-
-/// Snapshots that are kept.
-const KEPT: usize = 2;
 
 /// The snapshots of a process. Clones share them; they outlive the trainer and its communication.
 #[derive(Clone, Default)]
@@ -188,7 +185,7 @@ impl Snapshots {
             let _ = thread.join();
         }
         kept.ranks = trainer.rank.world.size();
-        let reused = match kept.own.len() >= KEPT {
+        let reused = match kept.own.len() >= SNAPSHOTS_KEPT {
             true => kept.own.pop_front().and_then(|(_, s)| Arc::into_inner(s)),
             false => None,
         };

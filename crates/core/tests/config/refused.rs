@@ -168,7 +168,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("precision.fp8_params = true\nprecision.recipe = \"nvfp4\"", "emulated"),
         (
             "precision.fp8_params = true\nprecision.recipe = \"fp8-current\"\noptimizer.master_dtype = \"remainder\"",
-            "a remainder completes bf16 weights",
+            "FP8 parameters have no bf16 weights",
         ),
         ("precision.fp8_param_gather = true", "precision.fp8_params"),
         ("model.rope_theta = 0", "above 0"),

@@ -22,10 +22,10 @@ proptest! {
             prop_assert!(load.iter().max().unwrap() - load.iter().min().unwrap() <= 1, "{:?}", load);
         }
         for layer in 0..layers {
-            let (rank, chunk) = placement.home(layer).unwrap();
+            let (rank, chunk) = placement.stage_of_layer(layer).unwrap();
             prop_assert!(placement.at(rank, chunk).unwrap().layers.contains(&layer));
         }
-        prop_assert_eq!(placement.home(layers), None);
+        prop_assert_eq!(placement.stage_of_layer(layers), None);
         let again = LayerPlacement::parse(&placement.to_string(), pp, Some(layers)).unwrap();
         prop_assert_eq!(again, placement);
     }

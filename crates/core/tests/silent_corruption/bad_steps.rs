@@ -1,6 +1,7 @@
 //! NaN in one micro-batch: once it is a fault of the hardware, again and again it is the data's, and the policy decides.
 
 use super::*;
+use ferrotron_core::config::BadStepPolicy;
 use ferrotron_core::train::{Progress, SavedBatch, Trainer, replay_folder};
 
 const STEPS: u64 = 8;
@@ -64,7 +65,7 @@ fn every_policy_does_what_it_says() {
             equal(&what, &weights, &dropping(set, moe, kept));
             let (reruns, faults) = logged(&dir);
             assert_eq!((reruns.len(), faults.len()), (1, 0), "{what}: {reruns:?} {faults:?}");
-            assert_eq!(reruns[0].outcome, format!("the same bits, {policy}"));
+            assert_eq!(reruns[0].outcome, RerunOutcome::Rejected(policy.parse().unwrap()));
             assert!(norms(&dir)[&BAD].is_nan(), "{what}");
         }
         let dir = folder.path().join("stop");
@@ -72,7 +73,7 @@ fn every_policy_does_what_it_says() {
         assert_eq!(e.exit_code(), Some(17), "{e}");
         let text = e.to_string();
         assert!(text.contains("step 6") && text.contains("NaN") && text.contains("replay"), "{text}");
-        assert_eq!(logged(&dir).0[0].outcome, "the same bits, stop");
+        assert_eq!(logged(&dir).0[0].outcome, RerunOutcome::Rejected(BadStepPolicy::Stop));
         let saved = replay_folder(&dir, BAD);
         let batch = SavedBatch::read(&saved).unwrap();
         replays(set, moe, &saved, &batch);

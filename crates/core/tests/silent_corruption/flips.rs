@@ -151,7 +151,7 @@ fn clean(steps: u64) {
         let (reruns, faults) = logged(folder.path());
         assert!(outcome.finished && faults.is_empty(), "{faults:?}");
         assert_eq!(reruns.len() as u64, steps / 10);
-        assert!(reruns.iter().all(|r| r.outcome == "the same bits" && r.steps == 10), "{reruns:?}");
+        assert!(reruns.iter().all(|r| r.outcome == RerunOutcome::Same && r.steps == 10), "{reruns:?}");
         let seconds: f64 = reruns.iter().map(|r| r.seconds).sum();
         println!("{set:?}: {steps} clean steps, {} verifications of {seconds:.1} s, no fault", reruns.len());
     }

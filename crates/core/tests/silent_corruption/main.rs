@@ -12,7 +12,7 @@ mod inject;
 use ferrotron_core::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
-use ferrotron_core::events::{self, Event, Fault, Rerun};
+use ferrotron_core::events::{self, Event, Fault, Rerun, RerunOutcome};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{LogicalValues, Observer, Outcome, Run};
 use ferrotron_engine::Rank;

@@ -232,6 +232,7 @@ fn what_cannot_work_is_refused_in_one_sentence() {
         (&["precision.dtype=f16", "precision.loss_scale=[64]"], "a number, or a list"),
         (&["precision.dtype=f16", "precision.recipe=fp8-current"], "bf16"),
         (&["precision.dtype=f16", "optimizer.master_dtype=remainder"], "remainder"),
+        (&["precision.dtype=f16", "moe.experts=4"], "f16 does not support MoE models"),
     ] {
         let mut r = Recipe::named("tiny").unwrap();
         let said = changes.iter().try_for_each(|c| r.set(c)).and_then(|()| r.resolve(None).map(|_| ()));

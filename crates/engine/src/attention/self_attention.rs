@@ -94,7 +94,10 @@ impl SelfAttention {
                 a.backward(p, *s, layout, positions, dy)
             }
             (SelfAttention::Mla(a), SelfAttentionSaved::Mla(s)) => a.backward(p, *s, layout, positions, dy),
-            _ => ferrotron_tensor::shape_error("attention backward", "what was saved is of another kind"),
+            _ => ferrotron_tensor::shape_error(
+                "attention backward",
+                "the saved activation belongs to another kind of attention",
+            ),
         }
     }
 

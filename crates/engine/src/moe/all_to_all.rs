@@ -17,9 +17,9 @@ use ferrotron_tensor::{Category, DType, Result, Tensor};
 /// Permutations and split sizes of one micro-batch's all-to-all.
 pub(crate) struct AllToAll {
     /// Sender side: token rows to destination order, k·etp copies of a token.
-    home: RowMap,
+    send_map: RowMap,
     /// Receiver side: arrival order to expert order.
-    map: RowMap,
+    recv_map: RowMap,
     /// Rows sent to each rank, and received from each.
     sent: Vec<usize>,
     received: Vec<usize>,
@@ -47,18 +47,19 @@ impl AllToAll {
         };
         if let Some(c) = training.capacity.filter(|c| p.train && c.pad && c.per_rank) {
             let each = capacity(t, n, all, c.factor) + 1;
-            let mut home = layout.map(p, [t + (all * etp).div_ceil(n * etp), n * etp], all * etp, each)?;
-            k.sort_by_expert(s, &padded_index(p, &index, all * etp)?, 0, each, &home)?;
-            home.rows = home.rows.narrow(0, 0, t)?;
+            let mut send_map =
+                layout.map(p, [t + (all * etp).div_ceil(n * etp), n * etp], all * etp, each)?;
+            k.sort_by_expert(s, &padded_index(p, &index, all * etp)?, 0, each, &send_map)?;
+            send_map.rows = send_map.rows.narrow(0, 0, t)?;
             let rows = vec![own * each; group.size()];
             let counts = vec![each; own * group.size()];
-            let map = received_map(p, layout, &counts)?;
-            return Ok(AllToAll { home, map, sent: rows.clone(), received: rows, etp });
+            let recv_map = received_map(p, layout, &counts)?;
+            return Ok(AllToAll { send_map, recv_map, sent: rows.clone(), received: rows, etp });
         }
-        let home = layout.map(p, [t, n * etp], all * etp, 1)?;
-        k.sort_by_expert(s, &index, 0, 1, &home)?;
+        let send_map = layout.map(p, [t, n * etp], all * etp, 1)?;
+        k.sort_by_expert(s, &index, 0, 1, &send_map)?;
         let theirs = p.rank.activation(&[all * etp], DType::I32)?;
-        group.all_to_all(s, &home.counts, &theirs, "tokens of each expert")?;
+        group.all_to_all(s, &send_map.counts, &theirs, "tokens of each expert")?;
         let download = |t: &Tensor| -> Result<Vec<usize>> {
             Ok(s.download::<i32>(t)?.into_iter().map(|n| n as usize).collect())
         };
@@ -66,16 +67,16 @@ impl AllToAll {
         let [mine, counts] = match s.device().is_meta() {
             // Nothing was routed on a meta device: every rank spreads its tokens evenly.
             true => balanced(index.numel(), group.rank(), [group.size(), own]),
-            false => [download(&home.counts)?, download(&theirs)?],
+            false => [download(&send_map.counts)?, download(&theirs)?],
         };
         let sent = per_rank(&mine);
-        let map = received_map(p, layout, &counts)?;
-        Ok(AllToAll { home, map, sent, received: per_rank(&counts), etp })
+        let recv_map = received_map(p, layout, &counts)?;
+        Ok(AllToAll { send_map, recv_map, sent, received: per_rank(&counts), etp })
     }
 
     /// Permutation from arrival order to expert order.
-    pub(super) fn map(&self) -> &RowMap {
-        &self.map
+    pub(super) fn recv_map(&self) -> &RowMap {
+        &self.recv_map
     }
 
     /// Sends rows `x [T, w]` to the selected experts.
@@ -85,7 +86,7 @@ impl AllToAll {
         x: &Tensor,
         label: &'static str,
     ) -> Result<InFlight<Tensor>> {
-        self.send(p, x, self.home.rows.shape()[1], label)
+        self.send(p, x, self.send_map.rows.shape()[1], label)
     }
 
     /// Sends one f32 value per token and selected expert, `[T, k]`.
@@ -108,15 +109,16 @@ impl AllToAll {
     ) -> Result<InFlight<Tensor>> {
         let total = self.sent.iter().sum();
         let out = p.rank.activation(&[total, x.shape()[1]], x.dtype())?;
-        let source = self.home.source.narrow(0, 0, total)?;
+        let source = self.send_map.source.narrow(0, 0, total)?;
         p.rank.kernels.gather_rows(&p.rank.compute, x, &source, copies, &out)?;
         self.exchange(p, out, [&self.sent, &self.received], label)
     }
 
     /// Received rows sorted by expert: `[N, w]`.
     pub(super) fn sorted(&self, p: &StepContext, received: &Tensor) -> Result<Tensor> {
-        let rows = p.rank.activation(&[self.map.source.numel(), received.shape()[1]], received.dtype())?;
-        p.rank.kernels.moe_permute(&p.rank.compute, received, &self.map, &rows)?;
+        let rows =
+            p.rank.activation(&[self.recv_map.source.numel(), received.shape()[1]], received.dtype())?;
+        p.rank.kernels.moe_permute(&p.rank.compute, received, &self.recv_map, &rows)?;
         Ok(rows)
     }
 
@@ -128,24 +130,25 @@ impl AllToAll {
         label: &'static str,
     ) -> Result<InFlight<Tensor>> {
         let out = p.rank.activation(&[self.received.iter().sum(), y.shape()[1]], y.dtype())?;
-        p.rank.kernels.moe_unpermute(&p.rank.compute, y, &self.map.rows, None, &out)?;
+        p.rank.kernels.moe_unpermute(&p.rank.compute, y, &self.recv_map.rows, None, &out)?;
         self.exchange(p, out, [&self.received, &self.sent], label)
     }
 
     /// Sums the returned rows of each token: `[T, w]`.
     pub(super) fn unpermuted(&self, p: &StepContext, returned: &Tensor) -> Result<Tensor> {
-        let out = p.rank.activation(&[self.home.rows.shape()[0], returned.shape()[1]], returned.dtype())?;
-        p.rank.kernels.moe_unpermute(&p.rank.compute, returned, &self.home.rows, None, &out)?;
+        let out =
+            p.rank.activation(&[self.send_map.rows.shape()[0], returned.shape()[1]], returned.dtype())?;
+        p.rank.kernels.moe_unpermute(&p.rank.compute, returned, &self.send_map.rows, None, &out)?;
         Ok(out)
     }
 
     /// Sums returned values over the etp copies of each selected expert: f32 `[T, k]`.
     pub(super) fn reduced_probs(&self, p: &StepContext, returned: &Tensor) -> Result<Tensor> {
-        let [t, slots] = [self.home.rows.shape()[0], self.home.rows.shape()[1]];
+        let [t, slots] = [self.send_map.rows.shape()[0], self.send_map.rows.shape()[1]];
         let selected = t * slots / self.etp;
         let out = p.rank.activation(&[t, slots / self.etp], DType::F32)?;
         // The copies for one expert are adjacent.
-        let rows = self.home.rows.view(&[selected, self.etp])?;
+        let rows = self.send_map.rows.view(&[selected, self.etp])?;
         let sums = out.view(&[selected, 1])?;
         p.rank.kernels.moe_unpermute(&p.rank.compute, returned, &rows, None, &sums)?;
         Ok(out)

@@ -5,7 +5,8 @@ use super::{ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod, au
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{
-    ExpertChoice, GateBackward, Gemm, Jitter, NormalFill, Route, RouteBackward, RouterParams, ScoreFunction,
+    ExpertSelection, GateBackward, Gemm, Jitter, NormalFill, Route, RouteBackward, RouterParams,
+    ScoreFunction,
 };
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 use std::sync::Arc;
@@ -164,11 +165,11 @@ impl Router {
     ) -> Result<()> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let mut how = self.routing;
-        let mut choice = if given { ExpertChoice::Given } else { ExpertChoice::TopK { bias: None } };
+        let mut selection = if given { ExpertSelection::Given } else { ExpertSelection::TopK { bias: None } };
         let bias = state.row(&state.expert_bias, self.id)?;
         match self.training.routing_method {
             RoutingMethod::Scores if self.expert_bias && !given => {
-                choice = ExpertChoice::TopK { bias: Some(&bias) }
+                selection = ExpertSelection::TopK { bias: Some(&bias) }
             }
             RoutingMethod::Scores => {}
             RoutingMethod::Sinkhorn => {
@@ -177,17 +178,17 @@ impl Router {
                     let balanced = p.rank.activation(logits.shape(), DType::F32)?;
                     k.sinkhorn(s, logits, &balanced)?;
                     k.top_k(s, &balanced, None, index)?;
-                    choice = ExpertChoice::Given;
+                    selection = ExpertSelection::Given;
                 }
             }
             RoutingMethod::Quantiles { .. } if !given => {
                 let beta = state.row(&state.quantiles, self.id)?;
                 k.top_k(s, logits, Some(&beta), index)?;
-                choice = ExpertChoice::Given;
+                selection = ExpertSelection::Given;
             }
             RoutingMethod::Quantiles { .. } => {}
         }
-        k.route(s, &Route { params: how, choice, logits, index, probs })
+        k.route(s, &Route { params: how, selection, logits, index, probs })
     }
 
     /// Router parameters with the score function that the probabilities come from.

@@ -5,7 +5,7 @@ use crate::{
     Declarations, Linear, LinearSaved, Mlp, MlpConfig, MlpSaved, Module, Saved, SavedTensor, StepContext,
     WeightGrad, WithAmax,
 };
-use ferrotron_kernels::{ExpertChoice, Route, RouteBackward, RouterParams, ScoreFunction};
+use ferrotron_kernels::{ExpertSelection, Route, RouteBackward, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// `σ(g·x)·mlp(x)`, or `mlp(x)` without a gate.
@@ -86,7 +86,7 @@ impl SharedExpert {
             s,
             &Route {
                 params: GATE,
-                choice: ExpertChoice::Given,
+                selection: ExpertSelection::Given,
                 logits: &logits,
                 index: &expert_zero,
                 probs: &probs,

@@ -99,7 +99,7 @@ impl TokenDispatch {
     fn map(&self) -> &RowMap {
         match self {
             TokenDispatch::Local(map) | TokenDispatch::AllGather { map, .. } => map,
-            TokenDispatch::AllToAll(e) => e.map(),
+            TokenDispatch::AllToAll(e) => e.recv_map(),
         }
     }
 

@@ -70,10 +70,10 @@ pub fn sort(index: &[i32], first: usize, align: usize, to: Sorted) {
         *offset = *start as i32;
     }
     source.fill(-1);
-    for (choice, (id, row)) in index.iter().zip(rows).enumerate() {
+    for (selection, (id, row)) in index.iter().zip(rows).enumerate() {
         *row = -1;
         if let Some(e) = expert(id) {
-            (*row, source[next[e]]) = (next[e] as i32, choice as i32);
+            (*row, source[next[e]]) = (next[e] as i32, selection as i32);
             next[e] += 1;
         }
     }
@@ -91,11 +91,11 @@ pub fn gather_rows<T: Element>(
     out: &mut [T],
 ) {
     let PermuteShape { hidden: h, topk: k } = shape;
-    let (grain, choices) = (shape.grain(), shape.rows(x) * k);
+    let (grain, selections) = (shape.grain(), shape.rows(x) * k);
     threads.parallel_chunks(out, grain * h, &|i, out| {
         for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
-            match within(*from, choices) {
-                Some(choice) => out.copy_from_slice(row(x, h, choice / k)),
+            match within(*from, selections) {
+                Some(selection) => out.copy_from_slice(row(x, h, selection / k)),
                 None => out.fill(T::zeroed()),
             }
         }
@@ -114,13 +114,13 @@ pub fn moe_permute_transposed(
     let PermuteShape { hidden: h, topk: k } = shape;
     // A block of columns at a time, so that the cache line read from x is used while it is cached.
     const TOGETHER: usize = 16;
-    let (pitch, choices) = (source.len().next_multiple_of(ALIGN), shape.rows(x) * k);
+    let (pitch, selections) = (source.len().next_multiple_of(ALIGN), shape.rows(x) * k);
     threads.parallel_chunks(out, TOGETHER * pitch, &|i, out| {
         out.fill(0);
         let (first, columns) = (i * TOGETHER, out.len() / pitch.max(1));
         for (r, from) in source.iter().enumerate() {
-            if let Some(choice) = within(*from, choices) {
-                let from = &row(x, h, choice / k)[first..first + columns];
+            if let Some(selection) = within(*from, selections) {
+                let from = &row(x, h, selection / k)[first..first + columns];
                 from.iter().enumerate().for_each(|(c, x)| out[c * pitch + r] = *x);
             }
         }
@@ -141,7 +141,7 @@ pub fn moe_unpermute_backward<T: Float, O: Float>(
     cpu.threads.parallel_chunks(out, grain * h, &|i, out| {
         for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
             match within(*from, weights.len()) {
-                Some(choice) => times(cpu.isa, row(x, h, choice / k), weights[choice], out),
+                Some(selection) => times(cpu.isa, row(x, h, selection / k), weights[selection], out),
                 None => out.fill(O::zeroed()),
             }
         }
@@ -163,10 +163,10 @@ pub fn moe_unpermute<T: Float, O: Float>(
         let mut sum = vec![0f32; h];
         for (t, out) in out.chunks_exact_mut(h).enumerate() {
             sum.fill(0.0);
-            let choices = (i * grain + t) * k..(i * grain + t + 1) * k;
-            for choice in choices {
-                if let Some(at) = within(rows[choice], n) {
-                    add(cpu.isa, row(x, h, at), weights.map_or(1.0, |w| w[choice]), &mut sum);
+            let selections = (i * grain + t) * k..(i * grain + t + 1) * k;
+            for selection in selections {
+                if let Some(at) = within(rows[selection], n) {
+                    add(cpu.isa, row(x, h, at), weights.map_or(1.0, |w| w[selection]), &mut sum);
                 }
             }
             times(cpu.isa, &sum, 1.0, out);
@@ -186,9 +186,9 @@ pub fn moe_unpermute_dprobs<T: Float, D: Float>(
     let PermuteShape { hidden: h, topk: k } = shape;
     let (grain, n) = (shape.grain(), shape.rows(x));
     cpu.threads.parallel_chunks(out, grain, &|i, out| {
-        for (choice, out) in (i * grain..).zip(out) {
-            *out = match within(rows[choice], n) {
-                Some(at) => dot(cpu.isa, row(x, h, at), row(dy, h, choice / k)),
+        for (selection, out) in (i * grain..).zip(out) {
+            *out = match within(rows[selection], n) {
+                Some(at) => dot(cpu.isa, row(x, h, at), row(dy, h, selection / k)),
                 None => 0.0,
             };
         }

@@ -122,7 +122,7 @@ extern "C" __global__ void advance_step(const StepArgs a) {
     if (!is_number(s[GRAD_NORM])) return;
     s[STEPS_DONE] = float(count[STEPS]);
     count[STEPS] += 1.0;
-    double power1 = __dmul_rn(count[POWER1], double(a.beta1)), power2 = __dmul_rn(count[POWER2], double(a.beta2));
-    count[POWER1] = power1, count[POWER2] = power2;
+    double power1 = __dmul_rn(count[BETA1_POWER], double(a.beta1)), power2 = __dmul_rn(count[BETA2_POWER], double(a.beta2));
+    count[BETA1_POWER] = power1, count[BETA2_POWER] = power2;
     s[BIAS1] = float(__dsub_rn(1.0, power1)), s[BIAS2] = float(__dsub_rn(1.0, power2));
 }

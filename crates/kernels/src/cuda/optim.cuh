@@ -21,7 +21,7 @@ template <class A> __device__ __forceinline__ int entry_of(const A& p, u32 block
 
 // Indices of the step's scalars, and of the step counter.
 enum { LR = 0, WEIGHT_DECAY = 1, BIAS1 = 2, BIAS2 = 3, CLIP = 4, GRAD_NORM = 5, STEPS_DONE = 6, LOSS_SCALE = 7 };
-enum { STEPS = 0, POWER1 = 1, POWER2 = 2 };
+enum { STEPS = 0, BETA1_POWER = 1, BETA2_POWER = 2 };
 // Indices of the gradient scaler's state.
 enum { SCALE = 0, GROWTH = 1, HYSTERESIS = 2 };
 

@@ -6,7 +6,7 @@ use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel};
 use crate::checks::dtypes;
 use crate::permutation::{
-    Sizes, check_choices, check_values, gather_sizes, permute_sizes, permute_transposed_sizes,
+    Sizes, check_selections, check_values, gather_sizes, permute_sizes, permute_transposed_sizes,
     unpermute_sizes, weighted_sizes,
 };
 use crate::{PermutationKernels, RowMap};
@@ -15,7 +15,7 @@ use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, 
 /// As in permute.cu.
 const THREADS: u32 = 256;
 const IN_FLIGHT: usize = 4;
-const CHOICES_AT_ONCE: usize = 8;
+const SELECTIONS_AT_ONCE: usize = 8;
 
 kernel_args! {
     header "args/permute.cuh", includes [];
@@ -25,9 +25,9 @@ kernel_args! {
     struct MoveArgs {
         x: u64,
         out: u64,
-        /// i32: for each row in expert order the choice (token·k + slot) it comes from, or -1. Or dy, for dot products.
+        /// i32: for each row in expert order the selection (token·k + slot) it comes from, or -1. Or dy, for dot products.
         source: u64,
-        /// i32 `[tokens, k]`: for each choice its row in expert order, or -1.
+        /// i32 `[tokens, k]`: for each selection its row in expert order, or -1.
         rows: u64,
         /// f32 `[tokens, k]`, or 0.
         weights: u64,
@@ -36,16 +36,16 @@ kernel_args! {
         /// Chunks of a row, and of all rows.
         per_row: u32,
         chunks: u32,
-        /// Choices of a token.
+        /// Selections of a token.
         k: u32,
         /// Rows of x. An index that is not below it, such as -1, means no row.
         from: u32,
-        /// Choices of all tokens.
-        choices: u32,
+        /// Selections of all tokens.
+        selections: u32,
         /// Rows of out.
         n: u32,
         vectorized: u32,
-        /// Blocks that move rows; those behind them zero rows that come from no choice.
+        /// Blocks that move rows; those behind them zero rows that come from no selection.
         movers: u32,
         pad: u32,
     }
@@ -63,7 +63,7 @@ kernel_args! {
         n: i32,
         columns: i32,
         k: u32,
-        choices: u32,
+        selections: u32,
         /// Blocks along the columns.
         across: u32,
         vectorized: u32,
@@ -97,7 +97,7 @@ impl MoveArgs {
             per_row: per_row.max(1) as u32,
             chunks,
             k: z.k as u32,
-            choices: (z.tokens * z.k) as u32,
+            selections: (z.tokens * z.k) as u32,
             n: z.rows as u32,
             ..MoveArgs::default()
         })
@@ -150,7 +150,7 @@ impl PermutationKernels for CudaKernels {
         align: usize,
         map: &RowMap,
     ) -> Result<()> {
-        self.sort_choices(s, index, first, align, map)
+        self.sort_selections(s, index, first, align, map)
     }
 
     fn gather_rows(&self, s: &Stream, x: &Tensor, source: &Tensor, k: usize, out: &Tensor) -> Result<()> {
@@ -197,7 +197,7 @@ impl PermutationKernels for CudaKernels {
                 n: z.rows as i32,
                 columns: super::row_grid::columns(OP, columns)?,
                 k: z.k as u32,
-                choices: (z.tokens * z.k) as u32,
+                selections: (z.tokens * z.k) as u32,
                 across: across.max(1),
                 vectorized: (from.is_multiple_of(8) && z.width.is_multiple_of(8)).into(),
                 vectorized_out: aligned16(&[to]).into(),
@@ -238,7 +238,7 @@ impl PermutationKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "moe_unpermute";
         let (z, dtype) = (unpermute_sizes(OP, x, rows, out)?, x.dtype());
-        weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
+        weights.map_or(Ok(()), |w| check_selections(OP, z, w))?;
         let kernel = mixed!(OP, dtype, out.dtype(), "moe_unpermute")?;
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
         s.launch(OP, &args, |l| {
@@ -260,12 +260,12 @@ impl PermutationKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "moe_unpermute_dprobs";
         let (z, dtype) = (unpermute_sizes(OP, x, rows, dy)?, x.dtype());
-        check_choices(OP, z, out)?;
+        check_selections(OP, z, out)?;
         let kernel = mixed!(OP, dtype, dy.dtype(), "moe_unpermute_dprobs")?;
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             let (x, rows, dy, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             let a = MoveArgs { x, rows, source: dy, out, ..MoveArgs::new(OP, z, dtype, 0)? };
-            let chunks = (z.tokens * z.k.div_ceil(CHOICES_AT_ONCE)) as u32;
+            let chunks = (z.tokens * z.k.div_ceil(SELECTIONS_AT_ONCE)) as u32;
             let a = MoveArgs { from: z.rows as u32, chunks, ..a.align(dtype, &[x, dy]) };
             self.launch_kernel(l, kernel, line(a.blocks(OP, THREADS as usize / 32)?, THREADS), &a)
         })

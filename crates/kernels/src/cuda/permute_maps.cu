@@ -1,20 +1,20 @@
-// Row maps between token order and expert order: choices sorted by expert, chunks reordered, dense routing maps
+// Row maps between token order and expert order: selections sorted by expert, chunks reordered, dense routing maps
 // padded.
 #include "args/permute_maps.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
-// Counting sort: each block counts the experts of a tile of TILE choices, prefix sums over tiles give where a tile's
-// choices of an expert start, and a block places its tile. A warp has ITEMS·32 neighbouring choices, so that the sort
+// Counting sort: each block counts the experts of a tile of TILE selections, prefix sums over tiles give where a tile's
+// selections of an expert start, and a block places its tile. A warp has ITEMS·32 neighbouring selections, so that the sort
 // is stable.
 constexpr int ITEMS = 4;
 constexpr int TILE = ITEMS * THREADS;
 
 
-// Expert of choice i, counted from `first`; `experts` for none.
+// Expert of selection i, counted from `first`; `experts` for none.
 __device__ __forceinline__ u32 expert_of(const ExpertSortArgs& a, i64 i) {
-    if (i >= a.choices) return a.experts;
+    if (i >= a.selections) return a.experts;
     i64 e = i64(reinterpret_cast<const i32*>(a.index)[i]) - a.first;
     return e >= 0 && e < i64(a.experts) ? u32(e) : a.experts;
 }
@@ -79,9 +79,9 @@ extern "C" __global__ void __launch_bounds__(1024) sort_scan(const ExpertSortArg
     }
 }
 
-// Blocks past the tiles, where there are more rows than choices, only mark rows without a source.
+// Blocks past the tiles, where there are more rows than selections, only mark rows without a source.
 extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSortArgs a) {
-    // u32 [WARPS, experts]: choices of a warp, then the row of the warp's next choice. Behind them [experts]: first
+    // u32 [WARPS, experts]: selections of a warp, then the row of the warp's next selection. Behind them [experts]: first
     // rows.
     extern __shared__ u32 bins[];
     __shared__ u32 scratch[WARPS];
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
     for (u32 i = threadIdx.x; i < WARPS * experts; i += THREADS) bins[i] = 0;
     __syncthreads();
 
-    // Rank of each choice among those of its expert in this warp.
+    // Rank of each selection among those of its expert in this warp.
     u32 e[ITEMS], place[ITEMS];
     const i64 start = i64(blockIdx.x) * TILE + warp * (ITEMS * 32) + lane;
 #pragma unroll
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSor
 #pragma unroll
     for (int k = 0; k < ITEMS; k++) {
         const i64 i = start + k * 32;
-        if (i >= a.choices) break;
+        if (i >= a.selections) break;
         i32 r = -1;
         if (e[k] < experts) {
             r = i32(mine[e[k]] + place[k]);

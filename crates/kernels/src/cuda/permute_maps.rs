@@ -1,4 +1,4 @@
-//! Row maps: choices sorted by expert, chunks reordered, dense routing maps padded.
+//! Row maps: selections sorted by expert, chunks reordered, dense routing maps padded.
 
 use super::args::kernel_args;
 use super::grid::{blocks, line};
@@ -19,20 +19,20 @@ const MAX_EXPERTS: usize = 4096;
 kernel_args! {
     header "args/permute_maps.cuh", includes [];
 
-    /// Stable counting sort of choices by expert.
+    /// Stable counting sort of selections by expert.
     struct ExpertSortArgs {
-        /// i32 `[choices]`: the expert of each choice.
+        /// i32 `[selections]`: the expert of each selection.
         index: u64,
         /// i32 `[experts + 1]` and i32 `[experts]`: first row and number of rows of each expert.
         offsets: u64,
         counts: u64,
-        /// i32 `[choices]`: the row of each choice, or -1.
+        /// i32 `[selections]`: the row of each selection, or -1.
         rows: u64,
-        /// i32 `[n]`: the choice of each row, or -1.
+        /// i32 `[n]`: the selection of each row, or -1.
         source: u64,
         /// u32 `[tiles, experts]`: routed rows of each expert per tile; then their exclusive prefix sums over tiles.
         tiles: u64,
-        choices: i64,
+        selections: i64,
         /// Rows.
         n: i64,
         /// Number of the first expert.
@@ -83,7 +83,7 @@ fn multiple(align: usize) -> u32 {
 }
 
 impl CudaKernels {
-    pub(super) fn sort_choices(
+    pub(super) fn sort_selections(
         &self,
         s: &Stream,
         index: &Tensor,
@@ -92,7 +92,7 @@ impl CudaKernels {
         map: &RowMap,
     ) -> Result<()> {
         const OP: &str = "sort_by_expert";
-        let [choices, experts] = sort_sizes(OP, index, align, map)?;
+        let [selections, experts] = sort_sizes(OP, index, align, map)?;
         if experts > MAX_EXPERTS {
             return shape_error(
                 OP,
@@ -102,7 +102,7 @@ impl CudaKernels {
             );
         }
         let RowMap { offsets, counts, rows, source } = map;
-        let tiles = choices.div_ceil(TILE).max(1);
+        let tiles = selections.div_ceil(TILE).max(1);
         let held = Tensor::empty(s, &[tiles, experts], DType::I32, Category::Workspace)?;
         let args = [read(index), write(offsets), write(counts), write(rows), write(source), write(&held)];
         s.launch(OP, &args, |l| {
@@ -114,7 +114,7 @@ impl CudaKernels {
                 rows: l.address(3)?,
                 source: l.address(4)?,
                 tiles: l.address(5)?,
-                choices: choices as i64,
+                selections: selections as i64,
                 n: n as i64,
                 first: first.min(1 << 32) as i64,
                 experts: experts as u32,
@@ -131,7 +131,7 @@ impl CudaKernels {
                 self.launch_kernel(l, kernel("sort_count"), grid(tiles, THREADS, experts), &a)?;
                 self.launch_kernel(l, kernel("sort_scan"), grid(experts.div_ceil(32), 1024, 0), &a)?;
             }
-            // With few choices of many experts, many rows have no source and need to be marked.
+            // With few selections of many experts, many rows have no source and need to be marked.
             let markers = n.div_ceil(4096).min(64);
             let words = (WARPS + 1) * experts;
             self.launch_kernel(l, kernel("sort_place"), grid(tiles.max(markers), THREADS, words), &a)

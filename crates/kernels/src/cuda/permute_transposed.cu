@@ -9,8 +9,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose_rows(const Trans
     const i32 tile_r = i32(blockIdx.x / a.across) * TILE, tile_c = i32(blockIdx.x % a.across) * TILE;
     if (threadIdx.x < TILE) {
         const i32 r = tile_r + i32(threadIdx.x);
-        const u32 choice = r < a.n ? u32(reinterpret_cast<const i32*>(a.source)[r]) : ~0u;
-        from[threadIdx.x] = choice < a.choices ? i32(choice / a.k) : -1;
+        const u32 selection = r < a.n ? u32(reinterpret_cast<const i32*>(a.source)[r]) : ~0u;
+        from[threadIdx.x] = selection < a.selections ? i32(selection / a.k) : -1;
     }
     __syncthreads();
     const i32 col = tile_c + 8 * tx;

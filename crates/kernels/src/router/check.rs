@@ -1,6 +1,6 @@
 //! Argument checks of the router and load-balancing kernels, shared by all devices.
 
-use super::{ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
+use super::{ExpertSelection, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
 use crate::checks::dtypes;
 use crate::{AuxLoss, AuxLossWeights};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
@@ -37,7 +37,7 @@ fn experts(op: &'static str, experts: usize) -> Result<()> {
     Ok(())
 }
 
-fn choices(op: &'static str, sizes: Sizes) -> Result<Sizes> {
+fn selections(op: &'static str, sizes: Sizes) -> Result<Sizes> {
     let (k, most) = (sizes.k, sizes.experts.min(MAX_TOPK));
     if k == 0 || k > most {
         return shape_error(op, format!("top-{k} of {} experts; k must be in 1..={most}", sizes.experts));
@@ -68,12 +68,12 @@ pub(crate) fn index(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
 }
 
 /// Checks logits and their selection index.
-fn chosen(op: &'static str, of: &Tensor, choice: &Tensor) -> Result<Sizes> {
-    let ([tokens, experts], [rows, k]) = (logits(op, of)?, index(op, choice)?);
+fn chosen(op: &'static str, of: &Tensor, selection: &Tensor) -> Result<Sizes> {
+    let ([tokens, experts], [rows, k]) = (logits(op, of)?, index(op, selection)?);
     if rows != tokens {
         return shape_error(op, format!("logits of {tokens} tokens, but selections of {rows}"));
     }
-    choices(op, Sizes { tokens, experts, k })
+    selections(op, Sizes { tokens, experts, k })
 }
 
 pub(crate) fn top_k(
@@ -108,14 +108,14 @@ fn groups(op: &'static str, groups: Option<GroupLimit>, sizes: Sizes) -> Result<
 pub(crate) fn route(
     op: &'static str,
     how: RouterParams,
-    choice: ExpertChoice,
+    selection: ExpertSelection,
     logits: &Tensor,
     index: &Tensor,
     probs: &Tensor,
 ) -> Result<Sizes> {
     let sizes = chosen(op, logits, index)?;
     exactly(op, "probabilities", probs, DType::F32, index.shape())?;
-    if let ExpertChoice::TopK { bias } = choice {
+    if let ExpertSelection::TopK { bias } = selection {
         groups(op, how.groups, sizes)?;
         bias.map_or(Ok(()), |b| exactly(op, "the bias", b, DType::F32, &[sizes.experts]))?;
     }
@@ -141,7 +141,7 @@ pub(crate) fn balance(op: &'static str, b: &AuxLoss, of: &Tensor) -> Result<(Siz
     exactly(op, "segments", b.segments, DType::I32, &[tokens])?;
     let segments = of.shape().first().copied().unwrap_or(0);
     exactly(op, "statistics", of, DType::F32, &[segments, experts])?;
-    Ok((choices(op, Sizes { tokens, experts, k: b.k })?, segments))
+    Ok((selections(op, Sizes { tokens, experts, k: b.k })?, segments))
 }
 
 /// Checks statistics f32 and i64 `[S, E]`; returns S and E.
@@ -158,7 +158,7 @@ pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Re
 pub(crate) fn aux_loss_weights(op: &'static str, a: &AuxLossWeights) -> Result<[usize; 2]> {
     let &AuxLossWeights { k, sums, counts, steps, sets, weights, loss, .. } = a;
     let [segments, experts] = statistics(op, sums, counts)?;
-    choices(op, Sizes { tokens: 0, experts, k })?;
+    selections(op, Sizes { tokens: 0, experts, k })?;
     exactly(op, "weights", weights, DType::F32, sums.shape())?;
     exactly(op, "the loss", loss, DType::F32, &[1])?;
     steps.map_or(Ok(()), |t| exactly(op, "steps", t, DType::F32, &[1]))?;
@@ -183,11 +183,11 @@ pub(crate) fn z_loss(
 
 pub(crate) fn count_tokens(
     op: &'static str,
-    choice: &Tensor,
+    selection: &Tensor,
     segments: &Tensor,
     counts: &Tensor,
 ) -> Result<Sizes> {
-    let [tokens, k] = index(op, choice)?;
+    let [tokens, k] = index(op, selection)?;
     let e = counts.shape().first().copied().unwrap_or(0);
     experts(op, e)?;
     exactly(op, "segments", segments, DType::I32, &[tokens])?;
@@ -198,13 +198,13 @@ pub(crate) fn count_tokens(
 pub(crate) fn drop_over_capacity(
     op: &'static str,
     e: usize,
-    choice: &Tensor,
+    selection: &Tensor,
     probs: &Tensor,
     dropped: &Tensor,
 ) -> Result<Sizes> {
-    let [tokens, k] = index(op, choice)?;
+    let [tokens, k] = index(op, selection)?;
     experts(op, e)?;
-    exactly(op, "probabilities", probs, DType::F32, choice.shape())?;
+    exactly(op, "probabilities", probs, DType::F32, selection.shape())?;
     exactly(op, "dropped", dropped, DType::I64, &[1])?;
     Ok(Sizes { tokens, experts: e, k })
 }
@@ -235,7 +235,7 @@ pub(crate) fn quantiles(
     let [tokens, experts] = logits(op, of)?;
     exactly(op, "beta", beta, DType::F32, &[experts])?;
     exactly(op, "the estimate", estimate, DType::F32, &[experts])?;
-    let sizes = choices(op, Sizes { tokens, experts, k })?;
+    let sizes = selections(op, Sizes { tokens, experts, k })?;
     if k == experts || !(tokens * k).is_multiple_of(experts) {
         return shape_error(
             op,

@@ -8,7 +8,7 @@ use ferrotron_tensor::{DType, Tensor};
 #[test]
 fn grouped_bias_and_its_gradients() {
     for_moe_dtypes(|h, dtype| {
-        for (choices, experts, align) in [
+        for (selections, experts, align) in [
             (0, 1, 1),
             (1, 4, 16),
             (15, 4, 1),
@@ -22,10 +22,11 @@ fn grouped_bias_and_its_gradients() {
                 for (shift, skewed) in [(0, false), (1, false), (0, true)] {
                     // One expert has all tokens, or the last few have none.
                     let top = if skewed { 1 } else { experts.max(2) - 1 };
-                    let index = draws(1, choices, 0, top as i32);
-                    let rows = choices + experts * (align - 1) + 3;
+                    let index = draws(1, selections, 0, top as i32);
+                    let rows = selections + experts * (align - 1) + 3;
                     let plan = plan(&index, 0, experts, align, rows);
-                    let what = format!("{} {dtype} {choices} of {experts} by {align} x {n} {shift}", h.name);
+                    let what =
+                        format!("{} {dtype} {selections} of {experts} by {align} x {n} {shift}", h.name);
                     let owner = |r: usize| {
                         let ends = |e: usize| (plan.offsets[e] + plan.counts[e]) as usize;
                         (0..experts).find(|e| (plan.offsets[*e] as usize..ends(*e)).contains(&r))

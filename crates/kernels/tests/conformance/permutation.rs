@@ -46,9 +46,9 @@ pub fn plan(index: &[i32], first: i32, experts: usize, align: usize, n: usize) -
     let (mut offsets, mut counts) = (vec![], vec![]);
     for e in first..first + experts as i32 {
         offsets.push(source.len() as i32);
-        for choice in (0..index.len()).filter(|c| index[*c] == e) {
-            rows[choice] = source.len() as i32;
-            source.push(choice as i32);
+        for selection in (0..index.len()).filter(|c| index[*c] == e) {
+            rows[selection] = source.len() as i32;
+            source.push(selection as i32);
         }
         counts.push(source.len() as i32 - offsets[offsets.len() - 1]);
         while source.len() % align != 0 {
@@ -71,7 +71,7 @@ fn found(h: &TestDevice, map: &RowMap) -> Plan {
 }
 
 /// Selections: random; with empty slots; few of many experts; one expert only.
-fn choices(kind: usize, seed: u64, n: usize, first: i32, experts: usize) -> Vec<i32> {
+fn selections(kind: usize, seed: u64, n: usize, first: i32, experts: usize) -> Vec<i32> {
     let e = experts as i32;
     match kind {
         0 => draws(seed, n, first, first + e),
@@ -86,7 +86,7 @@ fn choices(kind: usize, seed: u64, n: usize, first: i32, experts: usize) -> Vec<
 fn selections_are_sorted_by_expert() {
     for h in devices() {
         let check = |tokens: usize, k: usize, experts: usize, align: usize, first: i32, kind: usize| {
-            let index = choices(kind, 1 + tokens as u64, tokens * k, first, experts);
+            let index = selections(kind, 1 + tokens as u64, tokens * k, first, experts);
             let n = tokens * k + experts * (align - 1) + kind;
             let map = fresh(&h, &[tokens, k], experts, n);
             h.k.sort_by_expert(&h.s, &ints(&h, &[tokens, k], &index), first as usize, align, &map).unwrap();
@@ -138,7 +138,7 @@ fn cases(h: &TestDevice, test: impl Fn(&Case, usize)) {
             [(1, 4, 1, 0), (2, 7, 16, 1), (5, 130, 1, 1), (5, 1, 128, 3), (9, 7, 1, 2)]
         {
             for width in if tokens > 200 { vec![8] } else { vec![1, 8, 19, 64, 264] } {
-                let index = choices(kind, 5, tokens * k, 2, experts);
+                let index = selections(kind, 5, tokens * k, 2, experts);
                 let n = tokens * k + experts * (align - 1) + 2;
                 let map = fresh(h, &[tokens, k], experts, n);
                 h.k.sort_by_expert(&h.s, &ints(h, &[tokens, k], &index), 2, align, &map).unwrap();
@@ -196,16 +196,16 @@ fn unpermute_sums_the_rows_of_each_token() {
             let xt = shifted(h, shift, dtype, &[c.n, c.width], &x);
             let w = numbers(DType::F32, 2, c.tokens * c.k);
             let wt = shifted(h, shift, DType::F32, &[c.tokens, c.k], &w);
-            let row = |choice: usize| usize::try_from(c.plan.rows[choice]).ok();
+            let row = |selection: usize| usize::try_from(c.plan.rows[selection]).ok();
             for other in DTYPES.into_iter().filter(|d| *d == dtype || *d == DType::F32) {
                 let what = format!("{} {dtype} {other} {}x{}x{} {shift}", h.name, c.tokens, c.k, c.width);
                 for weighted in [false, true] {
                     let out =
                         shifted(h, shift, other, &[c.tokens, c.width], &vec![f64::NAN; c.tokens * c.width]);
                     h.k.moe_unpermute(&h.s, &xt, &c.map.rows, weighted.then_some(&wt), &out).unwrap();
-                    let term = |choice: usize, column: usize| {
-                        let weight = if weighted { w[choice] } else { 1.0 };
-                        row(choice).map_or(0.0, |r| weight * x[r * c.width + column])
+                    let term = |selection: usize, column: usize| {
+                        let weight = if weighted { w[selection] } else { 1.0 };
+                        row(selection).map_or(0.0, |r| weight * x[r * c.width + column])
                     };
                     let want: Vec<f64> = (0..c.tokens * c.width)
                         .map(|i| (0..c.k).map(|j| term(i / c.width * c.k + j, i % c.width)).sum())
@@ -235,7 +235,7 @@ fn unpermute_sums_the_rows_of_each_token() {
 fn unpermute_gradients_match_finite_differences() {
     for h in devices() {
         let (tokens, k, width) = (15, 3, 5);
-        let index = choices(1, 8, tokens * k, 1, 4);
+        let index = selections(1, 8, tokens * k, 1, 4);
         let n = tokens * k + 4 * 15;
         let map = fresh(&h, &[tokens, k], 4, n);
         h.k.sort_by_expert(&h.s, &ints(&h, &[tokens, k], &index), 1, 16, &map).unwrap();
@@ -311,7 +311,7 @@ fn transposed_permute_matches_permute() {
             (129, 5, 7, 1, 130),
             (300, 3, 5, 128, 272),
         ] {
-            let index = choices(1, 5, tokens * k, 2, experts);
+            let index = selections(1, 5, tokens * k, 2, experts);
             let n = tokens * k + experts * (align - 1) + 2;
             let map = fresh(&h, &[tokens, k], experts, n);
             h.k.sort_by_expert(&h.s, &ints(&h, &[tokens, k], &index), 2, align, &map).unwrap();

@@ -104,7 +104,7 @@ fn invalid_maps_are_errors() {
         };
         let good = || map(&[4], &[3], &[5, 2], 10);
         refused("sort by 0", k.sort_by_expert(s, &i(&[5, 2]), 0, 0, &good()));
-        refused("flat choices", k.sort_by_expert(s, &i(&[10]), 0, 1, &map(&[4], &[3], &[10], 10)));
+        refused("flat selections", k.sort_by_expert(s, &i(&[10]), 0, 1, &map(&[4], &[3], &[10], 10)));
         refused("short rows", k.sort_by_expert(s, &i(&[5, 2]), 0, 1, &map(&[4], &[3], &[4, 2], 10)));
         refused(
             "offsets of other experts",
@@ -116,9 +116,9 @@ fn invalid_maps_are_errors() {
             k.sort_by_expert(s, &i(&[5, 2]), 0, 16, &map(&[4], &[3], &[5, 2], 47)),
         );
         k.sort_by_expert(s, &i(&[5, 2]), 0, 16, &map(&[4], &[3], &[5, 2], 48)).unwrap();
-        refused("floats for choices", k.sort_by_expert(s, &f(DType::F32, &[5, 2]), 0, 1, &good()));
+        refused("floats for selections", k.sort_by_expert(s, &f(DType::F32, &[5, 2]), 0, 1, &good()));
         refused(
-            "transposed choices",
+            "transposed selections",
             k.sort_by_expert(s, &i(&[2, 5]).transpose(0, 1).unwrap(), 0, 1, &good()),
         );
 
@@ -126,7 +126,7 @@ fn invalid_maps_are_errors() {
             let r = |shape: &[usize]| f(dtype, shape);
             let other =
                 |shape: &[usize]| f(if dtype == DType::F32 { DType::BF16 } else { DType::F32 }, shape);
-            refused("no choices", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 0, &r(&[9, 3])));
+            refused("no selections", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 0, &r(&[9, 3])));
             refused("widths", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 2, &r(&[9, 4])));
             refused("rows", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 2, &r(&[8, 3])));
             refused("types", k.gather_rows(s, &r(&[5, 3]), &i(&[9]), 2, &other(&[9, 3])));

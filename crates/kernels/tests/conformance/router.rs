@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use super::router_oracle::*;
-use ferrotron_kernels::{ExpertChoice, GroupLimit, Route, RouteBackward, RouterParams, ScoreFunction};
+use ferrotron_kernels::{ExpertSelection, GroupLimit, Route, RouteBackward, RouterParams, ScoreFunction};
 use ferrotron_tensor::{DType, Tensor};
 
 /// Number of experts, top-k, and a valid group limit.
@@ -99,7 +99,7 @@ fn top_k_selection_and_probabilities() {
                             &h.s,
                             &Route {
                                 params: how,
-                                choice: ExpertChoice::TopK { bias },
+                                selection: ExpertSelection::TopK { bias },
                                 logits: &lt,
                                 index: &it,
                                 probs: &pt,
@@ -109,7 +109,7 @@ fn top_k_selection_and_probabilities() {
                         let index = h.host(&it);
                         let mut hanging = 0;
                         for (t, (x, ours)) in x.chunks(experts).zip(index.chunks(k)).enumerate() {
-                            let Some(wanted) = choice(how, biased.then_some(&b), x, k) else {
+                            let Some(wanted) = selection(how, biased.then_some(&b), x, k) else {
                                 hanging += 1;
                                 continue;
                             };
@@ -142,7 +142,13 @@ fn given_selections_may_have_empty_slots() {
                 let pt = h.poisoned(DType::F32, &[n, k]);
                 h.k.route(
                     &h.s,
-                    &Route { params: how, choice: ExpertChoice::Given, logits: &lt, index: &it, probs: &pt },
+                    &Route {
+                        params: how,
+                        selection: ExpertSelection::Given,
+                        logits: &lt,
+                        index: &it,
+                        probs: &pt,
+                    },
                 )
                 .unwrap();
                 assert_eq!(h.host(&it), index);
@@ -255,7 +261,7 @@ fn vectors_of_the_specification() {
                 &h.s,
                 &Route {
                     params: *how,
-                    choice: ExpertChoice::TopK { bias: biased.then_some(&bt) },
+                    selection: ExpertSelection::TopK { bias: biased.then_some(&bt) },
                     logits: &lt,
                     index: &it,
                     probs: &pt,

@@ -10,7 +10,7 @@ fn i64s(h: &TestDevice, values: &[i64]) -> Tensor {
 }
 
 /// Selections of each token, some slots empty, no expert twice.
-fn choices(n: usize, k: usize, experts: usize) -> Vec<f64> {
+fn selections(n: usize, k: usize, experts: usize) -> Vec<f64> {
     let some = |i: usize| (i * 31) % 11 != 3;
     // Unbalanced: half of the tokens select the same experts.
     let pick = |t: usize, j: usize| if t % 2 == 1 { j } else { (t * 13 / 7 + j) % experts };
@@ -32,7 +32,7 @@ const SIZES: [(usize, usize, usize); 8] = [
 fn tokens_per_expert_are_counted() {
     for h in devices() {
         for (n, k, experts) in SIZES {
-            let index = choices(n, k, experts);
+            let index = selections(n, k, experts);
             let of: Vec<i32> = (0..n).map(|t| if t % 4 == 1 { -1 } else { t as i32 }).collect();
             let it = h.tensor(DType::I32, &[n, k], &index);
             let counts = i64s(&h, &vec![5; experts]);
@@ -50,7 +50,7 @@ fn tokens_per_expert_are_counted() {
 fn selections_over_capacity_are_dropped() {
     for h in devices() {
         for (n, k, experts) in SIZES {
-            let index = choices(n, k, experts);
+            let index = selections(n, k, experts);
             // Coarse values with many ties, and one NaN.
             let mut probs: Vec<f64> =
                 numbers(DType::F32, 3, n * k).iter().map(|p| (p * 20.0).round() / 32.0 + 1.0).collect();

@@ -335,8 +335,8 @@ fn invalid_arguments_are_errors() {
             k.aux_loss_backward(s, &AuxLoss { segments: &far, ..b }, &weights, &z(DType::F32, &[3, 4])),
         );
         refused(&h, "rows", k.aux_loss_stats(s, &AuxLoss { segments: &short, ..b }, &sums, &counts));
-        refused(&h, "choices", k.aux_loss_stats(s, &AuxLoss { k: 5, ..b }, &sums, &counts));
-        refused(&h, "no choices", k.aux_loss_stats(s, &AuxLoss { k: 0, ..b }, &sums, &counts));
+        refused(&h, "selections", k.aux_loss_stats(s, &AuxLoss { k: 5, ..b }, &sums, &counts));
+        refused(&h, "no selections", k.aux_loss_stats(s, &AuxLoss { k: 0, ..b }, &sums, &counts));
         refused(&h, "counts", k.aux_loss_stats(s, &b, &sums, &i64s(&h, &[2, 3], &[0; 6])));
         refused(&h, "small counts", k.aux_loss_stats(s, &b, &sums, &z(DType::I32, &[2, 4])));
         refused(&h, "type of the gradient", k.aux_loss_backward(s, &b, &weights, &bf16_dlogits));

@@ -70,7 +70,7 @@ fn rounding_decides(values: &[f64], order: &[usize], k: usize) -> bool {
 }
 
 /// The selection of a row; none where it depends on rounding.
-pub fn choice(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> Option<Vec<usize>> {
+pub fn selection(how: RouterParams, bias: Option<&[f64]>, x: &[f64], k: usize) -> Option<Vec<usize>> {
     let scores = match how.score {
         ScoreFunction::Softmax => softmax(x),
         score => x.iter().map(|x| alone(score, *x)).collect(),

@@ -4,7 +4,7 @@
 //! what was looked for. `unsafe` covers the driver's C interface; every call is made with the context current on its
 //! thread.
 
-mod card;
+mod gpu_info;
 mod graph;
 mod host_calls;
 mod memory;
@@ -12,7 +12,7 @@ mod pinned_pages;
 mod segment;
 mod stream;
 
-pub use card::{AS_VARIABLE, GpuInfo};
+pub use gpu_info::{AS_VARIABLE, GpuInfo};
 pub(crate) use graph::GraphExec;
 pub(crate) use memory::{PageableMemory, PinnedMemory};
 pub(crate) use segment::CudaSegments;
@@ -109,8 +109,8 @@ fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
     // SAFETY: the driver ended the name with a zero inside the array.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     let native = capability;
-    let card = GpuInfo { ordinal, name, capability, native, multiprocessors, shared_memory, memory, driver };
-    card.standing_for(std::env::var(AS_VARIABLE).ok().as_deref())
+    let info = GpuInfo { ordinal, name, capability, native, multiprocessors, shared_memory, memory, driver };
+    info.standing_for(std::env::var(AS_VARIABLE).ok().as_deref())
 }
 
 impl CudaContext {

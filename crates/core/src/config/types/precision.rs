@@ -65,6 +65,12 @@ choice! {
     }
 }
 
+impl MasterDtype {
+    /// Why FP8 parameters cannot have masters that are remainders.
+    pub(crate) const REMAINDER_OF_FP8: &str = "optimizer.master_dtype = \"remainder\" stores the low 16 bits of f32 masters beside \
+        bf16 weights; FP8 parameters have no bf16 weights: set \"f32\"";
+}
+
 choice! {
     /// Dtype of the optimizer's moments; its arithmetic is f32.
     StateDtype {

@@ -17,9 +17,9 @@ use ferrotron_tensor::DType;
 
 /// How the rows of a micro-batch reach the experts of this rank.
 struct DispatchedRows {
-    /// Rows as they arrive: tokens, or one row for each choice after an all-to-all.
+    /// Rows as they arrive: tokens, or one row for each selection after an all-to-all.
     arrived: usize,
-    /// Choices of the experts on this rank.
+    /// Selections of the experts on this rank.
     routed: usize,
     /// Rows this rank sends to each other rank of the group, of all-to-all dispatch.
     to_each: Option<usize>,

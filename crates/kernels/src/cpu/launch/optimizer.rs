@@ -284,7 +284,7 @@ impl OptimizerKernels for CpuKernels {
             }
             out[scalars::STEPS_DONE] = count[counter::STEPS] as f32;
             count[counter::STEPS] += 1.0;
-            let powers = [(counter::POWER1, scalars::BIAS1), (counter::POWER2, scalars::BIAS2)];
+            let powers = [(counter::BETA1_POWER, scalars::BIAS1), (counter::BETA2_POWER, scalars::BIAS2)];
             for ((power, bias), beta) in powers.into_iter().zip(betas) {
                 count[power] *= f64::from(beta);
                 out[bias] = (1.0 - count[power]) as f32;

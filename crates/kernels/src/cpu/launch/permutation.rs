@@ -4,7 +4,7 @@ use crate::cpu::permutation::{
     moe_unpermute_backward, moe_unpermute_dprobs, pad_routing_map, sort,
 };
 use crate::permutation::{
-    Sizes, check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, permute_transposed_sizes,
+    Sizes, check_selections, check_values, chunk_sizes, gather_sizes, pad_sizes, permute_transposed_sizes,
     sort_sizes, unpermute_sizes, weighted_sizes,
 };
 use crate::{PermutationKernels, RowMap};
@@ -112,7 +112,7 @@ impl PermutationKernels for CpuKernels {
     ) -> Result<()> {
         const OP: &str = "moe_unpermute";
         let z = unpermute_sizes(OP, x, rows, out)?;
-        weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
+        weights.map_or(Ok(()), |w| check_selections(OP, z, w))?;
         // Without weights the last argument is not read.
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
         s.launch(OP, &args, |l| {
@@ -135,7 +135,7 @@ impl PermutationKernels for CpuKernels {
     ) -> Result<()> {
         const OP: &str = "moe_unpermute_dprobs";
         let z = unpermute_sizes(OP, x, rows, dy)?;
-        check_choices(OP, z, out)?;
+        check_selections(OP, z, out)?;
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             or_f32!(OP, x.dtype(), dy.dtype(), T, D => {
                 let (x, rows, dy) = (l.slice::<T>(0)?, l.slice(1)?, l.slice::<D>(2)?);

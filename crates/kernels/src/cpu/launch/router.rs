@@ -3,7 +3,9 @@ use crate::cpu::random::fill_normal_rows;
 use crate::cpu::router as r;
 use crate::philox::RandomStream;
 use crate::router::check;
-use crate::{CapacityDrop, ExpertChoice, GateBackward, Jitter, Route, RouteBackward, RouterKernels, StepKey};
+use crate::{
+    CapacityDrop, ExpertSelection, GateBackward, Jitter, Route, RouteBackward, RouterKernels, StepKey,
+};
 use ferrotron_tensor::{DType, Float, Result, Stream, Tensor, bf16, read, write};
 
 impl RouterKernels for CpuKernels {
@@ -18,12 +20,12 @@ impl RouterKernels for CpuKernels {
     }
 
     fn route(&self, s: &Stream, r: &Route) -> Result<()> {
-        let &Route { params: how, choice, logits, index, probs } = r;
+        let &Route { params: how, selection, logits, index, probs } = r;
         const OP: &str = "route";
-        let z = check::route(OP, how, choice, logits, index, probs)?;
-        let (given, bias) = match choice {
-            ExpertChoice::Given => (true, None),
-            ExpertChoice::TopK { bias } => (false, bias),
+        let z = check::route(OP, how, selection, logits, index, probs)?;
+        let (given, bias) = match selection {
+            ExpertSelection::Given => (true, None),
+            ExpertSelection::TopK { bias } => (false, bias),
         };
         let router = r::Router { params: how, experts: z.experts, topk: z.k };
         let chosen = if given { read(index) } else { write(index) };

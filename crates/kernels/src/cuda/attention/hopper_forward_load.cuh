@@ -6,14 +6,15 @@
 // Q: query stages. WIDTH: channels of a 128-byte column, 64 of bf16; or 128 of FP8, and then v is transposed,
 // [channel, token].
 template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> struct HopperForwardLoad {
-    static constexpr bool TURNED = WIDTH == 128;
+    static constexpr bool V_TRANSPOSED = WIDTH == 128;
     static constexpr int BM = WGS * 64, COLUMNS = (DQ + WIDTH - 1) / WIDTH, V_COLUMNS = (DV + WIDTH - 1) / WIDTH;
     // The producer is a warpgroup that gives its registers to the consumers (setmaxnreg).
     static constexpr int THREADS = (WGS + 1) * 128;
-    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128, V_BYTES = TURNED ? DV * 128 : BN * V_COLUMNS * 128;
+    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128,
+                         V_BYTES = V_TRANSPOSED ? DV * 128 : BN * V_COLUMNS * 128;
     static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr u32 BYTES = V_AT + STAGES * V_BYTES;
-    static_assert(BYTES <= 227 * 1024 && (!TURNED || (BN == 128 && DQ <= 128 && DV <= 128)), "shared memory");
+    static_assert(BYTES <= 227 * 1024 && (!V_TRANSPOSED || (BN == 128 && DQ <= 128 && DV <= 128)), "shared memory");
 
     static __device__ __forceinline__ void bounds(const AttentionArgs& a, Place& p) {
         p.from = p.lo(a, p.first) / BN;
@@ -64,7 +65,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
                 if (tile > p.from) keys(tile - 1);
                 mbarrier_wait(bars.v_free(v.stage), v.phase ^ 1);
                 mbarrier_arrive_expect_tx(bars.v_full(v.stage), V_BYTES);
-                if constexpr (TURNED) {
+                if constexpr (V_TRANSPOSED) {
                     tma_load(base + V_AT + v.stage * V_BYTES, m.v, bars.v_full(v.stage), tile * BN, 0, p.kv_head, p.batch);
                 } else {
 #pragma unroll

@@ -12,7 +12,7 @@ use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, wr
 /// As in microscaling.cuh: rows and columns of a tile, threads, and length of the Hadamard transform.
 const SIDE: usize = 32;
 const THREADS: u32 = 256;
-const TURNED: usize = 16;
+const HADAMARD_LEN: usize = 16;
 
 kernel_args! {
     header "args/quant_emulate.cuh", includes ["args/philox.cuh"];
@@ -88,7 +88,7 @@ impl EmulateArgs {
                 if hadamard {
                     args.hadamard = if along == BlockAxis::Rows { 1 } else { 2 };
                     if along == BlockAxis::Rows {
-                        pitch = c.next_multiple_of(TURNED);
+                        pitch = c.next_multiple_of(HADAMARD_LEN);
                     }
                 }
             }

@@ -103,7 +103,7 @@ template <int V> __device__ __forceinline__ i32 choose(const RouteArgs& a, const
     return mine;
 }
 
-// The given expert of slot `lane`; -1 past the slots, for dropped choices, and, reported, for experts that do not
+// The given expert of slot `lane`; -1 past the slots, for dropped selections, and, reported, for experts that do not
 // exist.
 __device__ __forceinline__ i32 given(const RouteArgs& a, i64 t) {
     const i32 lane = threadIdx.x & 31;

@@ -5,7 +5,7 @@ use crate::cuda::CudaKernels;
 use crate::cuda::args::kernel_args;
 use crate::router::check;
 use crate::router::check::Sizes;
-use crate::{ExpertChoice, Route, RouteBackward, RouterParams};
+use crate::{ExpertSelection, Route, RouteBackward, RouterParams};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 kernel_args! {
@@ -110,11 +110,11 @@ impl CudaKernels {
 
     pub(super) fn launch_route(&self, s: &Stream, route: &Route) -> Result<()> {
         const OP: &str = "route";
-        let &Route { params: how, choice, logits, index, probs } = route;
-        let z = check::route(OP, how, choice, logits, index, probs)?;
-        let (given, bias) = match choice {
-            ExpertChoice::Given => (true, None),
-            ExpertChoice::TopK { bias } => (false, bias),
+        let &Route { params: how, selection, logits, index, probs } = route;
+        let z = check::route(OP, how, selection, logits, index, probs)?;
+        let (given, bias) = match selection {
+            ExpertSelection::Given => (true, None),
+            ExpertSelection::TopK { bias } => (false, bias),
         };
         let kernel = sized!(OP, logits.dtype(), z.experts, "router/route", "route")?;
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;

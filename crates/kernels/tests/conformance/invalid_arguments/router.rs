@@ -3,7 +3,7 @@
 use super::z;
 use crate::devices::*;
 use ferrotron_kernels::{
-    ExpertChoice, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
+    ExpertSelection, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
 };
 use ferrotron_tensor::{Category, DType};
 
@@ -14,33 +14,45 @@ fn invalid_arguments_are_errors() {
         let z = |dtype, shape: &[usize]| z(&h, dtype, shape);
         let (x, i, p) = (z(DType::F32, &[4, 8]), z(DType::I32, &[4, 2]), z(DType::F32, &[4, 2]));
         let plain = RouterParams { score: ScoreFunction::Sigmoid, normalize: true, groups: None, scale: 1.0 };
-        let best = ExpertChoice::TopK { bias: None };
+        let best = ExpertSelection::TopK { bias: None };
         let groups =
             |count, keep, best| RouterParams { groups: Some(GroupLimit { count, keep, best }), ..plain };
         let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
         let bf16_logits = z(DType::BF16, &[4, 8]);
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
         let transposed = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
-        let wide = ExpertChoice::TopK { bias: Some(&p) };
+        let wide = ExpertSelection::TopK { bias: Some(&p) };
         refused(
             &h,
             "rows",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::F32, &[3, 8]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::F32, &[3, 8]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
             &h,
             "strides",
-            k.route(s, &Route { params: plain, choice: best, logits: &transposed, index: &i, probs: &p }),
+            k.route(s, &Route { params: plain, selection: best, logits: &transposed, index: &i, probs: &p }),
         );
         refused(
             &h,
             "type",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::I32, &[4, 8]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::I32, &[4, 8]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
@@ -48,7 +60,13 @@ fn invalid_arguments_are_errors() {
             "probabilities",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &x, index: &i, probs: &z(DType::F32, &[4, 3]) },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &x,
+                    index: &i,
+                    probs: &z(DType::F32, &[4, 3]),
+                },
             ),
         );
         refused(
@@ -58,7 +76,7 @@ fn invalid_arguments_are_errors() {
                 s,
                 &Route {
                     params: plain,
-                    choice: best,
+                    selection: best,
                     logits: &x,
                     index: &i,
                     probs: &z(DType::BF16, &[4, 2]),
@@ -70,15 +88,27 @@ fn invalid_arguments_are_errors() {
             "bias",
             k.route(
                 s,
-                &Route { params: plain, choice: wide, logits: &x, index: &i, probs: &z(DType::F32, &[4, 2]) },
+                &Route {
+                    params: plain,
+                    selection: wide,
+                    logits: &x,
+                    index: &i,
+                    probs: &z(DType::F32, &[4, 2]),
+                },
             ),
         );
         refused(
             &h,
-            "too many choices",
+            "too many selections",
             k.route(
                 s,
-                &Route { params: plain, choice: best, logits: &z(DType::F32, &[4, 1]), index: &i, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: best,
+                    logits: &z(DType::F32, &[4, 1]),
+                    index: &i,
+                    probs: &p,
+                },
             ),
         );
         refused(
@@ -88,7 +118,7 @@ fn invalid_arguments_are_errors() {
                 s,
                 &Route {
                     params: plain,
-                    choice: best,
+                    selection: best,
                     logits: &z(DType::F32, &[4, 1025]),
                     index: &i,
                     probs: &p,
@@ -98,34 +128,40 @@ fn invalid_arguments_are_errors() {
         refused(
             &h,
             "uneven groups",
-            k.route(s, &Route { params: groups(3, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(3, 1, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "more groups than there are",
-            k.route(s, &Route { params: groups(2, 4, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(2, 4, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "groups ranked by more experts than they have",
-            k.route(s, &Route { params: groups(4, 4, 3), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(4, 4, 3), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "small groups",
-            k.route(s, &Route { params: groups(8, 1, 1), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(8, 1, 1), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "no groups",
-            k.route(s, &Route { params: groups(0, 0, 0), choice: best, logits: &x, index: &i, probs: &p }),
+            k.route(s, &Route { params: groups(0, 0, 0), selection: best, logits: &x, index: &i, probs: &p }),
         );
         refused(
             &h,
             "an expert that is not",
             k.route(
                 s,
-                &Route { params: plain, choice: ExpertChoice::Given, logits: &x, index: &far, probs: &p },
+                &Route {
+                    params: plain,
+                    selection: ExpertSelection::Given,
+                    logits: &x,
+                    index: &far,
+                    probs: &p,
+                },
             ),
         );
         refused(

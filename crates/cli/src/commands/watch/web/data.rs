@@ -2,7 +2,7 @@
 
 use super::super::runs::{WatchedRun, WatchedRuns, now};
 use crate::progress;
-use ferrotron_core::events::{Event, RunHistory, decimate};
+use ferrotron_core::events::{Event, RerunOutcome, RunHistory, decimate};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -190,14 +190,14 @@ pub fn configs(run: &WatchedRun) -> Vec<String> {
     names
 }
 
-/// Restarts, faults and the like on the axis of steps.
+/// Restarts, faults and the like on the axis of steps. A verification that passed is none.
 fn marks(h: &RunHistory) -> impl Iterator<Item = (u64, &'static str)> {
     h.notes.iter().rev().take(NOTES).filter_map(|line| {
         let kind = match &line.event {
             Event::Resume(_) => "resume",
             Event::Restart(_) => "restart",
             Event::Fault(_) => "fault",
-            Event::Rerun(r) if r.outcome != "same" => "rerun",
+            Event::Rerun(r) if r.outcome != RerunOutcome::Same => "rerun",
             Event::Straggler(_) => "straggler",
             Event::SaveFailed(_) => "save_failed",
             Event::MemoryGrowth(_) => "memory_growth",
@@ -210,7 +210,10 @@ fn marks(h: &RunHistory) -> impl Iterator<Item = (u64, &'static str)> {
 /// What happened, newest first.
 fn notes(h: &RunHistory) -> Vec<Value> {
     let note = |time: f64, event: &Event| {
-        let kind = serde_json::to_value(event).ok().and_then(|v| Some(v.get("kind")?.as_str()?.to_string()));
+        let kind = match event {
+            Event::Rerun(r) if r.outcome == RerunOutcome::Same => Some("verified".into()),
+            _ => serde_json::to_value(event).ok().and_then(|v| Some(v.get("kind")?.as_str()?.to_string())),
+        };
         let text = match event {
             Event::Sample(s) => Some(format!("{}{}", s.prompt, s.text)),
             Event::Resume(r) => {
