@@ -12,6 +12,6 @@ pub fn raise_limit() {
     let most = maximum.unwrap_or(MOST).min(MOST);
     if current.is_some_and(|now| now < most) {
         // Without it, what needs more files says so.
-        drop(setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum }));
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(most), maximum });
     }
 }

@@ -183,6 +183,6 @@ mod tests {
     }
 
     fn date_is_leap(year: u64) -> bool {
-        year % 4 == 0 && (year % 100 != 0 || year % 400 == 0)
+        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
     }
 }

@@ -207,6 +207,8 @@ impl ParamGroups {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::optimizer::UpdateRule;
+    use ferrotron_kernels::Lion;
 
     fn section(toml: &str) -> Config {
         Config { optimizer: toml::from_str(toml).unwrap(), ..Config::default() }

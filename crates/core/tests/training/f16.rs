@@ -2,7 +2,7 @@
 
 use super::support::*;
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::events::Event;
+use ferrotron_core::events::{Event, RerunOutcome};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Run, StepReport, Trainer};
@@ -91,11 +91,11 @@ fn skipped_steps_are_verified() {
         let mut observer = Stopper::default();
         assert!(run.train(&RULE, None, &mut observer).unwrap().finished);
         let reruns = observer.events.iter().filter_map(|e| match e {
-            Event::Rerun(r) => Some(r.outcome.as_str()),
+            Event::Rerun(r) => Some(r.outcome),
             _ => None,
         });
-        let outcomes: Vec<&str> = reruns.collect();
-        assert!(outcomes.len() >= 7 && outcomes.iter().all(|o| *o == "the same bits"), "{outcomes:?}");
+        let outcomes: Vec<RerunOutcome> = reruns.collect();
+        assert!(outcomes.len() >= 7 && outcomes.iter().all(|o| *o == RerunOutcome::Same), "{outcomes:?}");
     }
 }
 
