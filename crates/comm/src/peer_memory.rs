@@ -67,7 +67,7 @@ const PUT: u8 = 1;
 const GET: u8 = 2;
 
 impl PeerMemory {
-    /// Serves at `host`, the address by which other processes reach this one.
+    /// Serves at `host`, the address by which other processes reach this one; at all addresses where that is unspecified.
     pub fn serve(host: IpAddr) -> Result<PeerMemory> {
         PeerMemory::serve_within(host, LIMITS)
     }
@@ -179,6 +179,15 @@ impl PeerAddress {
         self.address.ip()
     }
 
+    /// The address, at `host` where it is unspecified.
+    pub fn or_at(&self, host: IpAddr) -> PeerAddress {
+        let mut to = self.clone();
+        if to.address.ip().is_unspecified() {
+            to.address.set_ip(host);
+        }
+        to
+    }
+
     /// An address without a server.
     #[doc(hidden)]
     pub fn for_test(ip: &str) -> PeerAddress {
@@ -287,6 +296,21 @@ mod tests {
         let stranger = PeerAddress { token: [0; 32], ..at };
         assert!(stranger.get(key(2, 10)).is_err() && stranger.put(key(2, 10), &[b"y"]).is_err());
         assert_eq!(memory.address().get(key(2, 10)).unwrap().unwrap(), b"x");
+    }
+
+    /// A process that does not know its own address is reached at that of its host.
+    #[test]
+    fn an_unspecified_address_is_that_of_the_given_host() {
+        let memory = PeerMemory::serve(Ipv4Addr::UNSPECIFIED.into()).unwrap();
+        let at = memory.address().or_at(Ipv4Addr::LOCALHOST.into());
+        assert_eq!(
+            (memory.address().host(), at.host()),
+            (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::LOCALHOST.into())
+        );
+        let key = PeerKey { owner: 1, step: 10 };
+        at.put(key, &[b"x"]).unwrap();
+        assert_eq!(at.get(key).unwrap().unwrap(), b"x");
+        assert_eq!(at.or_at(Ipv4Addr::UNSPECIFIED.into()), at);
     }
 
     /// Strangers that send nothing, or a byte now and then, are given up; who has the token waits for that at most.

@@ -188,13 +188,16 @@ impl Membership {
         }
     }
 
-    /// The address by which other processes of the job reach this one, once it is known.
+    /// The address by which other processes of the job reach this one, once it is known. A process that reaches the coordinator
+    /// by loopback does not know it: the address is unspecified, and stands for [`Membership::coordinator`] of whoever connects.
     pub fn address(&self) -> IpAddr {
         let state = self.shared.state();
-        match self.shared.own_address(&state) {
-            ip if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
-            ip => ip,
-        }
+        self.shared.own_address(&state)
+    }
+
+    /// The address by which this process reaches the coordinator's host, once it is known.
+    pub fn coordinator(&self) -> Option<IpAddr> {
+        self.shared.state().place.as_ref().map(|place| place.address.ip())
     }
 
     /// Leaves as a process does that is killed, except that a coordinator in it goes on.

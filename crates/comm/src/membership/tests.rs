@@ -322,3 +322,21 @@ fn a_rank_lost_before_the_ranks_have_met_frees_the_others() {
         }
     });
 }
+
+/// A process on the coordinator's host may reach it by loopback only (Debian resolves a host's own name to 127.0.1.1), where
+/// processes of other hosts do not reach it.
+#[test]
+fn loopback_is_no_address_for_other_hosts() {
+    for one_host in [true, false] {
+        // The coordinator stays behind.
+        let at = format!("127.0.0.1:{}", port());
+        let job = LaunchEnv { one_host, ..LaunchEnv::for_test(0, 1, &at) };
+        let membership = Membership::join(&job, policy(1)).unwrap();
+        let seat = membership.take_seat(&Left::default(), Duration::from_secs(20)).unwrap().unwrap();
+        assert_eq!(seat.rank, 0);
+        assert_eq!(membership.address().is_unspecified(), !one_host);
+        assert_eq!(membership.address().is_loopback(), one_host);
+        assert!(membership.coordinator().unwrap().is_loopback());
+        membership.vanish();
+    }
+}
