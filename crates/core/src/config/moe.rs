@@ -7,7 +7,7 @@ use super::{
 };
 use crate::error::Result;
 use crate::model::ModelConfig;
-use crate::model::moe_config::MoeConfig;
+use crate::model::moe_config::{MoeConfig, ScoreKind};
 use ferrotron_engine::moe::{
     AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeTraining, RouterDtype, RoutingMethod,
 };
@@ -57,6 +57,16 @@ impl Recipe {
         put(&mut moe.router_bias, m.router_bias);
         put(&mut moe.bias, m.bias);
         put(&mut moe.shared_gate, m.shared_gate);
+        let sinkhorn = m.balance.0.iter().any(|word| word == "sinkhorn");
+        if self.config.model.hf.is_none()
+            && sinkhorn
+            && m.score_function.is_none()
+            && moe.router_is_constant()
+        {
+            // Sinkhorn weights a single expert by a sigmoid in training. The architecture says so, for whoever uses the model.
+            let reason = "sinkhorn weights the only expert of a token by it";
+            moe.score = derived.add("moe.score_function", ScoreKind::Sigmoid, reason);
+        }
         if self.config.model.hf.is_none() && moe.router_is_constant() {
             let what = "1 with a softmax over the chosen expert is always 1, and the router learns nothing; set \
                         moe.pre_softmax = true";

@@ -114,6 +114,11 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("data.packing = true", "data.packing"),
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
+        ("moe.experts = 4\nmoe.topk = 1", "the router learns nothing"),
+        (
+            "moe.experts = 4\nmoe.topk = 1\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"softmax\"",
+            "the router learns nothing",
+        ),
         (
             "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
             "moe.pad_to_capacity",
