@@ -141,7 +141,16 @@ impl Recipe {
         }
         let training = r.moe_training();
         if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
-            let tokens = r.plan.micro_batch * r.plan.seq_len;
+            let p = &r.config.parallel;
+            let documents = r.config.data.reset_at_documents || r.config.data.packing != Packing::None;
+            if p.cp > 1 && documents {
+                let what = "quantile needs micro-batches of equal length, and parallel.cp pads every document; leave one of them \
+                            out";
+                return self.refuse("moe.balance", what);
+            }
+            // Padding rows are routed too: sequences are padded for cp, and the rows of a rank for tp.
+            let seq = if p.cp > 1 { r.plan.seq_len.next_multiple_of(2 * p.cp) } else { r.plan.seq_len };
+            let tokens = (r.plan.micro_batch * seq / p.cp).next_multiple_of(p.tp) * p.cp;
             if moe.groups.is_some() {
                 return self
                     .refuse("moe.balance", "quantile does not support expert groups; leave moe.groups out");
