@@ -5,14 +5,17 @@
 //! connections.
 
 use crate::hmac_sha256::equal;
+use crate::rendezvous::accept::HANDSHAKE_TIMEOUT;
 use crate::rendezvous::random;
+use crate::rendezvous::torch_store::Limited;
 use crate::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Snapshots that are kept of a rank, in its own memory and in its partner's: the newest complete one, and the one that is
 /// being copied. Two: a restart may need the older one while the newest is incomplete on some rank.
@@ -21,6 +24,22 @@ pub const SNAPSHOTS_KEPT: usize = 2;
 const CHUNK: usize = 4 << 20;
 /// Time without progress after which a connection is given up.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Pause while no connection can be accepted.
+const PAUSE: Duration = Duration::from_millis(20);
+/// Bytes of a query: token, what is asked, owner, step, number of bytes.
+const HEAD: usize = 32 + 1 + 8 + 8 + 8;
+
+/// What connections that have not shown the token may take.
+#[derive(Clone, Copy)]
+struct Limits {
+    /// Their number. More wait in the listener's queue.
+    pending: usize,
+    /// Time for the query, in total.
+    head: Duration,
+}
+
+const LIMITS: Limits = Limits { pending: 256, head: HANDSHAKE_TIMEOUT };
 
 /// What is kept: the state of `owner` after `step` steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -49,24 +68,18 @@ const PUT: u8 = 1;
 const GET: u8 = 2;
 
 impl PeerMemory {
-    /// Serves at `host`, the address by which other processes reach this one.
+    /// Serves at `host`, the address by which other processes reach this one; at all addresses where that is unspecified.
     pub fn serve(host: IpAddr) -> Result<PeerMemory> {
+        PeerMemory::serve_within(host, LIMITS)
+    }
+
+    fn serve_within(host: IpAddr, limits: Limits) -> Result<PeerMemory> {
         let failed = |e: std::io::Error| Error::Launch(format!("cannot serve snapshots at {host}: {e}"));
         let listener = TcpListener::bind((host, 0)).map_err(failed)?;
         let address = PeerAddress { address: listener.local_addr().map_err(failed)?, token: random()? };
         let memory = PeerMemory { kept: Arc::default(), address };
         let server = memory.clone();
-        let accept = move || {
-            for stream in listener.incoming().flatten() {
-                let server = server.clone();
-                // Without a thread the connection closes, and the other side says so.
-                let _ = std::thread::Builder::new().name("snapshot of a peer".into()).spawn(move || {
-                    if let Err(e) = server.answer(stream) {
-                        tracing::debug!("a snapshot of a peer: {e}");
-                    }
-                });
-            }
-        };
+        let accept = move || server.accept(&listener, limits);
         std::thread::Builder::new().name("snapshots of peers".into()).spawn(accept).map_err(failed)?;
         Ok(memory)
     }
@@ -103,14 +116,45 @@ impl PeerMemory {
         dropped.and_then(|bytes| Arc::try_unwrap(bytes).ok()).unwrap_or_default()
     }
 
-    fn answer(&self, mut stream: TcpStream) -> std::io::Result<()> {
-        prepare(&stream)?;
-        let mut head = [0; 32 + 1 + 8 + 8 + 8];
-        stream.read_exact(&mut head)?;
-        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| head[at + i]));
-        if !equal(&head[..32].try_into().unwrap_or([0; 32]), &self.address.token) {
-            return Ok(());
+    /// Serves every connection in a thread of its own, until the process ends.
+    fn accept(&self, listener: &TcpListener, limits: Limits) {
+        let pending = Arc::new(AtomicUsize::new(0));
+        loop {
+            let accepted =
+                if pending.load(Ordering::Acquire) < limits.pending { listener.accept().ok() } else { None };
+            let Some((stream, _)) = accepted else {
+                // Too many strangers, which soon are given up, or no descriptors.
+                std::thread::sleep(PAUSE);
+                continue;
+            };
+            pending.fetch_add(1, Ordering::AcqRel);
+            let (server, unproven) = (self.clone(), pending.clone());
+            let serve = move || {
+                let head = server.head(&stream, limits.head);
+                unproven.fetch_sub(1, Ordering::AcqRel);
+                let answered = head.and_then(|head| head.map_or(Ok(()), |head| server.answer(stream, &head)));
+                if let Err(e) = answered {
+                    tracing::debug!("a snapshot of a peer: {e}");
+                }
+            };
+            // Without a thread the connection closes, and the other side says so.
+            if std::thread::Builder::new().name("snapshot of a peer".into()).spawn(serve).is_err() {
+                pending.fetch_sub(1, Ordering::AcqRel);
+            }
         }
+    }
+
+    /// Reads a query; `None` without the token.
+    fn head(&self, stream: &TcpStream, timeout: Duration) -> std::io::Result<Option<[u8; HEAD]>> {
+        let mut head = [0; HEAD];
+        Limited { stream, deadline: Instant::now() + timeout }.read_exact(&mut head)?;
+        let token = head[..32].try_into().unwrap_or([0; 32]);
+        Ok(equal(&token, &self.address.token).then_some(head))
+    }
+
+    fn answer(&self, mut stream: TcpStream, head: &[u8; HEAD]) -> std::io::Result<()> {
+        prepare(&stream)?;
+        let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| head[at + i]));
         let key = PeerKey { owner: word(33) as usize, step: word(41) };
         match head[32] {
             PUT => {
@@ -134,6 +178,15 @@ impl PeerAddress {
     /// The host: what fails together.
     pub fn host(&self) -> IpAddr {
         self.address.ip()
+    }
+
+    /// The address, at `host` where it is unspecified.
+    pub fn or_at(&self, host: IpAddr) -> PeerAddress {
+        let mut to = self.clone();
+        if to.address.ip().is_unspecified() {
+            to.address.set_ip(host);
+        }
+        to
     }
 
     /// An address without a server.
@@ -244,5 +297,41 @@ mod tests {
         let stranger = PeerAddress { token: [0; 32], ..at };
         assert!(stranger.get(key(2, 10)).is_err() && stranger.put(key(2, 10), &[b"y"]).is_err());
         assert_eq!(memory.address().get(key(2, 10)).unwrap().unwrap(), b"x");
+    }
+
+    /// A process that does not know its own address is reached at that of its host.
+    #[test]
+    fn an_unspecified_address_is_that_of_the_given_host() {
+        let memory = PeerMemory::serve(Ipv4Addr::UNSPECIFIED.into()).unwrap();
+        let at = memory.address().or_at(Ipv4Addr::LOCALHOST.into());
+        assert_eq!(
+            (memory.address().host(), at.host()),
+            (Ipv4Addr::UNSPECIFIED.into(), Ipv4Addr::LOCALHOST.into())
+        );
+        let key = PeerKey { owner: 1, step: 10 };
+        at.put(key, &[b"x"]).unwrap();
+        assert_eq!(at.get(key).unwrap().unwrap(), b"x");
+        assert_eq!(at.or_at(Ipv4Addr::UNSPECIFIED.into()), at);
+    }
+
+    /// Strangers that send nothing, or a byte now and then, are given up; who has the token waits for that at most.
+    #[test]
+    fn strangers_are_few_and_given_up() {
+        let limits = Limits { pending: 2, head: Duration::from_millis(300) };
+        let memory = PeerMemory::serve_within(Ipv4Addr::LOCALHOST.into(), limits).unwrap();
+        let at = memory.address().clone();
+        let silent: Vec<_> = (0..4).map(|_| TcpStream::connect(at.address).unwrap()).collect();
+        let mut slow = TcpStream::connect(at.address).unwrap();
+        at.put(PeerKey { owner: 1, step: 10 }, &[b"x"]).unwrap();
+        drop(silent);
+        slow.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+        // A closed connection reads as ended or reset.
+        let is_open = |slow: &mut TcpStream| {
+            let read = slow.write_all(&[0]).and_then(|()| slow.read(&mut [0]));
+            read.is_err_and(|e| {
+                matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut)
+            })
+        };
+        assert!((1..HEAD).any(|_| !is_open(&mut slow)), "it was given the time for a whole query");
     }
 }

@@ -1,11 +1,17 @@
 //! Groups of processes: every rank sends its descriptor to every other, so that a missing rank is known by number.
 
 use crate::backend::{Descriptors, OpError};
-use crate::control::Topic;
+use crate::control::{MAX_WAITING, Topic};
 use crate::op_descriptor::OpDescriptor;
 use crate::process::Process;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
+
+/// Bytes that a round of a gather through the root may queue there: an eighth of what may wait for a peer, since all of it
+/// goes through one connection where the root is not the rank that forwards messages.
+const ROUND: usize = MAX_WAITING / 8;
+/// Shortest part of a rank in a round, so that large groups gather short messages in one.
+const SHORTEST_PART: usize = 4 << 10;
 
 /// A group whose ranks are processes.
 pub(crate) struct ProcessGroup {
@@ -114,10 +120,11 @@ impl ProcessGroup {
         if self.me == 0 {
             let mut all = self.collect(topic, deadline)?;
             all[0] = mine.to_vec();
-            let text: Vec<u8> = all
-                .iter()
-                .flat_map(|b| (b.len() as u64).to_le_bytes().into_iter().chain(b.iter().copied()))
-                .collect();
+            let mut text = Vec::with_capacity(all.iter().map(|b| 8 + b.len()).sum());
+            for bytes in &all {
+                text.extend((bytes.len() as u64).to_le_bytes());
+                text.extend(bytes);
+            }
             self.others().try_for_each(|to| control.send(self.ranks[to], topic, text.clone()))?;
             return Ok(all);
         }
@@ -135,12 +142,51 @@ impl ProcessGroup {
             rest = after;
         }
         if all.len() != self.ranks.len() || !rest.is_empty() {
-            let what = format!(
-                "rank {root} sent an invalid reply; all ranks must run the same version of the program"
-            );
-            return Err(OpError::Backend { what });
+            return Err(invalid_reply(root));
         }
         Ok(all)
+    }
+
+    /// Bytes of any length of all ranks in rank order, through the root.
+    pub(crate) fn gather_bytes_through_root(
+        &self,
+        mine: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>, OpError> {
+        let n = self.ranks.len();
+        // The root sends the parts of n ranks to n - 1 of them.
+        let part = (ROUND / (n * (n - 1)).max(1)).max(SHORTEST_PART);
+        let topic = Topic::bytes(self.index);
+        self.gather_in_rounds(part, mine, |mine| self.gather_through_root(topic, mine, deadline))
+    }
+
+    /// Gathers in rounds of at most `part` bytes a rank: what a connection or a mailbox holds is limited. Each rank sends the
+    /// number of bytes it has left, then the next of them, until none has any. Short messages take one round.
+    pub(crate) fn gather_in_rounds(
+        &self,
+        part: usize,
+        mut mine: &[u8],
+        gather: impl Fn(&[u8]) -> Result<Vec<Vec<u8>>, OpError>,
+    ) -> Result<Vec<Vec<u8>>, OpError> {
+        let mut all = vec![Vec::new(); self.ranks.len()];
+        loop {
+            let (now, later) = mine.split_at(mine.len().min(part));
+            let mut text = (mine.len() as u64).to_le_bytes().to_vec();
+            text.extend(now);
+            let parts = gather(&text)?;
+            let mut more = false;
+            for ((bytes, part), rank) in all.iter_mut().zip(&parts).zip(&self.ranks) {
+                let Some((left, now)) = part.split_first_chunk::<8>() else {
+                    return Err(invalid_reply(*rank));
+                };
+                bytes.extend(now);
+                more |= u64::from_le_bytes(*left) > now.len() as u64;
+            }
+            if !more {
+                return Ok(all);
+            }
+            mine = later;
+        }
     }
 
     /// [`ProcessGroup::exchange_descriptors`] in two frames a rank.
@@ -186,9 +232,12 @@ impl ProcessGroup {
 
     /// Implements [`crate::backend::GroupBackend::all_gather_bytes`].
     pub(crate) fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
-        let mut all = self.gather(Topic::bytes(self.index), mine, deadline)?;
-        all[self.me] = mine.to_vec();
-        Ok(all)
+        // A rank may have sent its next part before others take this one.
+        self.gather_in_rounds(ROUND, mine, |mine| {
+            let mut all = self.gather(Topic::bytes(self.index), mine, deadline)?;
+            all[self.me] = mine.to_vec();
+            Ok(all)
+        })
     }
 
     /// Decodes a descriptor from rank `from` of the group.
@@ -201,6 +250,12 @@ impl ProcessGroup {
         self.process.note_call(rank, &descriptor);
         Ok(descriptor)
     }
+}
+
+fn invalid_reply(rank: usize) -> OpError {
+    let what =
+        format!("rank {rank} sent an invalid reply; all ranks must run the same version of the program");
+    OpError::Backend { what }
 }
 
 impl From<crate::Error> for OpError {

@@ -19,7 +19,7 @@ impl StepState {
     pub fn new(rank: &Rank, params: &Params, moe: &[MoeLayerSpec]) -> Result<StepState> {
         Ok(StepState {
             quant: QuantState::new(rank, params)?,
-            moe: MoeState::new(&rank.compute, moe.to_vec())?,
+            moe: MoeState::new(&rank.compute, moe.to_vec(), params.specs())?,
             dora: DoraState::default(),
         })
     }

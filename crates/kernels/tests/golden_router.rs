@@ -451,7 +451,8 @@ fn gate(c: &Case) {
             .unwrap();
         }
         "f32" => {
-            // As the layer does: operands of the gradients are converted to f32, results are rounded once.
+            // The exact gradients of f32 logits, which the vectors hold. The layer comes near them with bf16 GEMMs instead: it
+            // splits dlogits into two bf16 values (`split_bf16x2`).
             let gemm = |a: &Tensor, trans_a, b: &Tensor, trans_b, bias: Option<&Tensor>, c: &Tensor| {
                 k.gemm(s, &Gemm { a, trans_a, b, trans_b, bias, accumulate: false, c }).unwrap();
             };

@@ -49,6 +49,8 @@ struct State {
     server: Option<Server>,
     /// The process state of the generation in progress.
     world: Option<(u64, Weak<ProcessState>)>,
+    /// The generation of which a rank was lost last, and that failure: it may come before the ranks have met.
+    lost: Option<(u64, FailureReport)>,
     leaving: bool,
 }
 
@@ -79,6 +81,7 @@ pub struct Seat {
     pub rotated: bool,
     listener: TcpListener,
     rank0: Place,
+    shared: Arc<Shared>,
 }
 
 impl Membership {
@@ -108,6 +111,7 @@ impl Membership {
             trouble: String::new(),
             server: None,
             world: None,
+            lost: None,
             leaving: false,
         };
         let shared =
@@ -153,7 +157,17 @@ impl Membership {
                 }
                 let rank0 = Place { address, secret: assign.secret(&place.secret) };
                 let Assign { generation, rank, size, reason, replaced, rotated, .. } = assign;
-                return Ok(Some(Seat { generation, rank, size, reason, replaced, rotated, listener, rank0 }));
+                return Ok(Some(Seat {
+                    generation,
+                    rank,
+                    size,
+                    reason,
+                    replaced,
+                    rotated,
+                    listener,
+                    rank0,
+                    shared: self.shared.clone(),
+                }));
             }
             if state.out.is_some() {
                 deadline = Instant::now() + timeout;
@@ -164,16 +178,26 @@ impl Membership {
 
     /// The failure of a rank that the coordinator notices becomes that of this generation's processes.
     pub(crate) fn watch(&self, seat: u64, world: &Arc<ProcessState>) {
-        self.shared.state().world = Some((seat, Arc::downgrade(world)));
+        let mut state = self.shared.state();
+        state.world = Some((seat, Arc::downgrade(world)));
+        // It was noticed while the ranks met.
+        let lost = state.lost.take_if(|(generation, _)| *generation == seat);
+        drop(state);
+        if let Some((_, failure)) = lost {
+            world.set_failure(failure);
+        }
     }
 
-    /// The address by which other processes of the job reach this one, once it is known.
+    /// The address by which other processes of the job reach this one, once it is known. A process that reaches the coordinator
+    /// by loopback does not know it: the address is unspecified, and stands for [`Membership::coordinator`] of whoever connects.
     pub fn address(&self) -> IpAddr {
         let state = self.shared.state();
-        match self.shared.own_address(&state) {
-            ip if ip.is_unspecified() => Ipv4Addr::LOCALHOST.into(),
-            ip => ip,
-        }
+        self.shared.own_address(&state)
+    }
+
+    /// The address by which this process reaches the coordinator's host, once it is known.
+    pub fn coordinator(&self) -> Option<IpAddr> {
+        self.shared.state().place.as_ref().map(|place| place.address.ip())
     }
 
     /// Leaves as a process does that is killed, except that a coordinator in it goes on.
@@ -186,14 +210,20 @@ impl Membership {
 }
 
 impl Seat {
-    /// Connects the ranks of the generation: on rank 0 one connection to every other rank, elsewhere the one to rank 0.
+    /// Connects the ranks of the generation: on rank 0 one connection to every other rank, elsewhere the one to rank 0. Ends
+    /// when one of them is lost, so that this process is free for the next generation.
     pub(crate) fn meet(&self, job: &LaunchEnv, timeout: Duration) -> Result<HashMap<usize, TcpStream>> {
         let deadline = Instant::now() + timeout;
         if self.size == 1 {
             return Ok(HashMap::new());
         }
+        let cancelled = || {
+            let state = self.shared.state();
+            let lost = state.lost.as_ref().filter(|(generation, _)| *generation == self.generation);
+            lost.map(|(_, failure)| failure.reason.clone())
+        };
         if self.rank == 0 {
-            return all_ranks(&self.listener, self.size, &self.rank0.secret, deadline);
+            return all_ranks(&self.listener, self.size, &self.rank0.secret, deadline, &cancelled);
         }
         let own = LaunchEnv {
             rank: self.rank,
@@ -202,7 +232,7 @@ impl Seat {
             ..job.clone()
         };
         let place = || Ok(self.rank0.clone());
-        Ok(HashMap::from([(0, to_rank0(&own, place, deadline)?)]))
+        Ok(HashMap::from([(0, to_rank0(&own, place, deadline, &cancelled)?)]))
     }
 }
 
@@ -377,11 +407,11 @@ impl Shared {
             ToMember::Lost { generation, rank, reason } => {
                 let world = state.world.as_ref().filter(|(g, _)| *g == generation);
                 let world = world.and_then(|(_, w)| w.upgrade());
+                let failure = FailureReport { rank, stall: false, diagnosis: true, is_final: false, reason };
+                state.lost = Some((generation, failure.clone()));
                 drop(state);
+                tracing::warn!("{}", failure.reason);
                 if let Some(world) = world {
-                    let failure =
-                        FailureReport { rank, stall: false, diagnosis: true, is_final: false, reason };
-                    tracing::warn!("{}", failure.reason);
                     world.set_failure(failure);
                 }
                 return self.changed.notify_all();

@@ -285,3 +285,58 @@ fn generations_of_real_members() {
         spare.join().unwrap();
     });
 }
+
+/// A rank that is lost before it has connected to rank 0 frees the others at once: the coordinator gives up those that do not
+/// leave their generation in time.
+#[test]
+fn a_rank_lost_before_the_ranks_have_met_frees_the_others() {
+    let at = format!("127.0.0.1:{}", port());
+    let timeout = Duration::from_secs(20);
+    let policy = RestartPolicy { heartbeat: Duration::from_secs(10), ..policy(3) };
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..3)
+            .map(|slot| {
+                let (at, policy) = (at.clone(), policy.clone());
+                scope.spawn(move || {
+                    let job = LaunchEnv::for_test(slot, 3, &at);
+                    let membership = Membership::join(&job, policy).unwrap();
+                    let seat = membership.take_seat(&Left::default(), timeout).unwrap().unwrap();
+                    assert_eq!((seat.generation, seat.rank), (1, slot));
+                    if slot == 2 {
+                        std::thread::sleep(Duration::from_millis(300));
+                        membership.vanish();
+                        return String::new();
+                    }
+                    let since = Instant::now();
+                    let error = seat.meet(&job, timeout).unwrap_err().to_string();
+                    assert!(since.elapsed() < timeout / 2, "{error}");
+                    // The coordinator is in one of these processes: the other hears of the loss before it leaves.
+                    std::thread::sleep(Duration::from_millis(500));
+                    membership.vanish();
+                    error
+                })
+            })
+            .collect();
+        for error in ranks.into_iter().take(2).map(|r| r.join().unwrap()) {
+            assert!(error.contains("rank 2") && error.contains("is lost"), "{error}");
+        }
+    });
+}
+
+/// A process on the coordinator's host may reach it by loopback only (Debian resolves a host's own name to 127.0.1.1), where
+/// processes of other hosts do not reach it.
+#[test]
+fn loopback_is_no_address_for_other_hosts() {
+    for one_host in [true, false] {
+        // The coordinator stays behind.
+        let at = format!("127.0.0.1:{}", port());
+        let job = LaunchEnv { one_host, ..LaunchEnv::for_test(0, 1, &at) };
+        let membership = Membership::join(&job, policy(1)).unwrap();
+        let seat = membership.take_seat(&Left::default(), Duration::from_secs(20)).unwrap().unwrap();
+        assert_eq!(seat.rank, 0);
+        assert_eq!(membership.address().is_unspecified(), !one_host);
+        assert_eq!(membership.address().is_loopback(), one_host);
+        assert!(membership.coordinator().unwrap().is_loopback());
+        membership.vanish();
+    }
+}

@@ -377,6 +377,6 @@ impl GroupBackend for NcclGroupBackend {
     }
 
     fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.group.gather_through_root(Topic::bytes(self.group.index), mine, deadline)
+        self.group.gather_bytes_through_root(mine, deadline)
     }
 }

@@ -59,12 +59,16 @@ impl Candidate {
     }
 }
 
+/// Why the ranks need not meet any more; asked again and again while they do.
+pub(crate) type Cancelled<'a> = &'a dyn Fn() -> Option<String>;
+
 /// Accepts every other rank, then tells all of them that the job may start, or why it cannot.
 pub(crate) fn all_ranks(
     listener: &TcpListener,
     size: usize,
     secret: &Secret,
     deadline: Instant,
+    cancelled: Cancelled,
 ) -> Result<HashMap<usize, TcpStream>> {
     listener.set_nonblocking(true).map_err(|e| Error::Launch(format!("rank 0 cannot listen: {e}")))?;
     let mut joined: HashMap<usize, TcpStream> = HashMap::new();
@@ -82,6 +86,9 @@ pub(crate) fn all_ranks(
             let missing: Vec<usize> = (1..size).filter(|r| !joined.contains_key(r)).collect();
             let at = listener.local_addr().map_or_else(|_| "rank 0".into(), |a| a.to_string());
             break Some(format!("rank(s) {missing:?} did not connect to {at} in time"));
+        }
+        if let Some(why) = cancelled() {
+            break Some(why);
         }
         let mut idle = true;
         // At most as many as are kept, so that a flood of connections cannot hold this loop.

@@ -1,12 +1,12 @@
 //! The other ranks connect to rank 0, again and again until the deadline: it may start later than they do.
 
-use super::accept::HANDSHAKE_TIMEOUT;
+use super::accept::{Cancelled, HANDSHAKE_TIMEOUT};
 use super::handshake::{HELLO, Hello, PROOF, answer_proof};
 use super::torch_store::Limited;
 use super::{RETRY, Secret, random};
 use crate::launch_env::LaunchEnv;
 use crate::{Error, Result};
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
@@ -36,10 +36,14 @@ pub(crate) fn to_rank0(
     job: &LaunchEnv,
     mut place: impl FnMut() -> Result<Place>,
     deadline: Instant,
+    cancelled: Cancelled,
 ) -> Result<TcpStream> {
     loop {
+        if let Some(why) = cancelled() {
+            return Err(Error::Launch(why));
+        }
         let attempt = match place() {
-            Ok(place) => attempt(job, &place, deadline),
+            Ok(place) => attempt(job, &place, deadline, cancelled),
             Err(Error::Launch(what)) => Err(Failure::Again(what)),
             Err(other) => Err(Failure::Again(other.to_string())),
         };
@@ -91,8 +95,19 @@ pub(crate) fn prove(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result
     Ok(stream)
 }
 
-fn attempt(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStream, Failure> {
+fn attempt(
+    job: &LaunchEnv,
+    place: &Place,
+    deadline: Instant,
+    cancelled: Cancelled,
+) -> Result<TcpStream, Failure> {
     let stream = prove(job, place, deadline)?;
+    // Rank 0 answers once all ranks have come.
+    while Instant::now() < deadline + ANSWER_GRACE && is_silent(&stream) {
+        if let Some(why) = cancelled() {
+            return Err(Failure::Refused(why));
+        }
+    }
     let silent = |e: std::io::Error| {
         Failure::Again(format!("{} answers, but not as rank 0 of this job ({e})", place.address))
     };
@@ -106,4 +121,12 @@ fn attempt(job: &LaunchEnv, place: &Place, deadline: Instant) -> Result<TcpStrea
         true => Ok(stream),
         false => Err(Failure::Refused(String::from_utf8_lossy(&text).into_owned())),
     }
+}
+
+/// Waits a moment for bytes of the other side; true if none have come on a connection that is open.
+fn is_silent(stream: &TcpStream) -> bool {
+    let peeked = stream.set_read_timeout(Some(RETRY)).and_then(|()| stream.peek(&mut [0]));
+    peeked.is_err_and(|e| {
+        matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+    })
 }

@@ -64,18 +64,18 @@ pub(crate) fn meet(job: &LaunchEnv, deadline: Instant) -> Result<HashMap<usize, 
     match (&job.store_key, job.rank) {
         (Some(key), 0) => {
             let (listener, secret) = publish(job, at, key, deadline)?;
-            accept::all_ranks(&listener, job.size, &secret, deadline)
+            accept::all_ranks(&listener, job.size, &secret, deadline, &|| None)
         }
         (Some(key), _) => {
             let place = || -> Result<Place> { published(at, key, deadline) };
-            Ok(HashMap::from([(0, connect::to_rank0(job, place, deadline)?)]))
+            Ok(HashMap::from([(0, connect::to_rank0(job, place, deadline, &|| None)?)]))
         }
         (None, 0) => {
             let listener = listen::at(job, at)?;
             let port = listener.local_addr().map_err(|e| failed(at, e))?.port();
             // The file lives until all ranks have come.
             let (secret, _file) = SecretSource::of(job, port)?.create()?;
-            accept::all_ranks(&listener, job.size, &secret, deadline)
+            accept::all_ranks(&listener, job.size, &secret, deadline, &|| None)
         }
         (None, _) => {
             let place = || -> Result<Place> {
@@ -85,7 +85,7 @@ pub(crate) fn meet(job: &LaunchEnv, deadline: Instant) -> Result<HashMap<usize, 
                     secret.ok_or_else(|| Error::Launch(format!("rank 0 does not listen at {at}")))?;
                 Ok(Place { address, secret })
             };
-            Ok(HashMap::from([(0, connect::to_rank0(job, place, deadline)?)]))
+            Ok(HashMap::from([(0, connect::to_rank0(job, place, deadline, &|| None)?)]))
         }
     }
 }

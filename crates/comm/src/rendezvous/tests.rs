@@ -141,7 +141,7 @@ fn another_version_with_the_secret_is_named() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let (at, secret) = (listener.local_addr().unwrap(), Secret([5; 32]));
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| accept::all_ranks(&listener, 2, &secret, after(20.0)));
+        let zero = scope.spawn(|| accept::all_ranks(&listener, 2, &secret, after(20.0), &|| None));
         let mut stream = TcpStream::connect(at).unwrap();
         let hello = Hello { version: VERSION + 7, ..Hello::new(1, 2, [1; 32]) };
         stream.write_all(&hello.encode()).unwrap();
@@ -169,11 +169,13 @@ fn twins_are_named_and_a_rank_may_come_again() {
     let job = LaunchEnv { secret: Some(Secret([5; 32])), ..rank(1, 3, "") };
     let place = || Ok(Place { address: listener.local_addr().unwrap(), secret: Secret([5; 32]) });
     std::thread::scope(|scope| {
-        let zero = scope.spawn(|| accept::all_ranks(&listener, 3, &Secret([5; 32]), after(20.0)));
-        let first = connect::to_rank0(&job, place, after(0.5));
+        let zero = scope.spawn(|| accept::all_ranks(&listener, 3, &Secret([5; 32]), after(20.0), &|| None));
+        let first = connect::to_rank0(&job, place, after(0.5), &|| None);
         assert!(first.is_err(), "it gave up waiting for rank 2");
-        scope.spawn(|| connect::to_rank0(&LaunchEnv { rank: 2, ..job.clone() }, place, after(20.0)).unwrap());
-        scope.spawn(|| connect::to_rank0(&job, place, after(20.0)).unwrap());
+        scope.spawn(|| {
+            connect::to_rank0(&LaunchEnv { rank: 2, ..job.clone() }, place, after(20.0), &|| None).unwrap()
+        });
+        scope.spawn(|| connect::to_rank0(&job, place, after(20.0), &|| None).unwrap());
         assert_eq!(zero.join().unwrap().unwrap().len(), 2);
     });
 }

@@ -80,6 +80,32 @@ fn processes_meet_and_agree_or_hear_what_differs() {
 }
 
 #[test]
+fn bytes_of_any_length_are_gathered() {
+    on_ranks(3, Duration::from_secs(20), |p| {
+        let all = ProcessGroup::new(p, 0, "world", &[0, 1, 2], soon()).unwrap().unwrap();
+        // A root through which no messages are forwarded.
+        let some = ProcessGroup::new(p, 1, "some", &[2, 0], soon()).unwrap();
+        let bytes = |rank: usize, n: usize| -> Vec<u8> { (0..n).map(|i| (i * 7 + rank) as u8).collect() };
+        for (group, lens) in [(Some(&all), [35, 0, 21]), (Some(&all), [0; 3]), (some.as_ref(), [9, 0, 10])] {
+            let Some(group) = group else { continue };
+            let mine = bytes(p.control().rank(), lens[p.control().rank()]);
+            let wanted: Vec<_> = group.ranks.iter().map(|r| bytes(*r, lens[*r])).collect();
+            let gather = |mine: &[u8]| group.gather_through_root(Topic::bytes(group.index), mine, soon());
+            assert_eq!(group.gather_in_rounds(10, &mine, gather).unwrap(), wanted);
+            assert_eq!(group.gather_bytes_through_root(&mine, soon()).unwrap(), wanted);
+            assert_eq!(group.all_gather_bytes(&mine, soon()).unwrap(), wanted);
+        }
+        // More than a frame may have, and than the parts of all ranks may have together.
+        let Some(some) = some else { return };
+        let mine = vec![some.me as u8; [MAX_PAYLOAD + 1, MAX_PAYLOAD / 2][some.me]];
+        let gathered = some.gather_bytes_through_root(&mine, soon()).unwrap();
+        let lens: Vec<_> = gathered.iter().map(Vec::len).collect();
+        assert_eq!(lens, [MAX_PAYLOAD + 1, MAX_PAYLOAD / 2]);
+        assert!(gathered[some.me] == mine && gathered[1 - some.me][MAX_PAYLOAD / 4] == 1 - some.me as u8);
+    });
+}
+
+#[test]
 fn who_does_not_come_is_named_and_failures_are_heard() {
     on_ranks(3, Duration::from_secs(1), |p| {
         let me = p.control().rank();

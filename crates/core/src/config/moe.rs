@@ -7,7 +7,7 @@ use super::{
 };
 use crate::error::Result;
 use crate::model::ModelConfig;
-use crate::model::moe_config::MoeConfig;
+use crate::model::moe_config::{MoeConfig, ScoreKind};
 use ferrotron_engine::moe::{
     AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeTraining, RouterDtype, RoutingMethod,
 };
@@ -57,6 +57,16 @@ impl Recipe {
         put(&mut moe.router_bias, m.router_bias);
         put(&mut moe.bias, m.bias);
         put(&mut moe.shared_gate, m.shared_gate);
+        let sinkhorn = m.balance.0.iter().any(|word| word == "sinkhorn");
+        if self.config.model.hf.is_none()
+            && sinkhorn
+            && m.score_function.is_none()
+            && moe.router_is_constant()
+        {
+            // Sinkhorn weights a single expert by a sigmoid in training. The architecture says so, for whoever uses the model.
+            let reason = "sinkhorn weights the only expert of a token by it";
+            moe.score = derived.add("moe.score_function", ScoreKind::Sigmoid, reason);
+        }
         if self.config.model.hf.is_none() && moe.router_is_constant() {
             let what = "1 with a softmax over the chosen expert is always 1, and the router learns nothing; set \
                         moe.pre_softmax = true";
@@ -131,7 +141,16 @@ impl Recipe {
         }
         let training = r.moe_training();
         if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
-            let tokens = r.plan.micro_batch * r.plan.seq_len;
+            let p = &r.config.parallel;
+            let documents = r.config.data.reset_at_documents || r.config.data.packing != Packing::None;
+            if p.cp > 1 && documents {
+                let what = "quantile needs micro-batches of equal length, and parallel.cp pads every document; leave one of them \
+                            out";
+                return self.refuse("moe.balance", what);
+            }
+            // Padding rows are routed too: sequences are padded for cp, and the rows of a rank for tp.
+            let seq = if p.cp > 1 { r.plan.seq_len.next_multiple_of(2 * p.cp) } else { r.plan.seq_len };
+            let tokens = (r.plan.micro_batch * seq / p.cp).next_multiple_of(p.tp) * p.cp;
             if moe.groups.is_some() {
                 return self
                     .refuse("moe.balance", "quantile does not support expert groups; leave moe.groups out");

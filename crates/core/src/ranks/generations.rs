@@ -90,7 +90,10 @@ impl Launch {
             self.set_rank(seat.rank);
             let snapshots = match &mut snapshots {
                 Some(kept) => kept,
-                none => none.insert(Snapshots::mirrored(PeerMemory::serve(membership.address())?)),
+                none => {
+                    let peers = PeerMemory::serve(membership.address())?;
+                    none.insert(Snapshots::mirrored(peers, membership.coordinator()))
+                }
             };
             let restarted = (seat.generation > 1).then(|| {
                 let (since, said) = failed.take().unwrap_or_else(|| (Instant::now(), String::new()));

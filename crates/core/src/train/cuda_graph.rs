@@ -109,9 +109,9 @@ impl CudaGraph {
         }
         // How many tokens an expert may have follows from the number of tokens, of which padding is none.
         let capacity = model.decoder.moe_training().capacity.is_some_and(|c| !c.per_rank);
-        let is_padded = batch.micro_batches.iter().any(|b| b.padding.is_some());
         let shape = StepShape::of(&batch.micro_batches, batch.seq, batch.sequences);
-        let shape = shape.filter(|_| !(capacity && is_padded));
+        // Whether there is padding was agreed: another rank's micro-batches may have some where these have none.
+        let shape = shape.filter(|s| !(batch.is_padded && (capacity || s.sequences.is_none())));
         let (captured, is_idle) =
             self.captured.as_ref().map_or((None, false), |c| (Some(c.shape), c.graph.is_ready()));
         let mode = self.policy.next(shape, captured, is_idle);

@@ -28,6 +28,8 @@ pub(super) struct GlobalBatch {
     /// Packed sequences of a micro-batch at most, over all data-parallel ranks and rounded up to a power of two; 0 where each
     /// sample is one.
     pub(super) sequences: usize,
+    /// A micro-batch has padding; after [`GlobalBatch::count_labels`], one of any data-parallel rank.
+    pub(super) is_padded: bool,
     /// Index in the step of the first token of each micro-batch of this rank.
     first_tokens: Vec<u64>,
     dp_size: u64,
@@ -54,6 +56,7 @@ impl GlobalBatch {
         let packed = micro_batches.iter().filter_map(|b| b.cu_seqlens.as_ref());
         let held = |offsets: &Vec<i32>| offsets.len().saturating_sub(1).max(MIN_SEQUENCES);
         let sequences = packed.map(|offsets| held(offsets).next_power_of_two()).max();
+        let is_padded = micro_batches.iter().any(|b| b.padding.is_some());
         let (seq, depth) = (data.seq(), decoder.config().mtp_depth());
         let mut labels = vec![0.0; 1 + depth];
         for batch in &micro_batches {
@@ -76,20 +79,25 @@ impl GlobalBatch {
             labels,
             label_weights: Vec::new(),
             sequences: sequences.unwrap_or(0),
+            is_padded,
             first_tokens,
             dp_size,
         })
     }
 
-    /// Counts labels over all ranks, from which their weights follow, and agrees on the number of packed sequences.
+    /// Counts labels over all ranks, from which their weights follow, and agrees on the number of packed sequences and on
+    /// whether there is padding, by which all ranks launch the step alike.
     pub(super) fn count_labels(&mut self, rank: &Rank, decoder: &Decoder, runner: &StepRunner) -> Result<()> {
         let (mut counts, depths) = (self.labels.clone(), self.labels.len());
+        counts.push(f64::from(u8::from(self.is_padded)));
         if self.sequences > 0 {
             // A sum shows which powers of two there are, and so the largest.
             counts.extend((0..usize::BITS).map(|bit| f64::from(self.sequences >> bit == 1)));
         }
         let counts = runner.all_reduce(&rank.dp, counts, "labels of the step")?;
-        let (labels, powers) = counts.split_at(depths);
+        let (labels, rest) = counts.split_at(depths);
+        let (padded, powers) = rest.split_at(1);
+        self.is_padded = padded.iter().any(|ranks| *ranks > 0.0);
         self.sequences = powers.iter().rposition(|ranks| *ranks > 0.0).map_or(0, |bit| 1 << bit);
         self.label_weights = mtp::weights(labels, decoder.mtp().loss_weight);
         Ok(())
@@ -141,4 +149,68 @@ pub(super) struct StepSeed {
     pub(super) step: u64,
     /// Probability that an activation is dropped.
     pub(super) dropout: f32,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::Recipe;
+    use crate::data::Row;
+    use crate::ranks::on_threads_with;
+    use crate::train::Trainer;
+    use std::time::Duration;
+
+    /// Rows of one document each; samples of the first rank are shorter and padded.
+    struct Documents;
+
+    impl Batches for Documents {
+        fn seq(&self) -> usize {
+            8
+        }
+
+        fn samples(&self) -> u64 {
+            64
+        }
+
+        fn resets(&self) -> bool {
+            true
+        }
+
+        fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+            row.padding = if n == 0 { 3 } else { 0 };
+            let tokens = 8 - row.padding;
+            row.starts.extend([0, tokens].iter().take(1 + usize::from(row.padding > 0)));
+            row.tokens.extend(0..8);
+            row.labels.extend((0..8).map(|i| if i < tokens { i as i32 } else { crate::data::IGNORE }));
+            row.positions.extend(0..8);
+            Ok(())
+        }
+    }
+
+    /// Every rank knows of padding that one rank has: by it steps are captured, which all ranks must do together.
+    #[test]
+    fn ranks_agree_on_padding() {
+        let mut recipe = Recipe::named("tiny").unwrap();
+        for set in ["train.global_batch=4", "train.micro_batch=1", "parallel.dp=2", "data.seq_len=8"] {
+            recipe.set(set).unwrap();
+        }
+        let resolved = recipe.resolve(None).unwrap();
+        let layout = resolved.config.parallel.layout();
+        let agreed = on_threads_with(
+            &layout,
+            Duration::from_secs(20),
+            Default::default(),
+            || Ok(Rank::cpu(1, 1)?),
+            |rank| {
+                let t = Trainer::new(rank, &resolved)?;
+                let mut batch = GlobalBatch::read(&t.rank, &t.model.decoder, &t.runner, &Documents)?;
+                let before = batch.is_padded;
+                batch.count_labels(&t.rank, &t.model.decoder, &t.runner)?;
+                assert_eq!(batch.label_weights, [1.0 / 29.0]);
+                Ok([before, batch.is_padded])
+            },
+        );
+        assert_eq!(agreed.unwrap(), [[true, true], [false, true]]);
+    }
 }

@@ -1,5 +1,6 @@
 //! Expert biases and quantiles of MoE layers in checkpoints: f32 `[E]` per layer, `model/<layer>.expert_bias` and
-//! `model/<layer>.quantiles`. They are equal on all ranks of a stage; a checkpoint without them starts from zeros.
+//! `model/<layer>.quantiles`. They are equal on all ranks of a stage; a checkpoint without them starts from zeros. Those of
+//! the base model of adapters are not trained and stay out of checkpoints, as its weights do.
 
 use super::{LogicalValues, Trainer, gather};
 use crate::checkpoint::{Item, Loaded};
@@ -11,10 +12,10 @@ use ferrotron_tensor::{DType, Tensor};
 const BIAS: &str = "expert_bias";
 const QUANTILES: &str = "quantiles";
 
-/// The tables of MoE layers that persist between steps: name and f32 `[E]`.
-fn tables(moe: &MoeState) -> Result<Vec<(String, Tensor)>> {
+/// The tables of MoE layers that persist between steps: name and f32 `[E]`. `base`: those of the base model too.
+fn tables(moe: &MoeState, base: bool) -> Result<Vec<(String, Tensor)>> {
     let mut out = Vec::new();
-    for (i, m) in moe.specs().iter().enumerate() {
+    for (i, m) in moe.specs().iter().enumerate().filter(|(_, m)| base || !m.router.base) {
         let kinds = [(BIAS, m.expert_bias, &moe.expert_bias), (QUANTILES, m.quantiles, &moe.quantiles)];
         for (kind, _, table) in kinds.into_iter().filter(|k| k.1) {
             out.push((format!("{}.{kind}", m.name), table.narrow(0, i, 1)?));
@@ -38,7 +39,7 @@ pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
         let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         Ok(Item::whole(&format!("model/{name}"), DType::F32, vec![values.len()], bytes))
     };
-    tables(moe)?.into_iter().map(item).collect()
+    tables(moe, false)?.into_iter().map(item).collect()
 }
 
 /// Names and shapes of the tables that a checkpoint has; each is optional.
@@ -64,7 +65,7 @@ pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str
 /// Restores the tables from a checked checkpoint.
 pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
     let Some(moe) = t.model.step_state.moe() else { return Ok(()) };
-    for (name, table) in tables(moe)? {
+    for (name, table) in tables(moe, false)? {
         let name = format!("model/{name}");
         match loaded.get(&name) {
             Some(_) => {
@@ -80,7 +81,9 @@ impl Trainer {
     /// Expert biases and quantiles of all MoE layers, by name. Every rank calls it.
     pub fn expert_tables(&self) -> Result<Vec<LogicalValues>> {
         let mut mine = Vec::new();
-        for (name, table) in self.model.step_state.moe().map(tables).transpose()?.unwrap_or_default() {
+        for (name, table) in
+            self.model.step_state.moe().map(|moe| tables(moe, true)).transpose()?.unwrap_or_default()
+        {
             let values = self.rank.compute.download::<f32>(&table)?;
             mine.push(LogicalValues { name, shape: vec![values.len()], values });
         }

@@ -12,6 +12,7 @@ use ferrotron_comm::{Communicator, PeerAddress, PeerKey, PeerMemory, SNAPSHOTS_K
 use ferrotron_tensor::HostBuffer;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
@@ -24,6 +25,8 @@ struct KeptSnapshots {
     /// Oldest first, with their steps.
     own: VecDeque<(u64, Arc<Mutex<MemorySnapshot>>)>,
     peers: Option<PeerMemory>,
+    /// The host of processes that do not know an address of their own.
+    coordinator: Option<IpAddr>,
     /// What keeps this rank's mirrors.
     partner: Option<PeerAddress>,
     mirroring: Option<JoinHandle<()>>,
@@ -53,10 +56,13 @@ pub(super) struct Recovery {
 }
 
 impl Snapshots {
-    /// Snapshots that are mirrored in the memory of other processes, and theirs in `peers`.
-    pub fn mirrored(peers: PeerMemory) -> Snapshots {
+    /// Snapshots that are mirrored in the memory of other processes, and theirs in `peers`. `coordinator` is the address of the
+    /// coordinator's host.
+    pub fn mirrored(peers: PeerMemory, coordinator: Option<IpAddr>) -> Snapshots {
         let snapshots = Snapshots::default();
-        snapshots.kept().peers = Some(peers);
+        let mut kept = snapshots.kept();
+        (kept.peers, kept.coordinator) = (Some(peers), coordinator);
+        drop(kept);
         snapshots
     }
 
@@ -131,7 +137,9 @@ impl Snapshots {
             .collect::<Result<_, _>>()
             .map_err(|e| Error::Invalid(format!("snapshots of a rank: {e}")))?;
         let addresses: Vec<Option<&PeerAddress>> = said.iter().map(|h| h.address.as_ref()).collect();
-        kept.partner = partner(&addresses, all.rank()).and_then(|r| addresses[r].cloned());
+        let coordinator = kept.coordinator;
+        let reached = |a: &PeerAddress| coordinator.map_or_else(|| a.clone(), |host| a.or_at(host));
+        kept.partner = partner(&addresses, all.rank()).and_then(|r| addresses[r].map(reached));
         let keeper = |owner: usize, step: u64| {
             let key = PeerKey { owner, step };
             said.iter().find(|h| h.mirrors.contains(&key)).and_then(|h| h.address.as_ref())
@@ -144,7 +152,7 @@ impl Snapshots {
         let Some(step) = steps.into_iter().rev().find(|step| complete(*step)) else { return Ok(None) };
         let from = match said[all.rank()].own.contains(&step) {
             true => None,
-            false => keeper(all.rank(), step).cloned(),
+            false => keeper(all.rank(), step).map(reached),
         };
         Ok(Some(Recovery { step, from }))
     }

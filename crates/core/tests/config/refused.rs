@@ -148,6 +148,21 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("data.packing = true", "data.packing"),
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
+        ("moe.experts = 4\nmoe.topk = 1", "the router learns nothing"),
+        (
+            "moe.experts = 4\nmoe.topk = 1\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"softmax\"",
+            "the router learns nothing",
+        ),
+        // Rows of 17 tokens become 20 for two cp ranks.
+        (
+            "moe.experts = 17\nmoe.topk = 1\nmoe.score_function = \"sigmoid\"\nmoe.balance = \"quantile\"\ndata.seq_len = 17\n\
+             train.micro_batch = 1\nparallel.cp = 2",
+            "moe.balance: quantile needs the 20·1 choices",
+        ),
+        (
+            "moe.experts = 4\nmoe.balance = \"quantile\"\ndata.reset_at_documents = true\nparallel.cp = 2",
+            "parallel.cp pads every document",
+        ),
         (
             "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
             "moe.pad_to_capacity",

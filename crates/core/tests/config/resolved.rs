@@ -75,6 +75,17 @@ fn derived_values_come_with_reasons() {
     assert_eq!(r.model.attn_scale, (1.0 / 32f64.sqrt()) as f32);
 }
 
+/// Sinkhorn weights the only expert of a token by a sigmoid, which the model's users have to know too.
+#[test]
+fn sinkhorn_with_one_expert_per_token_has_sigmoid_scores() {
+    let set = "[model]\npreset = \"tiny\"\n[moe]\nexperts = 4\ntopk = 1\nbalance = \"sinkhorn\"\n";
+    let r = add(set).unwrap().resolve(None).unwrap();
+    assert_eq!(r.config.moe.score_function, Some(r.model.moe.as_ref().unwrap().score));
+    assert!(r.config.to_toml().contains("score_function = \"sigmoid\""), "{}", r.config.to_toml());
+    assert!(r.derived.iter().any(|d| d.key == "moe.score_function" && d.value == "\"sigmoid\""));
+    add(&r.config.to_toml()).unwrap().resolve(None).unwrap();
+}
+
 /// A pipeline needs several micro-batches for each stage, or it idles.
 #[test]
 fn derived_micro_batches_fill_a_pipeline() {

@@ -44,3 +44,35 @@ fn adapters_of_experts_match_one_rank() {
         }
     }
 }
+
+/// Expert biases and quantiles belong to the router: they stay where its weight is frozen, and only those of the base model
+/// of adapters are in no checkpoint, as a whole model's must be complete.
+#[test]
+fn tables_of_a_frozen_router_stay() {
+    let bias = ["moe.score_function=sigmoid", "moe.expert_bias=true"];
+    let frozen = "optimizer.groups=[{ params = \"router\", frozen = true }]";
+    for (set, moves, saved) in
+        [(&[][..], true, true), (&["lora.rank=3"], false, false), (&[frozen], false, true)]
+    {
+        for kind in [&bias[..], &["moe.balance=quantile"]] {
+            let (resolved, on) = recipe(&one(), &keys(&[kind, set].concat()));
+            let saves = run(&on, |rank| {
+                let sources = source::open(&resolved)?;
+                let mut t = Trainer::new(rank, &resolved)?;
+                let moe = t.model.step_state.moe().unwrap();
+                let start: Vec<f32> = (0..3 * 8).map(|i| i as f32 / 8.0).collect();
+                for table in [&moe.expert_bias, &moe.quantiles] {
+                    t.rank.compute.upload_into(table, &start)?;
+                }
+                (0..2).try_for_each(|_| t.train_step(&*sources.train).map(drop))?;
+                let tables = t.expert_tables()?;
+                assert_eq!(tables.len(), 3, "{kind:?}");
+                let now: Vec<f32> = tables.iter().flat_map(|t| t.values.clone()).collect();
+                assert_eq!(now != start, moves, "{kind:?} {set:?}: {now:?}");
+                let names = t.snapshot()?.items.into_iter().map(|item| item.name);
+                Ok(names.filter(|n| n.ends_with(".expert_bias") || n.ends_with(".quantiles")).count())
+            });
+            assert_eq!(saves.unwrap(), [if saved { 3 } else { 0 }], "{kind:?} {set:?}");
+        }
+    }
+}

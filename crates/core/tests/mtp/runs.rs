@@ -4,7 +4,7 @@ use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::events::Event;
 use ferrotron_core::ranks::on_threads;
-use ferrotron_core::train::{LogicalValues, Observer, Run};
+use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
 use ferrotron_engine::Rank;
 use std::path::Path;
 use std::sync::Mutex;
@@ -94,6 +94,24 @@ fn mtp_trains_with_moe() {
     let tables = run.trainer.expert_tables().unwrap();
     let bias = tables.iter().find(|t| t.name == "mtp.0.layer.moe.expert_bias").unwrap();
     assert!(bias.values.iter().any(|b| *b != 0.0), "{bias:?}");
+}
+
+/// The load-balancing loss of a layer is the mean over its uses: near 1 with initial weights, whether MTP depths share the
+/// layer or not.
+#[test]
+fn a_shared_layer_has_one_load_balancing_loss() {
+    for balance in ["aux", "seq_aux", "global_aux"] {
+        let set =
+            ["moe.experts=4", "moe.ffn=16", "moe.log=[\"losses\",\"per_layer\"]", "mtp.shared_layer=true"];
+        let resolved = recipe(&one(), &[&set[..], &[&format!("moe.balance={balance}")]].concat());
+        let data = source::open(&resolved).unwrap().train;
+        let mut trainer = Trainer::new(Rank::cpu(1, 1234).unwrap(), &resolved).unwrap();
+        trainer.train_step(&*data).unwrap();
+        let metrics = trainer.take_moe_metrics().unwrap();
+        let losses = metrics.iter().filter(|(name, _)| name.contains("load_balancing_loss_layer_"));
+        let losses: Vec<f64> = losses.map(|(_, loss)| loss.as_f64().unwrap()).collect();
+        assert!(losses.len() == 4 && losses.iter().all(|x| (0.9..1.3).contains(x)), "{balance}: {losses:?}");
+    }
 }
 
 #[test]

@@ -58,16 +58,20 @@ impl AllToAll {
         }
         let send_map = layout.map(p, [t, n * etp], all * etp, 1)?;
         k.sort_by_expert(s, &index, 0, 1, &send_map)?;
-        let theirs = p.rank.activation(&[all * etp], DType::I32)?;
-        group.all_to_all(s, &send_map.counts, &theirs, "tokens of each expert")?;
-        let download = |t: &Tensor| -> Result<Vec<usize>> {
-            Ok(s.download::<i32>(t)?.into_iter().map(|n| n as usize).collect())
-        };
+        // What this rank sends and what it receives, side by side: the host waits once for both.
+        let both = p.rank.activation(&[2, all * etp], DType::I32)?;
+        let half = |i| both.narrow(0, i, 1)?.view(&[all * etp]);
+        s.copy(&send_map.counts, &half(0)?)?;
+        group.all_to_all(s, &send_map.counts, &half(1)?, "tokens of each expert")?;
         let per_rank = |counts: &[usize]| counts.chunks(own).map(|c| c.iter().sum()).collect();
         let [mine, counts] = match s.device().is_meta() {
             // Nothing was routed on a meta device: every rank spreads its tokens evenly.
             true => balanced(index.numel(), group.rank(), [group.size(), own]),
-            false => [download(&send_map.counts)?, download(&theirs)?],
+            false => {
+                let counts: Vec<usize> = s.download::<i32>(&both)?.into_iter().map(|n| n as usize).collect();
+                let (mine, theirs) = counts.split_at(all * etp);
+                [mine.to_vec(), theirs.to_vec()]
+            }
         };
         let sent = per_rank(&mine);
         let recv_map = received_map(p, layout, &counts)?;

@@ -13,12 +13,14 @@ use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{AuxLoss, AuxLossWeights, ScoreFunction, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// Score function, k and E of the router.
+/// Score function, k and E of the router, and the uses of its layer.
 #[derive(Clone, Copy)]
 pub(super) struct RouterDims {
     pub(super) score: ScoreFunction,
     pub(super) topk: usize,
     pub(super) experts: usize,
+    /// How often the layer runs in a pass: once for each depth of a shared MTP layer.
+    pub(super) uses: u32,
 }
 
 /// Weight of a micro-batch's loss in the mean over the step.
@@ -72,7 +74,8 @@ pub(super) fn forward(
         // Mean over the sequences, whose number is on the device where it differs from replay to replay.
         let sets = p.moe.and_then(|m| m.input.sequence_count.as_ref());
         let sets = sets.filter(|_| *kind == AuxLossKind::Sequence);
-        let coefficient = coefficient * micro_batch_weight(p, training, *kind);
+        // A layer that runs several times has the mean of its losses, so that its loss is as strong as that of others.
+        let coefficient = coefficient * micro_batch_weight(p, training, *kind) / of.uses as f32;
         let factor = if sets.is_some() { coefficient } else { coefficient / count as f32 };
         let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
         let loss = state.row(&state.losses, id)?.narrow(0, place, 1)?;

@@ -31,8 +31,8 @@ pub use router::SavedRouting;
 pub use state::{MoeCounters, MoeLayerId, MoeLayerSpec, MoeState};
 
 use crate::{
-    Declarations, Linear, LinearSaved, Module, Saved, SavedTensor, StepContext, WeightGrad, WithAmax,
-    yield_now,
+    Declarations, Linear, LinearSaved, Module, Saved, SavedTensor, StepContext, UpdateGroup, WeightGrad,
+    WithAmax, yield_now,
 };
 use experts::{DispatchRows, Experts, ExpertsSaved};
 use ferrotron_tensor::{Result, Tensor};
@@ -94,6 +94,7 @@ impl Moe {
             experts: c.experts,
             expert_bias: c.expert_bias,
             quantiles: matches!(training.routing_method, RoutingMethod::Quantiles { .. }),
+            router: UpdateGroup::default(),
         });
         let router = Router::declare(d, (&format!("{name}.router"), layer), c, id, &training)?;
         let latent = match c.latent {

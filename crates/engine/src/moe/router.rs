@@ -137,7 +137,7 @@ impl Router {
                 self.select_experts(p, state, &logits, replayed, (&index, &probs))?;
                 k.mask_padding(s, &p.segments(t)?, &index, &probs)?;
                 let (aux_weights, z_sums) = match p.train {
-                    true => aux_loss::forward(p, (state, self.id), &self.training, self.dims(), &logits)?,
+                    true => aux_loss::forward(p, (state, self.id), &self.training, self.dims(p), &logits)?,
                     false => Default::default(),
                 };
                 SavedRouting { index: SavedTensor::small(&index), aux_weights, z_sums }
@@ -254,8 +254,13 @@ impl Router {
         Ok(y)
     }
 
-    fn dims(&self) -> aux_loss::RouterDims {
-        aux_loss::RouterDims { score: self.score_routing().score, topk: self.topk, experts: self.experts }
+    fn dims(&self, p: &StepContext) -> aux_loss::RouterDims {
+        aux_loss::RouterDims {
+            score: self.score_routing().score,
+            topk: self.topk,
+            experts: self.experts,
+            uses: p.params.specs()[self.weight.0].uses.max(1),
+        }
     }
 
     /// Drops tokens over the capacity of their expert.
@@ -284,7 +289,7 @@ impl Router {
                 dlogits: &dlogits,
             },
         )?;
-        aux_loss::backward(p, &self.training, self.dims(), &routing, (&logits, &dlogits))?;
+        aux_loss::backward(p, &self.training, self.dims(p), &routing, (&logits, &dlogits))?;
         let w = p.weight(self.weight)?;
         let dx = p.empty(x.shape())?;
         let gemm = |a: &Tensor, b: &Tensor, c: &Tensor| {

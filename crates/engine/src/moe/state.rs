@@ -3,7 +3,7 @@
 
 use super::replay::Replay;
 use super::{AuxLossKind, MoeTraining, RoutingMethod};
-use crate::Rank;
+use crate::{ParamSpec, Rank, UpdateGroup};
 use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor};
 use std::sync::Mutex;
@@ -23,6 +23,9 @@ pub struct MoeLayerSpec {
     pub expert_bias: bool,
     /// Whether a quantile is subtracted from the logits before selection.
     pub quantiles: bool,
+    /// How the router's weight is trained, as its bias and quantiles are: fixed where it is frozen, and not saved where it is
+    /// the base model's.
+    pub router: UpdateGroup,
 }
 
 /// Columns of [`MoeState::losses`]: one for each [`AuxLossKind`].
@@ -96,9 +99,19 @@ impl MoeState {
         })
     }
 
-    /// State for the declared layers; None where there are none.
-    pub(crate) fn new(s: &Stream, specs: Vec<MoeLayerSpec>) -> Result<Option<MoeState>> {
+    /// State for the declared layers, whose parameters are among `params`; None where there are no layers.
+    pub(crate) fn new(
+        s: &Stream,
+        mut specs: Vec<MoeLayerSpec>,
+        params: &[ParamSpec],
+    ) -> Result<Option<MoeState>> {
         let Some(e) = specs.iter().map(|m| m.experts).max() else { return Ok(None) };
+        for spec in &mut specs {
+            // Update groups are assigned after the declaration of layers.
+            let weight = format!("{}.router.weight", spec.name);
+            let router = params.iter().find(|p| p.parts.iter().any(|part| part.name == weight));
+            spec.router = router.map_or(spec.router, |p| p.group);
+        }
         let n = specs.len();
         let zeros = |shape: &[usize], dtype| s.zeros(shape, dtype, Category::Optimizer);
         Ok(Some(MoeState {
@@ -148,7 +161,8 @@ impl MoeState {
         Ok(load)
     }
 
-    /// Ends a step: updates expert biases and quantiles from the counters of all ranks. Collective over a pipeline stage.
+    /// Ends a step: updates expert biases and quantiles from the counters of all ranks, except those of frozen routers, such as
+    /// a base model's: whoever uses adapters has the base's biases. Collective over a pipeline stage.
     pub fn end_step(&self, rank: &Rank, micro_batches: usize, how: &MoeTraining) -> Result<MoeCounters> {
         let (s, k) = (&rank.compute, &rank.kernels);
         let counters = self.counters(|t| copy(s, t))?;
@@ -157,7 +171,7 @@ impl MoeState {
         let used = copy(s, &counters.tokens_per_expert)?;
         for (i, spec) in self.specs.iter().enumerate() {
             let id = MoeLayerId(i);
-            if spec.expert_bias {
+            if spec.expert_bias && !spec.router.frozen {
                 k.update_expert_bias(
                     s,
                     how.bias_rate,
@@ -169,7 +183,8 @@ impl MoeState {
         if let RoutingMethod::Quantiles { keep } = how.routing_method {
             rank.dp_cp_group.all_reduce(s, &self.quantile_sums, ReduceOp::Sum, "quantiles")?;
             let mean = 1.0 / (micro_batches * rank.dp_cp_group.size()) as f32;
-            for (i, _) in self.specs.iter().enumerate().filter(|(_, m)| m.quantiles) {
+            let trained = |m: &MoeLayerSpec| m.quantiles && !m.router.frozen;
+            for (i, _) in self.specs.iter().enumerate().filter(|(_, m)| trained(m)) {
                 let id = MoeLayerId(i);
                 let (beta, found) = (self.row(&self.quantiles, id)?, self.row(&self.quantile_sums, id)?);
                 k.update_quantiles(s, keep, mean, &found, &beta)?;
