@@ -21,8 +21,9 @@ impl Recipe {
         if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
         }
-        for (key, n) in sizes {
-            self.within(&format!("parallel.{key}"), n as f64, 1.0, MAX_RANKS as f64)?;
+        if let Some((key, n)) = sizes.iter().find(|(_, n)| *n > MAX_RANKS) {
+            let what = format!("{n} is too large; it must be at most {MAX_RANKS}");
+            return self.refuse(&format!("parallel.{key}"), what);
         }
         if p.zero > 3 {
             return self.refuse("parallel.zero", "must be 0, 1, 2 or 3");
