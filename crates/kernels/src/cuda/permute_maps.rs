@@ -13,7 +13,8 @@ const WARPS: usize = THREADS as usize / 32;
 const TILE: usize = 1024;
 const PAD_ROWS: usize = 128;
 
-/// Experts whose counts, one for each warp, fit into a block's shared memory on every supported GPU.
+/// Experts whose counts, one for each warp, fit into a block's shared memory where it may have 144 KiB (99 KiB: 2,815). Routers
+/// have 1,024 at most.
 const MAX_EXPERTS: usize = 4096;
 
 kernel_args! {

@@ -11,7 +11,7 @@ use ferrotron_tensor::{DType, Result, Stream, read, write};
 const MAX_CHUNKS: usize = 3;
 const THREADS: usize = 512;
 /// Blocks at most, each with a partial sum: a full wave on 132 SMs. The same on every GPU, because the order of sums
-/// depends on it.
+/// depends on it, and on the number of teams, of which blocks with 99 KiB of shared memory may have fewer.
 const PARTS: usize = 132;
 
 kernel_args! {
