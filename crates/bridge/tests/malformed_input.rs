@@ -139,7 +139,7 @@ fn missing_and_null_keys_have_the_defaults_of_their_class() {
     assert_eq!(null.kv_heads, null.heads);
     let absent = read("mixtral", &|json| {
         json.as_object_mut().unwrap().remove("num_key_value_heads");
-        json["num_attention_heads"] = 16.into();
+        (json["num_attention_heads"], json["head_dim"]) = (16.into(), 4.into());
     });
     assert_eq!(absent.kv_heads, 8);
     let window = read("qwen3_moe", &|json| {

@@ -225,6 +225,7 @@ fn an_adapter_with_its_own_tokenizer_stops_where_its_base_does() {
     let ends =
         |folder: &Path, text: &str| std::fs::write(folder.join("generation_config.json"), text).unwrap();
     ends(&base, r#"{"bos_token_id": 1, "eos_token_id": [3, 5]}"#);
+    std::fs::remove_file(adapter.join("generation_config.json")).unwrap();
     std::fs::write(adapter.join("tokenizer.json"), byte_tokenizer_json()).unwrap();
     let text = || ModelSource::open(&adapter).unwrap().text(None).unwrap();
     assert_eq!((text().start, text().stop), (Some(1), vec![3, 5]));
