@@ -113,9 +113,9 @@ pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Result<Vec<C
         step.bucket(bucket);
     }
     step.moe_counters();
-    // Token counts over dp; losses and the squared gradient norm over all ranks.
+    // Token counts, and whether there is padding, over dp; losses and the squared gradient norm over all ranks.
     let losses = 8 * (1 + shape.model.mtp_depth());
-    for (group, bytes) in [(Group::Dp, losses), (Group::Control, losses), (Group::World, 8)] {
+    for (group, bytes) in [(Group::Dp, losses + 8), (Group::Control, losses), (Group::World, 8)] {
         step.all_reduce(group, bytes);
     }
     Ok(step.out)

@@ -157,7 +157,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         (
             "moe.experts = 17\nmoe.topk = 1\nmoe.score_function = \"sigmoid\"\nmoe.balance = \"quantile\"\ndata.seq_len = 17\n\
              train.micro_batch = 1\nparallel.cp = 2",
-            "moe.balance: quantile needs the 20·1 choices",
+            "moe.balance: quantile needs tokens x topk = 20·1",
         ),
         (
             "moe.experts = 4\nmoe.balance = \"quantile\"\ndata.reset_at_documents = true\nparallel.cp = 2",

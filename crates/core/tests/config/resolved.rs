@@ -78,7 +78,7 @@ fn derived_values_come_with_reasons() {
 /// Sinkhorn weights the only expert of a token by a sigmoid, which the model's users have to know too.
 #[test]
 fn sinkhorn_with_one_expert_per_token_has_sigmoid_scores() {
-    let set = "[model]\npreset = \"tiny\"\n[moe]\nexperts = 4\ntopk = 1\nbalance = \"sinkhorn\"\n";
+    let set = "[model]\npreset = \"tiny\"\n[moe]\nexperts = 4\ntopk = 1\nbalance = \"sinkhorn\"\n[train]\nsteps = 4\n";
     let r = add(set).unwrap().resolve(None).unwrap();
     assert_eq!(r.config.moe.score_function, Some(r.model.moe.as_ref().unwrap().score));
     assert!(r.config.to_toml().contains("score_function = \"sigmoid\""), "{}", r.config.to_toml());
