@@ -85,7 +85,6 @@ fn a_terminal_is_drawn_resized_and_left_as_it_was() {
     b.steps(50);
     b.end(Ending::Finished, None);
     let tmux = Tmux::new(dir.path(), 80, 24);
-    tmux.line("stty -a > before");
     let cd = format!("cd {}; stty -a > before", dir.path().display());
     tmux.line(&cd);
     let watch = format!("{} watch .", binary().to_string_lossy());

@@ -381,6 +381,18 @@ fn packed_sequences_with_gaps() {
     });
 }
 
+/// Queries that see nothing: the packed sequences have no keys at all.
+#[test]
+fn packed_sequences_without_keys() {
+    everywhere(|h, dtype| {
+        for (d, dv) in [(8, 8), (64, 64), (128, 128), (192, 128), (256, 256)] {
+            let z = Sizes { batch: 1, tq: 425, tk: 20, n: 2, g: 1, d, dv };
+            let s = scaled(scores(true, None, None, MaskAlign::BottomRight), d);
+            packed((h, dtype), Layout::Bshd, &z, &s, [&[3, 133, 420], &[7, 7, 7]], true);
+        }
+    });
+}
+
 /// Sequences of several tiles, of one token and of none, with all head dimensions.
 #[test]
 fn packed_sequences_of_many_tiles() {

@@ -42,14 +42,18 @@ pub(super) fn allocate(bytes: usize) -> Result<(usize, PinnedBy)> {
     Ok((host as usize, PinnedBy::Driver))
 }
 
-/// Frees what [`allocate`] returned. The context is current, and all copies are complete.
+/// Frees what [`allocate`] returned, after all work of the GPU. The context is current.
 pub(super) fn free(at: usize, bytes: usize, by: PinnedBy) {
     match by {
         // SAFETY: allocated by the driver and not freed since.
         PinnedBy::Driver => _ = unsafe { sys::cuMemFreeHost(at as _) },
         PinnedBy::Registration => {
-            // SAFETY: registered in `allocate`. What stays registered stays mapped.
-            let status = unsafe { sys::cuMemHostUnregister(at as _) };
+            // SAFETY: registered in `allocate`. What stays registered stays mapped. Freeing the driver's own memory waits for
+            // the GPU; that unregistering does is not documented.
+            let status = unsafe {
+                _ = sys::cuCtxSynchronize();
+                sys::cuMemHostUnregister(at as _)
+            };
             if check("pinned memory", status).is_ok() {
                 unmap(at, bytes);
             }

@@ -256,13 +256,16 @@ impl Hopper {
         }
         kernels.launch_kernel(l, rows(preprocess), each(row_tiles)?, &by_row)?;
         let tasks = if self.per_head { pairs } else { key_tiles };
-        let clusters = (self.blocks / variant.cluster).clamp(1, tasks.max(1));
-        let grid = LaunchConfig {
-            blocks: [(clusters * variant.cluster) as u32, 1, 1],
-            threads: 384,
-            shared: variant.shared(),
-        };
-        kernels.launch_kernel(l, kernel, grid, &by_key)?;
+        // Without any key dq is zero, and the counter of tiles was not set.
+        if tasks > 0 {
+            let clusters = (self.blocks / variant.cluster).clamp(1, tasks);
+            let grid = LaunchConfig {
+                blocks: [(clusters * variant.cluster) as u32, 1, 1],
+                threads: 384,
+                shared: variant.shared(),
+            };
+            kernels.launch_kernel(l, kernel, grid, &by_key)?;
+        }
         if !self.per_head {
             kernels.launch_kernel(l, rows(convert_dq), each(row_tiles)?, &by_row)?;
         }

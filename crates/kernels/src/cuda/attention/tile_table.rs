@@ -187,7 +187,8 @@ impl AttentionProblem<'_> {
             let memory = s.upload(&words, &[words.len()], Category::Workspace)?;
             Ok(TileTable { memory, start: 0, capacity: words.len() / ITEM - 1 })
         };
-        tables.get(is_it, layout, key, upload).map(Some)
+        // A captured graph reads its tables in every replay.
+        tables.get(is_it, layout, key, s.is_capturing(), upload).map(Some)
     }
 
     /// Sets the table in the kernels' arguments; returns how many tiles it holds at most.
