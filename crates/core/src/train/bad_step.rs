@@ -59,7 +59,7 @@ impl Run {
         }
         // The data of what is dropped has been consumed.
         self.trainer.best = best;
-        self.trainer.runner.progress = progress;
+        self.trainer.drop_until(progress);
         self.take_base()?;
         Ok(last)
     }

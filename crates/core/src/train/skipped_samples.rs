@@ -1,4 +1,4 @@
-//! Samples of skipped steps, by which the schedules of learning rate and weight decay lag behind the data: as in Megatron
+//! Samples of skipped or dropped steps, by which the schedules of learning rate and weight decay lag behind the data: as in Megatron
 //! Core, a step that changes no weight does not advance them.
 //!
 //! Only the device knows in time whether a step is skipped: the next one may be launched before the host has read its

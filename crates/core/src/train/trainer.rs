@@ -105,6 +105,13 @@ impl Trainer {
         self.runner.progress = progress;
     }
 
+    /// Counts data up to there as consumed by steps that are dropped: schedules do not advance.
+    pub fn drop_until(&mut self, progress: Progress) {
+        let samples = progress.samples.saturating_sub(self.runner.progress.samples);
+        self.runner.skipped.add(progress.step, samples);
+        self.runner.progress = progress;
+    }
+
     /// The pipeline schedule of the next step, made and checked once for all ranks of a simulated job.
     pub(crate) fn set_schedule(&mut self, schedule: Arc<Schedule>) {
         self.runner.set_schedule(schedule);

@@ -43,7 +43,7 @@ fn dropping(set: &[&str], moe: bool, kept: u64) -> Weights {
         while trainer.step() < STEPS {
             if trainer.step() == kept {
                 let (samples, tokens) = (trainer.samples() / kept * BAD, trainer.tokens() / kept * BAD);
-                trainer.set_progress(Progress { step: BAD, samples, tokens });
+                trainer.drop_until(Progress { step: BAD, samples, tokens });
             }
             trainer.train_step(&*sources.train)?;
         }
