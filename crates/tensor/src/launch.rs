@@ -43,11 +43,19 @@ impl Stream {
     /// Runs `kernel` on `args`. Every kernel, copy and collective goes through here: the declared accesses tell the
     /// race checker what is touched and give the kernel its right to the memory. A written argument must not overlap
     /// any other.
+    ///
+    /// `kernel` takes a launch of any lifetime, so that no slice outlives the launch's borrow of its buffer:
+    /// ```compile_fail
+    /// # use ferrotron_tensor::{Stream, Tensor, write};
+    /// fn keeps_a_slice<'a>(s: &Stream, x: &'a Tensor, kept: &mut Option<&'a mut [f32]>) {
+    ///     let _ = s.launch("keep", &[write(x)], |l| Ok(*kept = Some(l.slice_mut(0)?)));
+    /// }
+    /// ```
     pub fn launch<'a>(
         &'a self,
         op: &'static str,
         args: &'a [Arg<'a>],
-        kernel: impl FnOnce(&Launch<'a>) -> Result<()>,
+        kernel: impl FnOnce(&Launch) -> Result<()>,
     ) -> Result<()> {
         self.check_launch(op, args)?;
         let (device, cuda) = (&self.device().inner, self.cuda());
@@ -181,8 +189,9 @@ impl<'a> Launch<'a> {
             return shape_error(self.op, format!("argument {i} is declared as written; use slice_mut"));
         }
         self.refuse_in_gaps(i, |other| other.access == AccessKind::Write)?;
-        // SAFETY: `pointer` checked type and bounds; blocks are initialised and aligned; no other thread writes the
-        // buffer (borrow count; the order of streams where a GPU's stream calls the host), and no written argument of this launch has elements in this range, gaps included.
+        // SAFETY: `pointer` checked type and bounds; blocks are initialized and aligned. The slice does not outlive the launch,
+        // during which nothing else writes the buffer (borrow count; the order of streams where a GPU's stream calls the
+        // host), and no written argument of this launch has elements in this range, gaps included.
         Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
     }
 

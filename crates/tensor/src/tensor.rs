@@ -127,8 +127,11 @@ impl Tensor {
             return shape_error("narrow", format!("{start}+{len} on axis {axis} of {:?}", self.shape));
         }
         let mut t = self.clone();
-        t.offset += start * self.strides[axis];
         t.shape[axis] = len;
+        // What has no element has no place: a part of an empty tensor must not begin past its buffer.
+        if t.numel() > 0 {
+            t.offset += start * self.strides[axis];
+        }
         Ok(t)
     }
 

@@ -27,6 +27,17 @@ fn views_see_the_right_elements() {
     assert!(t.narrow(1, usize::MAX, 2).is_err());
 }
 
+/// Kernels take any part of a tensor without elements.
+#[test]
+fn parts_of_empty_tensors_have_a_place() {
+    let s = stream();
+    for (shape, axis) in [([0, 8], 1), ([8, 0], 0)] {
+        let t = s.zeros(&shape, DType::F32, Category::Activations).unwrap();
+        let part = t.narrow(axis, 4, 4).unwrap();
+        s.copy(&part, &s.zeros(part.shape(), DType::F32, Category::Activations).unwrap()).unwrap();
+    }
+}
+
 #[test]
 fn view_splits_and_joins_axes_of_strided_tensors() {
     let s = stream();

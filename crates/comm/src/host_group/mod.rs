@@ -256,7 +256,7 @@ fn launch<'a>(
     s: &'a Stream,
     op: &'static str,
     args: &'a [Arg<'a>],
-    kernel: impl FnOnce(&Launch<'a>) -> Done,
+    kernel: impl FnOnce(&Launch) -> Done,
 ) -> Done {
     let mut error = None;
     s.launch(op, args, |l| match kernel(l) {

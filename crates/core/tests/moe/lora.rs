@@ -45,6 +45,28 @@ fn adapters_of_experts_match_one_rank() {
     }
 }
 
+/// Four tokens with one expert each leave ranks without rows in many micro-batches.
+#[test]
+fn adapters_of_experts_without_rows() {
+    let few = [
+        "data.seq_len=4",
+        "train.micro_batch=1",
+        "moe.topk=1",
+        "moe.pre_softmax=true",
+        "moe.expert_groups=0",
+    ];
+    for set in [&[][..], &["lora.dora=true"]] {
+        for seed in 1..=4 {
+            let seed = format!("train.seed={seed}");
+            let set = [&few[..], set, &[&seed]].concat();
+            let wanted = gradients(&one(), &set);
+            if let Some(found) = difference(&gradients(&layout("ep=4,dp=4"), &set), &wanted, false) {
+                panic!("{set:?}: {found}");
+            }
+        }
+    }
+}
+
 /// Expert biases and quantiles belong to the router: they stay where its weight is frozen, and only those of the base model
 /// of adapters are in no checkpoint, as a whole model's must be complete.
 #[test]

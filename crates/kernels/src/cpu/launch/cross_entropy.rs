@@ -16,18 +16,20 @@ impl CrossEntropyKernels for CpuKernels {
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()> {
         const OP: &str = "cross_entropy";
         let rows = c.check(OP)?;
-        let labels = |ids| labels(ids, c.smoothing, Shard::whole(c.vocab));
+        let whole = Shard::whole(c.vocab);
         if !c.gradient {
             return s.launch(OP, &[read(c.logits), read(c.labels), write(c.loss)], |l| {
                 let mut lse = vec![0f32; rows.count()];
+                let labels = labels(l.slice(1)?, c.smoothing, whole);
                 floats!(OP, c.logits.dtype(), T => cross_entropy::<T, i32>(
-                    self.context(l), l.slice(0)?, rows, labels(l.slice(1)?), l.slice_mut(2)?, &mut lse,
+                    self.context(l), l.slice(0)?, rows, labels, l.slice_mut(2)?, &mut lse,
                 ))
             });
         }
         s.launch(OP, &[write(c.logits), read(c.labels), read(c.weights), write(c.loss)], |l| {
+            let labels = labels(l.slice(1)?, c.smoothing, whole);
             floats!(OP, c.logits.dtype(), T => cross_entropy_with_gradient::<T, i32>(
-                self.context(l), l.slice_mut(0)?, rows, labels(l.slice(1)?), l.slice(2)?, l.slice_mut(3)?,
+                self.context(l), l.slice_mut(0)?, rows, labels, l.slice(2)?, l.slice_mut(3)?,
             ))
         })
     }
