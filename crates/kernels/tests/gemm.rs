@@ -163,7 +163,7 @@ fn try_shape<T: Float + CpuGemm, C: Float>(
     let case = Case::<T, C>::new(random, size, value);
     for isa in Isa::all() {
         let flush = isa == Isa::Amx && size_of::<T>() == 2;
-        case.check(isa, flush, &T::gemm(&case, CpuContext { threads, isa }));
+        case.check(isa, flush, &T::gemm(&case, CpuContext::new(threads, isa)));
     }
 }
 
@@ -204,7 +204,7 @@ fn every_layout_matches_the_f64_reference() {
             case.bias = (bits & 4 != 0).then(|| draw(n));
             case.accumulate = bits & 8 != 0;
             for isa in Isa::all() {
-                case.check(isa, isa == Isa::Amx, &bf16::gemm(&case, CpuContext { threads: &threads, isa }));
+                case.check(isa, isa == Isa::Amx, &bf16::gemm(&case, CpuContext::new(&threads, isa)));
             }
         }
     }
@@ -250,7 +250,7 @@ fn special_values_follow_ieee() {
 fn old_output_is_not_read_without_accumulate() {
     let threads = threads(1);
     for isa in Isa::all() {
-        let cpu = CpuContext { threads: &threads, isa };
+        let cpu = CpuContext::new(&threads, isa);
         let shape = GemmShape { m: 3, n: 5, k: 2, trans_a: false, trans_b: false, lda: 2, ldb: 5, ldc: 5 };
         let mut c = [f32::NAN; 15];
         gemm_f32(cpu, shape, &[1.0; 6], &[2.0; 10], Epilogue::OVERWRITE, &mut c);
@@ -278,7 +278,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let f32_in = Case::<f32, f32>::new(&mut random, size, &mut Random::unit);
         for isa in Isa::all() {
             let results = [1, 2, 3, 16].map(|count| {
-                let cpu = CpuContext { threads: &threads(count), isa };
+                let cpu = CpuContext::new(&threads(count), isa);
                 let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 (
                     bf16::gemm(&bf16_out, cpu).into_iter().map(bf16::to_bits).collect::<Vec<_>>(),
@@ -295,7 +295,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
 #[should_panic(expected = "B has 5 elements")]
 fn a_short_operand_panics() {
     let shape = GemmShape { m: 2, n: 2, k: 3, trans_a: false, trans_b: false, lda: 3, ldb: 2, ldc: 2 };
-    let cpu = CpuContext { threads: &threads(1), isa: Isa::Portable };
+    let cpu = CpuContext::new(&threads(1), Isa::Portable);
     gemm_f32(cpu, shape, &[0.0; 6], &[0.0; 5], Epilogue::OVERWRITE, &mut [0.0; 4]);
 }
 
@@ -348,7 +348,7 @@ fn speed() {
             if isa == Isa::Portable || only.as_ref().is_some_and(|o| *o != format!("{isa:?}")) {
                 continue;
             }
-            let cpu = CpuContext { threads: &threads, isa };
+            let cpu = CpuContext::new(&threads, isa);
             let speed = best(&mut || match wide {
                 true => gemm_bf16(cpu, shape, &a, &b, Epilogue::ACCUMULATE, &mut cw),
                 false => gemm_bf16(cpu, shape, &a, &b, Epilogue::OVERWRITE, &mut c),

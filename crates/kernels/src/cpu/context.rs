@@ -8,6 +8,13 @@ use ferrotron_tensor::Threads;
 pub struct CpuContext<'a> {
     /// Thread pool.
     pub threads: &'a Threads,
-    /// Instruction-set level, from [`Isa::detect`] or [`Isa::all`].
-    pub isa: Isa,
+    /// Instruction-set level, never above [`Isa::detect`].
+    pub(crate) isa: Isa,
+}
+
+impl<'a> CpuContext<'a> {
+    /// A context at `isa`, or at the highest level of this machine if that is lower.
+    pub fn new(threads: &'a Threads, isa: Isa) -> CpuContext<'a> {
+        CpuContext { threads, isa: isa.min(Isa::detect()) }
+    }
 }

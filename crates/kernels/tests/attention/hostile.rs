@@ -226,7 +226,7 @@ fn invalid_arguments_are_errors() {
         let out = unsafe { HeadsMut::of(&mut out, 256, 32, 16) };
         let q = Heads { data: &q, batch: 256, token: 32, head: 16 };
         let k = Heads { data: &k, batch: 128, token: 16, head: 16 };
-        let cpu = CpuContext { threads: &threads, isa: Isa::Portable };
+        let cpu = CpuContext::new(&threads, Isa::Portable);
         forward(cpu, shape, spans, AttentionInputs { q, k, v: k, sink }, &out, &mut lse)
             .map_err(|e| e.to_string())
     };
@@ -263,7 +263,7 @@ fn invalid_arguments_are_errors() {
         )
     };
     let lse = [0.0f32; 16];
-    let cpu = CpuContext { threads: &threads, isa: Isa::Portable };
+    let cpu = CpuContext::new(&threads, Isa::Portable);
     let inputs = AttentionInputs { q: qs, k: ks, v: ks, sink: None };
     let outputs = AttentionOutputs { out: qs, dout: qs, lse: &lse };
     let gradients = AttentionGradients { dq: &dq, dk: &dk, dv: &dv, dsink: None };

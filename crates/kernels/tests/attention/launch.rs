@@ -114,7 +114,7 @@ pub fn launch<T: Float>(threads: &Threads, isa: Isa, layout: Layout, x: &Inputs<
     fn read<T>(data: &[T], p: Place) -> Heads<'_, T> {
         Heads { data, batch: p.batch, token: p.token, head: p.head }
     }
-    let cpu = CpuContext { threads, isa };
+    let cpu = CpuContext::new(threads, isa);
     let inputs = AttentionInputs {
         q: read(&qkv[p[0].offset..], p[0]),
         k: read(&qkv[p[1].offset.min(size)..], p[1]),

@@ -121,7 +121,7 @@ fn gated_activations_match_f64() {
 fn nan_passes_and_shapes_are_checked() {
     let threads = Threads::new(1).unwrap();
     for isa in Isa::all() {
-        let cpu = CpuContext { threads: &threads, isa };
+        let cpu = CpuContext::new(&threads, isa);
         for act in ALL {
             let mut y = [0f32];
             activation(cpu, act, &[f32::NAN], &mut y).unwrap();
@@ -143,7 +143,7 @@ fn squared_relu_is_exact() {
     let dy = [1f32, 1.0, 2.0, 1.0, -2.0, 0.5, 1.0, 1.0, 1.0, 1.0];
     let (threads, n) = (Threads::new(1).unwrap(), x.len());
     for isa in Isa::all() {
-        let cpu = CpuContext { threads: &threads, isa };
+        let cpu = CpuContext::new(&threads, isa);
         let (mut y, mut dx) = (vec![f32::NAN; n], vec![f32::NAN; n]);
         activation(cpu, Act::SquaredRelu, &x, &mut y).unwrap();
         activation_backward(cpu, Act::SquaredRelu, &x, &dy, &mut dx).unwrap();

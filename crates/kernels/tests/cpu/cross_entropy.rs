@@ -84,7 +84,7 @@ fn loss_and_gradient_match_the_definition() {
 fn one_column_and_extreme_logits() {
     let threads = Threads::new(1).unwrap();
     for isa in Isa::all() {
-        let cpu = CpuContext { threads: &threads, isa };
+        let cpu = CpuContext::new(&threads, isa);
         let run = |x: &[f32], label: i64| {
             let labels = Labels {
                 ids: &[label],
@@ -110,7 +110,7 @@ fn one_column_and_extreme_logits() {
 #[test]
 fn labels_outside_the_vocabulary_are_errors() {
     let threads = Threads::new(2).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let rows = Rows::dense(3, 8);
     for (ids, vocab) in [([0, 5, 1], 5), ([0, -1, 1], 5), ([0, 1, i32::MAX], 8)] {
         let labels =

@@ -22,7 +22,7 @@ fn casts<S: Float, D: Float>() {
             y
         };
         everywhere(|cpu| bytemuck::cast_slice::<D, u8>(&run(cpu)).to_vec());
-        let y = run(CpuContext { threads: &Threads::new(1).unwrap(), isa: Isa::detect() });
+        let y = run(CpuContext::new(&Threads::new(1).unwrap(), Isa::detect()));
         for (x, y) in x.iter().zip(&y) {
             let wanted = D::from_f32(x.to_f32()).to_f64();
             assert!(y.to_f64() == wanted || (wanted.is_nan() && y.to_f64().is_nan()), "{x:?} -> {y:?}");
@@ -40,7 +40,7 @@ fn casts_between_all_float_types() {
     }
     from!(f64, f32, bf16, f16, E4m3, E5m2);
     let (x, mut y) = ([std::f64::consts::PI], [0f64]);
-    cast(CpuContext { threads: &Threads::new(1).unwrap(), isa: Isa::detect() }, &x, &mut y).unwrap();
+    cast(CpuContext::new(&Threads::new(1).unwrap(), Isa::detect()), &x, &mut y).unwrap();
     assert_eq!(x, y);
 }
 

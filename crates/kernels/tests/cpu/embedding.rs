@@ -44,7 +44,7 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
         .map(|(start, end)| Shard { start, len: end - start, total: vocab })
         .collect();
     let threads = Threads::new(2).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let (mut whole, mut whole_grad) = (y0.clone(), before.clone());
     embedding(cpu, TokenIds { ids: &ids, shard: Shard::whole(vocab) }, &table, scale, false, &mut whole)
         .unwrap();
@@ -83,7 +83,7 @@ fn lookup_and_gradient_match_the_definition() {
 #[test]
 fn bad_ids_and_shapes_are_errors() {
     let threads = Threads::new(2).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let table = vec![1f32; 12];
     for ids in [[0i64, 3], [-1, 0], [0, i64::MAX]] {
         let mut y = vec![0f32; 8];
@@ -126,7 +126,7 @@ fn bad_ids_and_shapes_are_errors() {
 #[test]
 fn no_tokens_zero_or_keep_the_gradient() {
     let threads = Threads::new(2).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let mut grad = vec![3f32; 12];
     embedding_backward::<f32, i32>(
         cpu,

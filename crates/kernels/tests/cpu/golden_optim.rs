@@ -354,7 +354,7 @@ fn clip(golden: &Tensors, case: &Value) {
     let factor = clip_factor(norm, number(case, "max_norm"));
     for (i, mut grad) in grads.into_iter().enumerate() {
         let threads = Threads::new(1).unwrap();
-        elementwise::scale(CpuContext { threads: &threads, isa: Isa::detect() }, &mut grad, factor);
+        elementwise::scale(CpuContext::new(&threads, Isa::detect()), &mut grad, factor);
         for (o, w) in grad.iter().zip(golden.f32(&format!("{name}/clipped{i}"))) {
             let (o, w) = (f64::from(*o), f64::from(w));
             assert!(overflowed || near(o, w, 1e-6 * w.abs()), "{name} clipped{i}: {o} instead of {w}");

@@ -255,7 +255,7 @@ fn backward_matches_the_jacobian() {
 #[test]
 fn no_rows_write_nothing_but_zero_sums() {
     let threads = Threads::new(2).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let (gamma, mut rstd, mut dg) = (vec![1f32; 4], vec![0f32; 0], vec![3f32; 4]);
     let affine = Affine { gamma: &gamma, beta: None, eps: 1e-6, zero_centred: false };
     let io = InOut::dense(&[] as &[f32], &mut [], 0, 4);
@@ -311,7 +311,7 @@ fn nan_and_infinity_stay_in_their_row() {
 #[test]
 fn wrong_shapes_are_errors() {
     let threads = Threads::new(1).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let (x, mut y, gamma, mut rstd) = (vec![0f32; 12], vec![0f32; 12], vec![0f32; 4], vec![0f32; 3]);
     let affine = Affine { gamma: &gamma, beta: None, eps: 1e-6, zero_centred: false };
     let good = Rows::dense(3, 4);

@@ -162,7 +162,7 @@ fn sgd_matches_f64() {
 #[test]
 fn mismatched_lengths_are_errors() {
     let threads = Threads::new(1).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let (mut p, mut w, mut m, mut v) = ([0f32; 4], [bf16::ZERO; 3], [0f32; 4], [bf16::ZERO; 4]);
     let g = [1f32; 4];
     fn refused(cpu: CpuContext, param: Param, grad: Grad, first: State, second: State) -> bool {

@@ -74,7 +74,7 @@ fn normal_values_have_normal_moments_and_do_not_depend_on_chunks() {
     let n = 200_001;
     let whole = everywhere(|cpu| draw(cpu, 0, n));
     for (first, len) in [(0, 10), (1, 1), (17, 50), (99_999, 100_002), (5, 0)] {
-        let cpu = CpuContext { threads: &Threads::new(2).unwrap(), isa: Isa::detect() };
+        let cpu = CpuContext::new(&Threads::new(2).unwrap(), Isa::detect());
         let part = draw(cpu, first, len);
         assert_eq!(part, whole[first..first + len]);
     }
@@ -134,7 +134,7 @@ fn dropout_with_p_0_and_1_and_invalid_arguments() {
     assert!(drop_all(0.5, &[f32::INFINITY; 8], 8, one).iter().all(|y| *y == 0.0 || *y == f32::INFINITY));
     assert!(drop_all::<f32>(0.5, &[], 8, &[]).is_empty());
     let threads = Threads::new(1).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let mask = DropoutMask { p: 0.5, stream: RandomStream::dropout(KEY), rows, width: 8 };
     for p in [-0.1, 1.1, f32::NAN] {
         assert!(dropout(cpu, DropoutMask { p, ..mask }, &x, &mut [0f32; 64]).is_err());

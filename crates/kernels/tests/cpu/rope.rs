@@ -87,7 +87,7 @@ fn rotations_match_complex_numbers() {
 #[test]
 fn wrong_arguments_are_errors() {
     let threads = Threads::new(1).unwrap();
-    let cpu = CpuContext { threads: &threads, isa: Isa::detect() };
+    let cpu = CpuContext::new(&threads, Isa::detect());
     let tables = RopeTables::new(1e4, 4, &RopeScaling::None, 3).unwrap();
     let run = |positions: &[i64], half: usize, d: usize| {
         let (mut x, view) = (vec![0f32; 2 * d], Rows::heads(2, d, 1, d, d));

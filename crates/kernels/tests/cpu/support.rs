@@ -22,8 +22,8 @@ pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -
 /// which may differ where a level has fused multiply-add.
 pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> R) -> Vec<R> {
     let of = |isa: Isa| {
-        let mut results: Vec<R> = pools().iter().map(|threads| run(CpuContext { threads, isa })).collect();
-        results.push(run(CpuContext { threads: &Threads::new(2).unwrap(), isa }));
+        let mut results: Vec<R> = pools().iter().map(|threads| run(CpuContext::new(threads, isa))).collect();
+        results.push(run(CpuContext::new(&Threads::new(2).unwrap(), isa)));
         let first = results.remove(0);
         assert!(results.iter().all(|r| *r == first), "{}: other bits on other threads", isa.name());
         first

@@ -90,13 +90,7 @@ fn mx_values(h: &Host, x: &Input, shape: [usize; 2]) -> Vec<f32> {
     let (codes, scales) = x.mxfp8(h.isa, grid, DType::E4M3);
     let codes: Vec<E4m3> = codes.into_iter().map(E4m3).collect();
     let mut out = vec![0f32; codes.len()];
-    mxfp8_dequantize(
-        CpuContext { threads: &Threads::new(1).unwrap(), isa: h.isa },
-        grid,
-        &codes,
-        &scales,
-        &mut out,
-    )
-    .unwrap();
+    mxfp8_dequantize(CpuContext::new(&Threads::new(1).unwrap(), h.isa), grid, &codes, &scales, &mut out)
+        .unwrap();
     out
 }

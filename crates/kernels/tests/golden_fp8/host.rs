@@ -133,7 +133,7 @@ fn with_eps<T: Float>(
     let (width, blocks) = (n.next_multiple_of(ALIGN), Blocks { scaling, rule });
     let mut scales = vec![f32::NAN; scaling.scales(m, n).iter().product()];
     let (threads, x) = (Threads::new(2).unwrap(), RowsView::dense(x, r, c));
-    let cpu = CpuContext { threads: &threads, isa: h.isa };
+    let cpu = CpuContext::new(&threads, h.isa);
     let codes: Vec<u8> = match format {
         DType::E4M3 => {
             let mut q = vec![E4m3(0xff); m * width];
@@ -153,7 +153,7 @@ fn with_eps<T: Float>(
 fn mxfp8<T: Float>(isa: Isa, x: &[T], grid: SmallBlocks, format: DType) -> (Vec<u8>, Vec<E8m0>) {
     let mut scales = vec![E8m0(7); grid.blocks().iter().product()];
     let (threads, n) = (Threads::new(2).unwrap(), x.len());
-    let (cpu, x) = (CpuContext { threads: &threads, isa }, RowsView::dense(x, grid.r, grid.c));
+    let (cpu, x) = (CpuContext::new(&threads, isa), RowsView::dense(x, grid.r, grid.c));
     if format == DType::E4M3 {
         let mut codes = vec![E4m3(0xff); n];
         mxfp8_quantize(cpu, grid, x, &mut codes, &mut scales).unwrap();

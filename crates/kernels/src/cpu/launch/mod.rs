@@ -37,9 +37,9 @@ impl CpuKernels {
         CpuKernels::with(Isa::detect())
     }
 
-    /// Kernels at a level from [`Isa::all`].
+    /// Kernels at `isa`, or at the highest level of this machine if that is lower.
     pub fn with(isa: Isa) -> CpuKernels {
-        CpuKernels { isa, takes_microscaled: false }
+        CpuKernels { isa: isa.min(Isa::detect()), takes_microscaled: false }
     }
 
     /// The same kernels, which ask for MXFP8 and NVFP4 operands in quantized form and emulate their GEMMs afterwards: with it
