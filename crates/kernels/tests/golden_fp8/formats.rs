@@ -66,8 +66,14 @@ fn golden_scales() {
         let json = area.json("scales.json");
         only_keys("scales.json", &json, &["producer", "columns", "rows", "mx_columns", "mx_rows"]);
         let mut report = area.report();
-        report.case("rows", || scales(&json));
-        report.case("mx_rows", || mx_scales(&json));
+        // A set need not have both.
+        let has = |key: &str| json.get(key).is_some();
+        if has("rows") {
+            report.case("rows", || scales(&json));
+        }
+        if has("mx_rows") {
+            report.case("mx_rows", || mx_scales(&json));
+        }
         report.finish();
     }
 }

@@ -109,8 +109,17 @@ fn blocks(
 fn golden_quantize() {
     let hosts = Host::all();
     for area in areas("quantize.json") {
-        let (json, t) = (area.json("quantize.json"), area.tensors("quantize.safetensors"));
+        let json = area.json("quantize.json");
         only_keys("quantize.json", &json, &["producer", "cases", "gemm", "checked_against_te_reference"]);
+        if !area.has("quantize.safetensors") {
+            assert!(
+                list(&json, "cases").is_empty() && area.has("gemm.safetensors"),
+                "{}: cases without tensors",
+                area.set
+            );
+            continue;
+        }
+        let t = area.tensors("quantize.safetensors");
         t.only_cases(list(&json, "cases"));
         let mut report = area.report();
         for case in list(&json, "cases") {
