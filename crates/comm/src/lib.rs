@@ -32,6 +32,7 @@ mod membership;
 mod monitor;
 mod mpi;
 mod nccl;
+#[cfg(any(test, fuzzing))]
 mod network_input;
 mod op_descriptor;
 mod op_encoding;
@@ -65,6 +66,7 @@ pub use membership::{Ended, Generation, Left, Membership, RestartPolicy, Seat, T
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
 #[doc(hidden)]
+#[cfg(fuzzing)]
 pub use network_input::read_network_input;
 pub use op_descriptor::{Detail, OpDescriptor, OpKind};
 pub use payloads::{DigestKernel, PayloadCall, Payloads};

@@ -197,7 +197,8 @@ fn launcher(env: &Env) -> Result<Option<(Launcher, Names)>> {
             return Err(Error::Launch(what.into()));
         }
         (Launcher::Kubernetes, ["PET_NODE_RANK", "PET_NNODES", "LOCAL_RANK", "PET_NPROC_PER_NODE"])
-    } else if env.is_set("WORLD_SIZE") {
+    // Batch scripts export it for every task; the launcher below then gives the ranks.
+    } else if env.is_set("WORLD_SIZE") && !env.is_set("OMPI_COMM_WORLD_SIZE") && !slurm::is_step(env) {
         (Launcher::Variables, variables)
     } else if env.is_set("OMPI_COMM_WORLD_SIZE") {
         let names = [

@@ -110,6 +110,11 @@ fn mpi_and_slurm() {
     let j = found(&slurm);
     assert_eq!((j.launcher, j.rank, j.local_rank, j.one_host), (Launcher::Slurm, 1, 1, false));
     assert_eq!(j.rendezvous.unwrap(), "[fe80::1]:22345");
+    // Batch scripts for PyTorch export the number of ranks, and no rank.
+    for (job, launcher) in [(&vars[..], Launcher::OpenMpi), (&slurm[..], Launcher::Slurm)] {
+        let j = found(&[job, &[("WORLD_SIZE", "7")]].concat());
+        assert_eq!((j.launcher, j.size), (launcher, found(job).size));
+    }
     let j = found(&[&slurm[..], &[("SLURM_STEP_NUM_NODES", "1"), ("SLURM_STEP_NODELIST", "n3")]].concat());
     assert_eq!((j.one_host, j.local_size, j.rendezvous.as_deref()), (true, 2, Some("n3:22345")));
     for pmi in ["PMIX_RANK", "PMI_RANK"] {
