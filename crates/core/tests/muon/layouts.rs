@@ -30,6 +30,15 @@ fn unequal_owners_never_wait_for_each_other() {
     }
 }
 
+/// First and last stage hold a tied table and sum its gradient: one rank of each owns it, the same whatever else they hold.
+#[test]
+fn both_stages_of_a_tied_table_have_the_same_owner() {
+    const TABLE: &str = "optimizer.groups=[{ params = \"embedding\", optimizer = \"muon\" }]";
+    let [plain, owned] = ["parallel.zero=0", "parallel.zero=1"]
+        .map(|zero| trained("pp=2,dp=2", &["model.tied=true", TABLE, zero], 3));
+    assert!(plain == owned, "other bits than plain data parallelism");
+}
+
 /// FP8-resident weights have the bits of bf16 weights that are quantized in every step.
 #[test]
 fn fp8_parameters() {

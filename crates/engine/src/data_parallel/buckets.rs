@@ -196,7 +196,11 @@ impl<'a> BucketCloser<'a> {
         spans.sort_by(|a, b| b.0.total_cmp(&a.0));
         let mut owned: Vec<Vec<ParamId>> = vec![Vec::new(); costs.len()];
         for (cost, param) in spans {
-            let least = (0..costs.len()).min_by(|a, b| costs[*a].total_cmp(&costs[*b])).unwrap_or(0);
+            // Two stages hold a tied parameter and sum its gradient: its owner must not depend on what else they hold.
+            let least = match bucket.tied_across_stages {
+                true => 0,
+                false => (0..costs.len()).min_by(|a, b| costs[*a].total_cmp(&costs[*b])).unwrap_or(0),
+            };
             costs[least] += cost;
             owned[least].push(param);
         }
