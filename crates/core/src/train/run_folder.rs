@@ -14,6 +14,7 @@ use crate::config::{Resolved, STORED_CONFIG};
 use crate::{Error, Result, checkpoint, events, fs};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
 
 /// Folder of checkpoints inside a run folder.
 pub const CHECKPOINTS: &str = "checkpoints";
@@ -50,7 +51,15 @@ pub(super) struct RunFolder {
     pub(super) restored: bool,
     /// What the user should know.
     pub(super) notes: Vec<String>,
+    /// Deletes the replaced run.
+    deletion: Option<JoinHandle<()>>,
     _lock: fs::FileLock,
+}
+
+impl Drop for RunFolder {
+    fn drop(&mut self) {
+        self.wait_for_deletion();
+    }
 }
 
 impl RunFolder {
@@ -72,6 +81,7 @@ impl RunFolder {
             has_replaced: false,
             restored: false,
             notes: Vec::new(),
+            deletion: None,
             _lock: lock,
         };
         folder.remove_leftovers()?;
@@ -139,14 +149,32 @@ impl RunFolder {
         self.has_replaced.then(|| self.at(REPLACED))
     }
 
-    /// The new run has a checkpoint, or has ended well without one: the replaced run is deleted.
+    /// The new run has a checkpoint, or has ended well without one: the replaced run is deleted, on a thread. It may be
+    /// terabytes on a network file system, and the other ranks wait for this one. What is left of it when the process
+    /// is killed is removed at the next start.
     pub(super) fn new_run_is_saved(&mut self) -> Result<()> {
         if !std::mem::take(&mut self.has_replaced) {
             return Ok(());
         }
+        self.wait_for_deletion();
         let doomed = self.at(DOOMED);
         fs::rename(&self.at(REPLACED), &doomed)?;
-        fs::remove(&doomed)
+        let delete = move || {
+            if let Err(e) = fs::remove(&doomed) {
+                tracing::warn!("the replaced run: {e}");
+            }
+        };
+        let thread = std::thread::Builder::new().name("delete run".into()).spawn(delete);
+        let start = |e| Error::io_doing(&self.dir, "start a thread that deletes the replaced run", e);
+        self.deletion = Some(thread.map_err(start)?);
+        Ok(())
+    }
+
+    fn wait_for_deletion(&mut self) {
+        if let Some(thread) = self.deletion.take() {
+            // It does not panic, and says itself what failed.
+            _ = thread.join();
+        }
     }
 
     fn recover_replaced(&mut self, goes_on: bool) -> Result<()> {
@@ -158,7 +186,9 @@ impl RunFolder {
         if fs::exists(&old) {
             if checkpoint::latest(&checkpoints)?.is_some() {
                 self.has_replaced = true;
-                return self.new_run_is_saved();
+                self.new_run_is_saved()?;
+                self.wait_for_deletion();
+                return Ok(());
             }
             if goes_on {
                 self.has_replaced = true;
