@@ -163,6 +163,16 @@ fn what_cannot_work_is_refused_in_one_sentence() {
             "output, input_grad, weight_grad",
         ),
         (&["precision.skip=mlp.down"], "precision.recipe"),
+        (&["precision.recipe=fp8-current", "precision.skip=mlp.dwon"], "\"mlp.dwon\" names no module"),
+        (&["precision.recipe=fp8-current", "precision.skip=first 50"], "leaves no GEMM"),
+        (&["precision.recipe=fp8-current", "model.ffn=250", "precision.skip=mlp.down"], "multiples of 16"),
+        (
+            &["precision.recipe=fp8-current", "moe.experts=4", "moe.ffn=64", "moe.shared_ffn=40"],
+            "multiples of 16",
+        ),
+        (&["precision.margin=1"], "fp8-delayed"),
+        (&["precision.recipe=fp8-current", "precision.amax_history=16"], "fp8-delayed"),
+        (&["precision.recipe=fp8-delayed", "precision.margin=65"], "at most 64"),
         (&["precision.fp8_lm_head=true"], "precision.recipe"),
         (&["precision.fp8_attention=true", "precision.dtype=f16"], "bf16"),
         (&["precision.recipe=fp8-block", "precision.fp8_lm_head=true", "model.vocab=259"], "multiple of 16"),
@@ -181,5 +191,31 @@ fn what_cannot_work_is_refused_in_one_sentence() {
         let said = changes.iter().try_for_each(|c| r.set(c)).and_then(|()| r.resolve(None).map(|_| ()));
         let said = said.unwrap_err().to_string();
         assert!(said.contains(words) && !said.trim().contains('\n'), "{changes:?}: {said}");
+    }
+}
+
+/// What is named in precision.skip, and what no layer uses, may have any size.
+#[test]
+fn widths_of_skipped_and_of_absent_modules_are_free() {
+    for changes in [
+        &["precision.recipe=fp8-current", "model.ffn=250", "precision.skip=mlp"][..],
+        &["precision.recipe=fp8-current", "model.ffn=250", "moe.experts=4", "moe.ffn=64"],
+        &[
+            "precision.recipe=fp8-current",
+            "moe.experts=4",
+            "moe.ffn=64",
+            "moe.shared_ffn=40",
+            "precision.skip=shared",
+        ],
+        &[
+            "precision.recipe=fp8-current",
+            "moe.experts=4",
+            "moe.ffn=64",
+            "precision.skip=[\"experts.gate:output\", \"layers.1\", \"head\", \"attn.scores\"]",
+        ],
+    ] {
+        let mut r = Recipe::named("tiny").unwrap();
+        changes.iter().for_each(|c| r.set(c).unwrap());
+        r.resolve(None).unwrap();
     }
 }

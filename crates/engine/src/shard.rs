@@ -103,6 +103,10 @@ impl Shard {
         let inner: usize = shape[self.axis + 1..].iter().product();
         let outer: usize = shape[..self.axis].iter().product();
         let stride = shape[self.axis] * inner;
+        if self.range == (0..shape[self.axis]) {
+            // The whole axis: the tensor lies in one piece.
+            return std::iter::once(0..outer * stride).filter(|r| !r.is_empty()).collect();
+        }
         let run = |o: usize| o * stride + self.range.start * inner..o * stride + self.range.end * inner;
         (0..outer).map(run).filter(|r| !r.is_empty()).collect()
     }
@@ -162,6 +166,15 @@ mod tests {
                 assert_eq!(joined, whole, "{split:?} over {size}");
             }
         }
+    }
+
+    #[test]
+    fn a_whole_axis_is_one_run() {
+        let p = part(&[6, 5], Split::Columns { unit: 1 });
+        let cut = |size| p.cut(GroupRank { rank: 0, size }).runs(&p.shape);
+        assert_eq!(cut(1), [0..30]);
+        assert_eq!(cut(5).len(), 6);
+        assert!(part(&[6, 0], Split::Columns { unit: 1 }).cut(GroupRank::SINGLE).runs(&[6, 0]).is_empty());
     }
 
     #[test]

@@ -351,9 +351,9 @@ keys! {
         fp8_attention: bool = false, "attention", "fp8_dpa", "fp8_mha", "fp8_dot_product_attention", "fp8_multi_head_attention";
         /// FP8 format: hybrid (gradients in E5M2, the rest in E4M3) or e4m3; derived from precision.recipe.
         format: Option<Fp8Format> = None, "fp8_format", "fp8_mode";
-        /// Round scales down to powers of two; derived from precision.recipe.
+        /// Round scales of fp8-current and fp8-block down to powers of two; derived from precision.recipe.
         pow2_scales: Option<bool> = None, "force_pow_2_scales", "round_scales_to_power_of_2";
-        /// Margin of delayed scaling: powers of two of headroom above amax.
+        /// Margin of delayed scaling: powers of two of headroom above amax, at most 64.
         margin: u32 = 0, "fp8_margin";
         /// Length of the amax history of delayed scaling in steps; 1 uses the most recent amax.
         amax_history: usize = 1024, "fp8_amax_history_len", "amax_history_len", "fp8_amax_compute_algo", "amax_compute_algo";

@@ -139,7 +139,7 @@ fn linear_modules(model: &ModelConfig) -> Result<Vec<String>> {
 }
 
 /// The last names of modules, each once.
-fn leaves(modules: &[String]) -> String {
+pub(super) fn leaves(modules: &[String]) -> String {
     let mut leaves: Vec<&str> = Vec::new();
     for leaf in modules.iter().filter_map(|m| m.rsplit('.').next()) {
         if !leaves.contains(&leaf) {

@@ -1,14 +1,18 @@
 //! Quantization: from the `[precision]` keys to the policy that modules consult, and what is refused.
 
+use super::lora::leaves;
 use super::resolve::Derivations;
-use super::{Config, Fp8Format, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
+use super::{Config, Fp8Format, MasterDtype, Precision, PrecisionSection, QuantRecipe, Recipe, Resolved};
 use crate::error::Result;
-use ferrotron_engine::Split;
+use crate::model::{logical_specs, module_of};
 use ferrotron_engine::quant::{self, Method, Policy};
+use ferrotron_engine::{ParamSpec, Split};
 use ferrotron_kernels::{BLOCK, DelayedScaling};
 
 /// FP8 GEMMs need dimensions that are multiples of this.
 const WIDTH: usize = 16;
+/// The largest margin of delayed scaling, in powers of two.
+const MAX_MARGIN: u32 = 64;
 
 /// Reads `precision.skip`: layers at the ends by `first 1` and `last 2`, everything else by name.
 fn parse_skip(list: &[String], policy: &mut Policy) -> std::result::Result<(), String> {
@@ -37,7 +41,10 @@ impl Config {
             QuantRecipe::Fp8Current => Method::Current,
             QuantRecipe::Fp8Delayed => Method::Delayed {
                 // With a history of one step, max and most-recent are the same.
-                update: DelayedScaling { margin: p.margin.min(64) as i32, most_recent: p.amax_history == 1 },
+                update: DelayedScaling {
+                    margin: p.margin.min(MAX_MARGIN) as i32,
+                    most_recent: p.amax_history == 1,
+                },
                 history: p.amax_history,
             },
             QuantRecipe::Fp8Block => Method::Block,
@@ -95,7 +102,7 @@ impl Recipe {
 
     /// Refuses combinations that quantized GEMMs do not support.
     pub(super) fn check_precision(&self, r: &Resolved) -> Result<()> {
-        let (p, m, tp) = (&r.config.precision, &r.model, r.config.parallel.tp);
+        let (p, m) = (&r.config.precision, &r.model);
         let policy = match r.config.policy(m.layers) {
             Ok(policy) => policy,
             Err(what) => return self.refuse("precision.skip", what),
@@ -112,6 +119,7 @@ impl Recipe {
                 "there are no quantized operands: set precision.recipe, or leave this out",
             );
         }
+        self.check_scaling_keys(r)?;
         self.check_loss_scale(r)?;
         self.check_weights(r, &policy)?;
         self.check_head(r, &policy)?;
@@ -143,31 +151,93 @@ impl Recipe {
                 "delayed scaling has scales for all layers; set precision.recipe = \"fp8-current\", or leave first and last out",
             );
         }
-        let mut widths = vec![("model.hidden", m.hidden), ("model.ffn", m.ffn / tp)];
-        match &m.mla {
-            None => {
-                let keys = m.head_dim * (m.kv_heads / tp).max(1);
-                widths.extend([("model.head_dim", m.head_dim * m.heads / tp), ("model.head_dim", keys)]);
-            }
-            Some(_) => {
-                widths.extend(m.linears(0)?.iter().filter(|l| l.names[0].contains(".attn.")).flat_map(|l| {
-                    let share = |split: bool, n: usize| ("model.mla", if split { n / tp } else { n });
-                    let (rows, columns) =
-                        (matches!(l.split, Split::Rows { .. }), matches!(l.split, Split::Columns { .. }));
-                    [share(columns, l.input), share(rows, l.output)]
-                }))
-            }
-        }
-        for (key, width) in widths {
-            if !width.is_multiple_of(WIDTH) {
-                let what = format!(
-                    "FP8 GEMMs need dimensions that are multiples of {WIDTH} on every rank, and one is {width}; change the size, \
-                     or name the modules in precision.skip"
-                );
-                return self.refuse(key, what);
-            }
-        }
+        let specs = logical_specs(m, &r.model_options())?;
+        self.check_skip(&policy, &specs)?;
+        self.check_widths(r, &specs)?;
         self.check_experts(r, &policy)
+    }
+
+    /// Refuses keys of another recipe than the one that is set.
+    fn check_scaling_keys(&self, r: &Resolved) -> Result<()> {
+        let (p, plain) = (&r.config.precision, PrecisionSection::default());
+        let delayed = p.recipe == QuantRecipe::Fp8Delayed;
+        let of_delayed = [
+            ("precision.margin", p.margin != plain.margin),
+            ("precision.amax_history", p.amax_history != plain.amax_history),
+        ];
+        if let Some((key, _)) = of_delayed.into_iter().find(|(_, differs)| *differs && !delayed) {
+            let what =
+                "belongs to delayed scaling; set precision.recipe = \"fp8-delayed\", or leave this out";
+            return self.refuse(key, what);
+        }
+        if p.margin > MAX_MARGIN {
+            let what = format!("is a number of powers of two, at most {MAX_MARGIN}");
+            return self.refuse("precision.margin", what);
+        }
+        Ok(())
+    }
+
+    /// Refuses exceptions that name nothing, and those that leave nothing to quantize.
+    fn check_skip(&self, policy: &Policy, specs: &[ParamSpec]) -> Result<()> {
+        let matrices = specs.iter().flat_map(|s| &s.parts).filter(|p| p.shape.len() == 2);
+        let mut modules: Vec<String> = matrices.map(|p| module_of(&p.name)).collect();
+        let scores: Vec<String> = modules
+            .iter()
+            .filter_map(|m| Some(format!("{}.attn.scores", m.split_once(".attn.")?.0)))
+            .collect();
+        modules.push("head".into());
+        modules.extend(scores);
+        if let Some(e) = policy.except.iter().find(|e| !modules.iter().any(|module| e.covers(module))) {
+            let what =
+                format!("\"{e}\" names no module of the model; its modules are called {}", leaves(&modules));
+            return self.refuse("precision.skip", what);
+        }
+        if !specs.iter().any(|s| s.quant.is_some()) {
+            let what = "leaves no GEMM to quantize; skip less, or set precision.recipe = \"none\"";
+            return self.refuse("precision.skip", what);
+        }
+        Ok(())
+    }
+
+    /// Refuses quantized linears, other than experts and the LM head, with a side that FP8 GEMMs do not support.
+    fn check_widths(&self, r: &Resolved, specs: &[ParamSpec]) -> Result<()> {
+        let (m, tp) = (&r.model, r.config.parallel.tp);
+        for spec in specs.iter().filter(|s| s.quant.is_some() && !s.experts) {
+            let Some(first) =
+                spec.parts.first().filter(|p| p.name.contains('.') && !p.name.starts_with("embed."))
+            else {
+                continue;
+            };
+            let attention = first.name.contains(".attn.");
+            let key = match () {
+                () if attention && m.mla.is_some() => "model.mla",
+                () if attention => "model.head_dim",
+                () if first.name.contains(".shared.") => "moe.shared_ffn",
+                () if first.name.contains(".mlp.") => "model.ffn",
+                () => "model.hidden",
+            };
+            let columns = matches!(first.split, Split::Columns { .. });
+            let input = first.shape.get(1).map_or(0, |n| if columns { n / tp } else { *n });
+            // A rank has at least one head of the keys.
+            let least = if attention && m.mla.is_none() { m.head_dim } else { 0 };
+            let outputs = spec.parts.iter().map(|part| match part.split {
+                Split::Rows { .. } => (part.shape[0] / tp).max(least),
+                _ => part.shape[0],
+            });
+            // The matrices of MLA that are stacked are one GEMM.
+            let outputs: Vec<usize> =
+                if key == "model.mla" { vec![outputs.sum()] } else { outputs.collect() };
+            let sides = [(input, columns)].into_iter().chain(outputs.into_iter().map(|n| (n, !columns)));
+            for (width, own) in sides.filter(|(width, _)| !width.is_multiple_of(WIDTH)) {
+                let what = format!(
+                    "FP8 GEMMs need dimensions that are multiples of {WIDTH} on every rank, and one of {} is {width}; change the \
+                     size, or name the module in precision.skip",
+                    module_of(&first.name)
+                );
+                return self.refuse(if own { key } else { "model.hidden" }, what);
+            }
+        }
+        Ok(())
     }
 
     /// Refuses sizes of experts that FP8 grouped GEMMs do not support.

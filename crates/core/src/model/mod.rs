@@ -27,7 +27,7 @@ pub use chunk::{Chunk, ChunkSaved, ForwardMode};
 pub(crate) use chunk_units::ChunkUnits;
 pub use config::ModelConfig;
 pub use decoder::{Decoder, Input, InputOptions, ModelOptions, MtpInput};
-pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs};
+pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs, module_of};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use loaded::{Model, set_expert_biases};
 pub use moe_config::MoeConfig;

@@ -7,6 +7,7 @@
 
 use super::Trainer;
 use crate::checkpoint::{Item, Loaded};
+use crate::model::module_of;
 use crate::{Error, Result};
 use ferrotron_engine::ParamSpec;
 use ferrotron_engine::quant::{DelayedState, QuantState, Role};
@@ -20,10 +21,8 @@ const ROLES: usize = Role::ALL.len();
 /// The name of a linear layer by its stacked outputs: `layers.0.mlp.gate+up`. The experts of a layer have one name,
 /// whichever a rank holds: `layers.0.moe.experts.gate+up`.
 pub(super) fn module(spec: &ParamSpec) -> String {
-    let plain = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_string();
-    let mut names: Vec<String> = spec.parts.iter().map(|p| plain(&p.name)).collect();
+    let mut names: Vec<String> = spec.parts.iter().map(|p| module_of(&p.name)).collect();
     if spec.experts {
-        names.iter_mut().for_each(|name| *name = of_all_experts(name));
         // Matrices of an expert are neighbours.
         let each = names.iter().skip(1).position(|n| *n == names[0]).map_or(names.len(), |i| i + 1);
         names.truncate(each);
@@ -32,17 +31,6 @@ pub(super) fn module(spec: &ParamSpec) -> String {
     let first = names.next().unwrap_or_default();
     let last = |name: String| name.rsplit('.').next().map(String::from).unwrap_or_default();
     names.fold(first, |all, name| format!("{all}+{}", last(name)))
-}
-
-/// `layers.0.moe.experts.7.up` without the number of the expert.
-fn of_all_experts(name: &str) -> String {
-    let mut parts: Vec<&str> = name.split('.').collect();
-    if let Some(at) = parts.iter().position(|p| *p == EXPERTS)
-        && parts.get(at + 1).is_some_and(|n| n.parse::<usize>().is_ok())
-    {
-        parts.remove(at + 1);
-    }
-    parts.join(".")
 }
 
 const EXPERTS: &str = "experts";
@@ -115,10 +103,21 @@ pub(super) fn check<'a>(loaded: &'a Loaded, parts: &HashSet<&str>) -> Result<Vec
     Ok(found)
 }
 
-/// Restores the scales from a checked checkpoint; modules without saved scales start fresh.
-pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
+/// What scales map an amax to: of inputs and weights, and of gradients.
+pub(super) fn scaled_to(t: &Trainer) -> Option<[f32; 2]> {
+    delayed(t).map(DelayedState::scaled_to)
+}
+
+/// Restores the scales from a checked checkpoint, which map an amax to `from`; modules without saved scales start fresh.
+pub(super) fn restore(t: &Trainer, loaded: &Loaded, from: Option<[f32; 2]>) -> Result<()> {
     let Some(d) = delayed(t) else { return Ok(()) };
     let s = &t.rank.compute;
+    // A power of two, so exact where format and margin differ, and 1 where they do not.
+    let (from, to) = (from.unwrap_or(d.scaled_to()), d.scaled_to());
+    let factor = |role: usize| {
+        let of = usize::from(Role::ALL[role] == Role::Gradient);
+        to[of] / from[of]
+    };
     let (n, len) = (d.slots().len(), d.history.shape()[0]);
     let (mut scale, mut history) = (vec![1f32; n], vec![0f32; len * n]);
     for (i, slots) in d.slots().chunks_exact(ROLES).enumerate() {
@@ -129,7 +128,17 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
         }
         let [saved, rows] = [&name[0], &name[1]].map(|name| loaded.read(name));
         let (saved, rows) = (super::to_f32(DType::F32, &saved?)?, super::to_f32(DType::F32, &rows?)?);
-        scale[i * ROLES..(i + 1) * ROLES].copy_from_slice(&saved);
+        for (role, saved) in saved.iter().enumerate() {
+            let rescaled = saved * factor(role);
+            if !(rescaled > 0.0) || !saved.is_finite() {
+                return Err(Error::damaged(
+                    loaded.path(),
+                    format!("{} is {saved}, which is no scale", name[0]),
+                ));
+            }
+            // As in an update: the largest finite scale instead of an infinite one.
+            scale[i * ROLES + role] = rescaled.min(f32::MAX);
+        }
         // The last row is the newest. Row 0 is where a step gathers; it is zero between steps.
         let newest = rows.chunks_exact(ROLES).skip(1).rev();
         for (row, values) in (1..len).rev().zip(newest) {

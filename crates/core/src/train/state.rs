@@ -93,6 +93,9 @@ struct State {
     /// Steps under delayed scaling, its calibration included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     scaled_steps: Option<u64>,
+    /// What delayed scales map an amax to, of inputs and weights, and of gradients; none in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    scaled_to: Option<[f32; 2]>,
     /// Loss scale of f16 training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     loss_scale: Option<SavedLossScale>,
@@ -144,6 +147,7 @@ pub(super) fn state(t: &Trainer) -> Result<serde_json::Value> {
         weight_decay: schedules.weight_decay.clone(),
         batch: schedules.batch.clone(),
         scaled_steps: delayed.enabled.then_some(delayed.steps),
+        scaled_to: fp8_scales::scaled_to(t),
         loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
         run: t.record.clone(),
         gemms: t.gemms.clone(),
@@ -266,7 +270,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         }
         scale.restore(&t.rank, state.loss_scale)?;
     }
-    fp8_scales::restore(t, loaded)?;
+    fp8_scales::restore(t, loaded, state.scaled_to)?;
     moe_state::restore(t, loaded)?;
     line_moments::restore(t, loaded)?;
     let delayed = &mut t.runner.delayed_scaling;

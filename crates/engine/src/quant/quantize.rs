@@ -245,7 +245,8 @@ fn emulated(rank: &Rank, operand: Operand, along: BlockAxis) -> EmulatedFormat {
     // round different tokens and must not all round alike.
     let stream = || {
         let use_ = if along == BlockAxis::Rows { "rows" } else { "columns" };
-        let name = format!("rounding of {use_} by {}", rank.dp_cp_group.rank());
+        // Every pipeline stage counts its own tensors.
+        let name = format!("rounding of {use_} by {} of stage {}", rank.dp_cp_group.rank(), rank.pp.rank());
         RandomStream::named(rank.seed ^ draw, &name)
     };
     match recipe.method {

@@ -165,8 +165,16 @@ impl std::str::FromStr for Exception {
     }
 }
 
+impl std::fmt::Display for Exception {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{}", self.parts.join("."))?;
+        self.product.map_or(Ok(()), |product| write!(f, ":{}", product.name()))
+    }
+}
+
 impl Exception {
-    fn covers(&self, module: &str) -> bool {
+    /// Whether it names a module, such as `layers.3.mlp.down`.
+    pub fn covers(&self, module: &str) -> bool {
         let parts: Vec<&str> = module.split('.').collect();
         parts.windows(self.parts.len()).any(|w| w.iter().zip(&self.parts).all(|(a, b)| a == b))
     }

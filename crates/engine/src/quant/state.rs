@@ -57,6 +57,11 @@ pub struct DelayedState {
     pub(super) next_amax: Option<Tensor>,
 }
 
+/// The largest finite value of an operand's format.
+fn largest(recipe: Recipe, role: Role) -> f32 {
+    if recipe.format(role) == DType::E5M2 { E5m2::MAX } else { E4m3::MAX }
+}
+
 /// f32 values zeroed together and handed out one by one.
 struct Zeros {
     all: Tensor,
@@ -272,7 +277,7 @@ impl QuantState {
         Ok(one)
     }
 
-    /// An index that no other tensor of the run gets.
+    /// An index that no other tensor of this pipeline stage gets.
     pub(super) fn next_draw(&self) -> u64 {
         let mut c = lock(&self.counters);
         c.draws += 1;
@@ -281,6 +286,15 @@ impl QuantState {
 }
 
 impl DelayedState {
+    /// What a scale maps its amax to: of inputs and weights, and of gradients.
+    pub fn scaled_to(&self) -> [f32; 2] {
+        let margin = match self.recipe.method {
+            Method::Delayed { update, .. } => update.margin,
+            _ => 0,
+        };
+        [Role::Input, Role::Gradient].map(|role| largest(self.recipe, role) * 2f32.powi(-margin))
+    }
+
     fn new(rank: &Rank, specs: &[ParamSpec], recipe: Recipe, len: usize) -> Result<DelayedState> {
         let (mut slots, mut largest) = (Vec::new(), Vec::new());
         let mut add = |(i, spec): (usize, &ParamSpec)| {
@@ -288,7 +302,7 @@ impl DelayedState {
             let first = slots.len();
             for role in Role::ALL {
                 slots.push(ScaleSlot { param: ParamId(i), role });
-                largest.push(if recipe.format(role) == DType::E5M2 { E5m2::MAX } else { E4m3::MAX });
+                largest.push(self::largest(recipe, role));
             }
             Some(first)
         };

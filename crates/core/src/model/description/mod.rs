@@ -21,7 +21,7 @@ mod params;
 mod shape;
 
 pub(crate) use params::declare_chunks;
-pub use params::{LinearInfo, declare_params, logical_buffers, logical_parts, logical_specs};
+pub use params::{LinearInfo, declare_params, logical_buffers, logical_parts, logical_specs, module_of};
 pub use shape::{Group, ParallelRanks, StepShape};
 
 use crate::Result;

@@ -59,6 +59,18 @@ pub fn logical_specs(config: &ModelConfig, options: &ModelOptions) -> Result<Vec
     declare_params(config, &ParallelRanks::single(), &[whole_model(config)], options)
 }
 
+/// The module of a logical tensor: `layers.0.mlp.down` of `layers.0.mlp.down.weight`. The experts of a layer have one name:
+/// `layers.0.moe.experts.up` of `layers.0.moe.experts.7.up.weight`.
+pub fn module_of(tensor: &str) -> String {
+    let mut parts: Vec<&str> = tensor.strip_suffix(".weight").unwrap_or(tensor).split('.').collect();
+    if let Some(at) = parts.iter().position(|p| *p == "experts")
+        && parts.get(at + 1).is_some_and(|n| n.parse::<usize>().is_ok())
+    {
+        parts.remove(at + 1);
+    }
+    parts.join(".")
+}
+
 /// Tensors of a model that are not parameters: the expert bias f32 `[E]` of each MoE layer that has one.
 pub fn logical_buffers(config: &ModelConfig) -> Vec<Part> {
     let part = |name: String| Part {

@@ -163,6 +163,36 @@ fn the_history_may_change_its_length() {
     }
 }
 
+/// A scale maps its amax to the largest value of a format: with another format or margin it is another scale.
+#[test]
+fn scales_follow_the_format_and_the_margin() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut t = trainer(&delayed(&[]));
+    steps(&mut t, 5);
+    let before = scales(&t.snapshot().unwrap());
+    let loaded = saved(dir.path(), t.snapshot().unwrap());
+    // E5M2's largest value is 57344, E4M3's 448.
+    for (set, factors) in [
+        (&["precision.format=e4m3"][..], [1.0, 1.0, 1.0 / 128.0]),
+        (&["precision.margin=2"], [0.25, 0.25, 0.25]),
+        (&["precision.format=e4m3", "precision.margin=1"], [0.5, 0.5, 1.0 / 256.0]),
+    ] {
+        let mut t = trainer(&delayed(set));
+        t.restore(&loaded).unwrap();
+        for (a, b) in before.iter().zip(&scales(&t.snapshot().unwrap())) {
+            assert_eq!(a.0, b.0);
+            match a.0.starts_with("fp8.scale/") {
+                true => assert_eq!(
+                    b.2,
+                    a.2.iter().zip(factors).map(|(s, f)| s * f).collect::<Vec<f32>>(),
+                    "{set:?}"
+                ),
+                false => assert_eq!(a, b),
+            }
+        }
+    }
+}
+
 type Change<'a> = &'a dyn Fn(&mut Vec<Item>);
 
 #[test]
@@ -193,6 +223,16 @@ fn damaged_scales_are_refused() {
         }
     };
     assert_eq!(with(&|_| ()), ["", ""]);
+    let value = |x: f32| {
+        move |items: &mut Vec<Item>| {
+            let i = at(items, SCALE);
+            items[i].bytes[..4].copy_from_slice(&x.to_le_bytes());
+        }
+    };
+    for x in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let [used, unused] = with(&value(x));
+        assert!(used.contains("is no scale") && unused.is_empty(), "{x}: {used} {unused}");
+    }
     let wrong: [(Change, &str); 7] = [
         (&resize(SCALE, &[2]), "fp8.scale/layers.1.mlp.down is f32 [2]"),
         (&resize(SCALE, &[3, 1]), "fp8.scale/layers.1.mlp.down is f32 [3, 1]"),
