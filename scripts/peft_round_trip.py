@@ -35,6 +35,7 @@ CASES = [
     ("qwen3", lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**SMALL, head_dim=8)), dict(r=2, lora_alpha=4, target_modules="all-linear")),
     ("gpt2", lambda: tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=256, n_embd=16, n_layer=2, n_head=2, n_positions=64)), dict(r=4, lora_alpha=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)),
     ("qwen3-moe", lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**MOE)), dict(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], target_parameters=EXPERTS)),
+    ("qwen3-moe-qkv", lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**MOE)), dict(r=4, lora_alpha=8, target_modules=["q_proj", "k_proj", "v_proj"], target_parameters=EXPERTS[:1])),
     ("qwen3-moe-each", lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**MOE)), dict(r=4, lora_alpha=8, target_modules=LINEARS)),
     ("mixtral", lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)), dict(r=2, lora_alpha=2, target_modules=["v_proj"], target_parameters=EXPERTS)),
 ]

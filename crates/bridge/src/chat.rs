@@ -19,8 +19,8 @@ use crate::tokenizer::token_text;
 use budget::{Budget, refused};
 use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value};
-use minijinja::{AutoEscape, Environment, ErrorKind};
+use minijinja::value::{Serde, Value, ValueKind};
+use minijinja::{AutoEscape, Environment, ErrorKind, escape_formatter};
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -37,6 +37,8 @@ const MAX_ELIF: usize = 1000;
 /// Stack for these levels; only what is used takes memory.
 const STACK: usize = 256 << 20;
 
+/// Variables that transformers always defines.
+const UNGIVEN: [&str; 2] = ["tools", "documents"];
 /// The function of the date, as transformers names it.
 const STRFTIME_NOW: &str = "strftime_now";
 
@@ -147,7 +149,10 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         more: &Map<String, Json>,
     ) -> Result<String> {
-        let mut context = more.clone();
+        // As transformers has it, these are there, and none, where they are not given.
+        let mut context: Map<String, Json> =
+            UNGIVEN.iter().map(|name| (name.to_string(), Json::Null)).collect();
+        context.extend(more.clone());
         context.insert("messages".into(), messages.clone());
         context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
         context.insert("bos_token".into(), json!(self.bos));
@@ -192,6 +197,14 @@ impl Compiled<'_> {
     fn render(&self, variables: Value, now: DateTime) -> Result<String, String> {
         let mut environment = Environment::new();
         environment.set_fuel(Some(FUEL));
+        // Floats as Python prints them.
+        environment.set_formatter(|out, state, value| match value.kind() {
+            ValueKind::Number if !value.is_integer() => {
+                let text = filters::python_float(f64::try_from(value.clone())?);
+                out.write_str(&text).map_err(|_| refused("its output cannot be written".into()))
+            }
+            _ => escape_formatter(out, state, value),
+        });
         filters::add(&mut environment, &Arc::new(Budget::new()));
         environment.add_function(STRFTIME_NOW, move |format: String| now.format(&format).map_err(refused));
         let mut text = String::new();

@@ -142,10 +142,23 @@ fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
     }
 }
 
+/// Names of the reasoning of a turn, the one that templates read first.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// A message whose reasoning has the names that templates read, as in transformers: the first of its names counts.
+fn with_reasoning(m: &Value) -> Result<Value, String> {
+    let Some(reasoning) = REASONING.iter().find_map(|key| field(m, key)) else { return Ok(m.clone()) };
+    let own = m.try_iter().map_err(|e| e.to_string())?;
+    let own = own.map(|key| (key.to_string(), m.get_item(&key).unwrap_or_default()));
+    let thinking = ("thinking".to_string(), reasoning.clone());
+    let content = ("reasoning_content".to_string(), reasoning);
+    Ok([thinking].into_iter().chain(own).chain([content]).collect())
+}
+
 fn message(m: &Value) -> Result<Value, String> {
     if let Some(role) = field(m, "role") {
         return match role.as_str() {
-            Some(_) => Ok(m.clone()),
+            Some(_) => with_reasoning(m),
             None => Err("has a role that is not a string".into()),
         };
     }
@@ -214,6 +227,28 @@ mod tests {
         }
         assert!(!is_conversation(r#"{"text": "a", "prompt": "b"}"#));
         assert!(!is_conversation("[1]"));
+    }
+
+    /// As transformers names it, whatever the file does.
+    #[test]
+    fn reasoning_has_the_names_that_templates_read() {
+        for (given, content, thinking) in [
+            (r#""reasoning": "R""#, "R", "R"),
+            (r#""thinking": "T", "reasoning": "R""#, "T", "T"),
+            (r#""reasoning_content": "C", "thinking": "T""#, "C", "T"),
+            (r#""reasoning_content": null, "reasoning": "R""#, "R", "R"),
+        ] {
+            let line = format!(
+                r#"{{"messages": [{{"role": "user", "content": "a"}}, {{"role": "assistant", "content": "b", {given}}}]}}"#
+            );
+            let turn = chat(&line).messages[1].clone();
+            let named = |key: &str| field(&turn, key).map(|v| v.to_string()).unwrap_or_default();
+            assert_eq!(
+                [named("reasoning_content"), named("thinking"), named("content")],
+                [content, thinking, "b"],
+                "{given}"
+            );
+        }
     }
 
     #[test]

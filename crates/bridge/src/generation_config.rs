@@ -29,7 +29,9 @@ pub(crate) fn generation_config(
         return Ok(None);
     }
     let path = files.map(Path::to_path_buf).filter(|dir| dir.join("tokenizer.json").is_file());
-    let Some(path) = path.or(found.tokenizer_path()) else { return Ok(None) };
+    // A folder named as the tokenizer's may have none.
+    let named = || found.tokenizer_path().filter(|p| p.is_file() || p.join("tokenizer.json").is_file());
+    let Some(path) = path.or_else(named) else { return Ok(None) };
     let tokenizer = tokenizer_at(&path)?;
     if like && (tokenizer.bos().is_some() || !tokenizer.eos().is_empty()) {
         return Ok(None);

@@ -50,7 +50,13 @@ type FileTensors<'a> = HashMap<&'a str, (usize, &'a TensorInfo)>;
 impl HfCheckpoint {
     /// Reads `config.json` of a folder and checks all its weight files against it.
     pub fn open(dir: &Path) -> Result<HfCheckpoint> {
-        HfCheckpoint::with_config(dir, HfConfig::from_dir(dir)?)
+        let config = HfConfig::from_dir(dir)?;
+        let unknown = config.unknown_keys();
+        if !unknown.is_empty() {
+            let keys = unknown.join(", ");
+            tracing::warn!("{}: keys of config.json that are unknown, and ignored: {keys}", dir.display());
+        }
+        HfCheckpoint::with_config(dir, config)
     }
 
     /// Checks the weight files of a folder against a configuration.

@@ -95,6 +95,11 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     if missing(recipe, "lora.fused") && adapters.share_a() {
         recipe.put_key("lora.fused", true)?;
     }
+    if let Some((a, b)) = adapters.with_own_a().filter(|_| recipe.config.lora.fused) {
+        return wrong(format!(
+            "has an A each for {a} and {b}, which lora.fused would join; leave out lora.fused"
+        ));
+    }
     Ok(Weights::Adapted(Box::new(AdaptedWeights { base, adapters, folder, apart: true })))
 }
 

@@ -40,7 +40,7 @@ fn python_idioms() {
         {%- else -%}{%- set rest = messages -%}{%- endif -%}{%- for m in rest[::-1] -%}{%- set ns.seen = ns.seen + 1 -%}\
         {%- if m.content is string and m.content.startswith('<t>') -%}{{ m.content.split('</t>')[-1].lstrip('\\n') }}\
         {%- else -%}{{ m.content.strip().upper() }}{%- endif -%}|{%- endfor -%}{{ ns.seen }}\
-        {%- if strftime_now is defined -%}, clock{%- endif -%}{%- if not tools is defined -%}, no tools{%- endif -%}";
+        {%- if strftime_now is defined -%}, clock{%- endif -%}{%- if not tools -%}, no tools{%- endif -%}";
     let turns = [("system", "s"), ("user", " hi "), ("assistant", "<t>hm</t>\n\nyes")];
     assert_eq!(render(source, &turns, false), "yes|HI|2, clock, no tools");
 }
@@ -77,6 +77,47 @@ fn slices_are_pythons() {
     ];
     for (source, want) in slices {
         assert_eq!(render(&format!("{{{{ {source} }}}}"), &[("user", "hi")], false), want, "{source}");
+    }
+}
+
+/// transformers gives templates a value for these, always.
+#[test]
+fn tools_and_documents_that_are_not_given_are_none() {
+    for (source, want) in [
+        ("{% if tools is not none %}TOOLS{% endif %}x", "x"),
+        ("{% if documents is not none %}DOCUMENTS{% endif %}x", "x"),
+        ("{{ tools is defined }} {{ tools == none }} {{ tools }}", "True True None"),
+        ("{{ tools | tojson }}", "null"),
+        ("{{ thinking is defined }}", "False"),
+    ] {
+        assert_eq!(render(source, &[], false), want, "{source}");
+    }
+    let t = ChatTemplate::new("{{ tools }}", "", "").unwrap();
+    let more = Map::from_iter([("tools".to_string(), json!([1]))]);
+    assert_eq!(t.render_json(&json!([]), false, &more).unwrap(), "[1]");
+}
+
+#[test]
+fn numbers_are_printed_as_python_does() {
+    for (source, want) in [
+        ("1e-7 | tojson", "1e-07"),
+        (
+            "[1e-5, 1e16, 0.0001, 1e15, 2.0, 12345678.5] | tojson",
+            "[1e-05, 1e+16, 0.0001, 1000000000000000.0, 2.0, 12345678.5]",
+        ),
+        ("1e16", "1e+16"),
+        ("1e-7", "1e-07"),
+        ("-1.5e-10", "-1.5e-10"),
+        ("2.0 * 3", "6.0"),
+        ("2 * 3", "6"),
+        ("2 * 'ab'", "abab"),
+        ("true * 3", "3"),
+        ("'é' | tojson(ensure_ascii=True)", "\"\\u00e9\""),
+        ("'🦀' | tojson(true)", "\"\\ud83e\\udd80\""),
+        ("'é' | tojson", "\"é\""),
+        ("[1] | tojson(false, 2)", "[\n  1\n]"),
+    ] {
+        assert_eq!(render(&format!("{{{{ {source} }}}}"), &[], false), want, "{source}");
     }
 }
 

@@ -4,7 +4,7 @@
 //! and with it adds to rendering those before it with the generation prompt: the text that the model is to produce at that
 //! point, including the end of the turn. Whitespace after the end of the turn is not part of it.
 
-use super::{ChatTemplate, Compiled, compile, generation, with_stack};
+use super::{ChatTemplate, Compiled, UNGIVEN, compile, generation, with_stack};
 use crate::error::Result;
 use minijinja::context;
 use minijinja::value::{Value, ValueKind};
@@ -57,7 +57,8 @@ struct Conversation<'a> {
 
 impl Conversation<'_> {
     fn variables(&self, messages: &[Value], add_generation_prompt: bool) -> Value {
-        let given = self.input.variables.iter().cloned();
+        let ungiven = UNGIVEN.iter().map(|name| (name.to_string(), Value::from(())));
+        let given = ungiven.chain(self.input.variables.iter().cloned());
         let own = [
             ("messages".to_string(), Value::from(messages.to_vec())),
             ("add_generation_prompt".to_string(), Value::from(add_generation_prompt)),

@@ -35,9 +35,12 @@ pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
         slice(&value, &start, &stop, &step)
     });
     let b = budget.clone();
-    environment.add_filter("tojson", move |value: Value, indent: Option<Value>, options: Kwargs| {
-        to_json(&b, &value, indent, options)
-    });
+    environment.add_filter(
+        "tojson",
+        move |value: Value, ascii: Option<Value>, indent: Option<Value>, options: Kwargs| {
+            to_json(&b, &value, (ascii, indent), options)
+        },
+    );
     let checked: [(&str, Value, Check); 11] = [
         ("replace", Value::from_function(filters::replace), replaced),
         ("join", Value::from_function(filters::join), joined),
@@ -150,7 +153,9 @@ fn pattern(pattern: Option<&str>) -> Result<()> {
 }
 
 fn times(budget: &Budget, left: &Value, right: &Value) -> Result<Value> {
-    let (repeated, count) = match (left.as_i64(), right.as_i64()) {
+    // 2.0 is a float, whatever its value.
+    let integer = |v: &Value| v.as_i64().filter(|_| v.is_integer() || v.kind() == ValueKind::Bool);
+    let (repeated, count) = match (integer(left), integer(right)) {
         (Some(a), Some(b)) => {
             let product = i128::from(a).checked_mul(i128::from(b));
             return product.map(number).ok_or_else(|| refused("a product is too large".into()));
@@ -185,16 +190,27 @@ struct JsonStyle {
     sorted: bool,
     /// After an item, and after a key.
     separators: [String; 2],
+    /// Characters beyond ASCII are escaped.
+    ascii: bool,
 }
 
 /// The `tojson` filter as Python's `json.dumps` prints: spaces after commas and colons, no HTML escapes.
-fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwargs) -> Result<Value> {
+/// By position come `ensure_ascii` and `indent`, in transformers' order.
+fn to_json(
+    budget: &Budget,
+    value: &Value,
+    (ascii, indent): (Option<Value>, Option<Value>),
+    options: Kwargs,
+) -> Result<Value> {
     let indent: Option<Value> = match indent {
         Some(i) => Some(i),
         None => options.get("indent")?,
     };
-    // Accepted without effect: non-ASCII text is never escaped.
-    let _: Option<Value> = options.get("ensure_ascii")?;
+    let ascii = match ascii {
+        Some(ascii) => Some(ascii),
+        None => options.get("ensure_ascii")?,
+    };
+    let ascii = ascii.is_some_and(|v: Value| v.is_true());
     let sorted = options.get::<Option<Value>>("sort_keys")?.is_some_and(|v| v.is_true());
     let separators = options.get::<Option<Value>>("separators")?;
     options.assert_all_used()?;
@@ -208,7 +224,7 @@ fn to_json(budget: &Budget, value: &Value, indent: Option<Value>, options: Kwarg
     };
     size(value)?; // bounds its depth
     let mut text = String::new();
-    print(value, &JsonStyle { indent, sorted, separators }, 0, &mut text)?;
+    print(value, &JsonStyle { indent, sorted, separators, ascii }, 0, &mut text)?;
     budget.charge(text.len() as u64)?;
     Ok(Value::from_safe_string(text))
 }
@@ -261,7 +277,7 @@ fn print(v: &Value, style: &JsonStyle, depth: usize, out: &mut String) -> Result
                 out.push_str(if i > 0 { after_item } else { "" });
                 line(depth + 1, out);
                 let name = key.as_str().map_or_else(|| key.to_string(), str::to_string);
-                out.push_str(&Json::String(name).to_string());
+                quote(&name, style.ascii, out);
                 out.push_str(after_key);
                 print(&v.get_item(key)?, style, depth + 1, out)?;
             }
@@ -271,7 +287,42 @@ fn print(v: &Value, style: &JsonStyle, depth: usize, out: &mut String) -> Result
             out.push('}');
         }
         ValueKind::Undefined => return Err(refused("an undefined value cannot be written as JSON".into())),
+        ValueKind::String => quote(v.as_str().unwrap_or_default(), style.ascii, out),
+        ValueKind::Number if !v.is_integer() => out.push_str(&python_float(f64::try_from(v.clone())?)),
         _ => out.push_str(&serde_json::to_string(v).map_err(wrong)?),
     }
     Ok(())
+}
+
+/// A string as JSON.
+fn quote(text: &str, ascii: bool, out: &mut String) {
+    let quoted = Json::String(text.into()).to_string();
+    if !ascii || quoted.is_ascii() {
+        return out.push_str(&quoted);
+    }
+    for c in quoted.chars() {
+        match c.is_ascii() {
+            true => out.push(c),
+            false => c.encode_utf16(&mut [0; 2]).iter().for_each(|u| out.push_str(&format!("\\u{u:04x}"))),
+        }
+    }
+}
+
+/// A float as Python prints it: `1.0`, `1e-05`, `1e+16`.
+pub(super) fn python_float(x: f64) -> String {
+    if !x.is_finite() {
+        return if x.is_nan() {
+            "NaN".into()
+        } else if x > 0.0 {
+            "Infinity".into()
+        } else {
+            "-Infinity".into()
+        };
+    }
+    let shortest = format!("{x:e}");
+    let (digits, exponent) = shortest.split_once('e').unwrap_or((&shortest, "0"));
+    match exponent.parse::<i32>().unwrap_or(0) {
+        -4..16 => format!("{x:?}"),
+        e => format!("{digits}e{}{:02}", if e < 0 { '-' } else { '+' }, e.abs()),
+    }
 }

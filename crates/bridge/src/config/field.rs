@@ -148,7 +148,8 @@ impl Key {
     pub(super) fn flag(&self, o: &Object, name: Option<&str>) -> Result<bool> {
         match (name, self.absent) {
             (Some(n), _) => Ok(o.flag(n)?.unwrap_or_default()),
-            (None, Absent::Flag(on)) => Ok(on),
+            // Null is false, whatever the default.
+            (None, Absent::Flag(on)) => Ok(on && !self.names.iter().any(|n| o.map.contains_key(*n))),
             _ => Err(o.missing(self.names.first().copied().unwrap_or_default())),
         }
     }

@@ -100,7 +100,9 @@ pub(super) fn value(field: MoeField, c: &ModelConfig) -> Value {
         return match field {
             MoeField::FirstKDense => json!(c.layers),
             MoeField::MlpOnlyLayers => json!(dense),
-            MoeField::SparseStep | MoeField::RouteScale => json!(1),
+            MoeField::SparseStep => json!(1),
+            // transformers refuses an integer.
+            MoeField::RouteScale => json!(1.0),
             MoeField::NormTopkProb | MoeField::NormalizeSigmoid => json!(false),
             _ => json!(0),
         };

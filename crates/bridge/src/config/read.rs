@@ -2,10 +2,11 @@
 
 use super::{QUANTIZATION, moe, rope, sliding_window};
 use crate::error::{Error, Result};
-use crate::family::{FAMILIES, Family, Field};
+use crate::family::{FAMILIES, Family, Field, Key};
 use crate::json::{Object, show};
 use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
 use serde_json::{Map, Value, json};
+use std::mem::discriminant;
 
 /// Keys that only MoE models have, whatever their class.
 const EXPERT_KEYS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
@@ -73,8 +74,13 @@ pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
         }
     }
     let mut c = blank();
-    for key in family.keys.iter().copied().flatten() {
-        key.read(o, &mut c)?;
+    let keys: Vec<&Key> = family.keys.iter().copied().flatten().collect();
+    for (i, key) in keys.iter().enumerate() {
+        // A family's own key, with a default of its own, stands for the common one of that name.
+        let same = |k: &&Key| k.names == key.names && discriminant(&k.field) == discriminant(&key.field);
+        if !keys[i + 1..].iter().any(same) {
+            key.read(o, &mut c)?;
+        }
     }
     rope::read(&family.rope, o, &mut c)?;
     sliding_window::read(&family.windows, o, &mut c)?;

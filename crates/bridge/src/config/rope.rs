@@ -60,13 +60,15 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
         RopeStyle::Global { theta } => c.positions = Positions::Rope(global(o, theta, c)?),
         RopeStyle::GptOss { theta } => {
             let mut rope = global(o, theta, c)?;
-            if description(o)?.is_none() {
-                rope.scaling = GPT_OSS_SCALING;
+            // An empty `rope_parameters` describes plain RoPE.
+            if description(o)?.is_none() && o.object("rope_parameters")?.is_none() {
+                rope.scaling = gpt_oss_scaling(o.size(ORIGINAL_POSITIONS)?.unwrap_or(4096));
             }
             c.positions = Positions::Rope(rope);
         }
         RopeStyle::Mla { theta } => {
-            let interleaved = o.flag(INTERLEAVE)?.unwrap_or(true);
+            // Null is false.
+            let interleaved = o.flag(INTERLEAVE)?.unwrap_or(!o.map.contains_key(INTERLEAVE));
             let rope = RopeConfig { interleaved, ..global(o, theta, c)? };
             if let Some(d) = description(o)?
                 && rope_type(&d)? != "default"
@@ -101,7 +103,11 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
                         local = scaled(&d, local_theta, c)?;
                     }
                 } else {
-                    global = scaled(&flat(o, outer)?, theta, c)?;
+                    // transformers puts it into a nested object, without a `truncate` or a context length beside it.
+                    let empty = Map::new();
+                    let around = Object { map: &empty, ..*o };
+                    let d = Described { object: outer, around, original_positions: None, phi3: false };
+                    global = scaled(&d, theta, c)?;
                 }
             }
             c.positions = Positions::Rope(global);
@@ -137,16 +143,18 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
 }
 
 /// The scaling that `GptOssConfig` has where the file describes none.
-const GPT_OSS_SCALING: RopeScaling = RopeScaling::Yarn {
-    factor: 32.0,
-    original_max_positions: 4096,
-    beta_fast: BETA_FAST,
-    beta_slow: BETA_SLOW,
-    mscale: 1.0,
-    mscale_all_dim: 0.0,
-    truncate: false,
-    attention_factor: None,
-};
+fn gpt_oss_scaling(original_max_positions: usize) -> RopeScaling {
+    RopeScaling::Yarn {
+        factor: 32.0,
+        original_max_positions,
+        beta_fast: BETA_FAST,
+        beta_slow: BETA_SLOW,
+        mscale: 1.0,
+        mscale_all_dim: 0.0,
+        truncate: false,
+        attention_factor: None,
+    }
+}
 
 fn global(o: &Object, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
     let theta = o.real("rope_theta")?.unwrap_or(theta);

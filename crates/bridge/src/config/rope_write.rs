@@ -64,7 +64,12 @@ pub(super) fn write(style: &RopeStyle, c: &ModelConfig, map: &mut Map<String, Va
         return;
     }
     map.insert("rope_theta".into(), json!(global.theta));
-    map.insert("rope_scaling".into(), describe(global, "").map_or(Value::Null, Value::Object));
+    // GPT-OSS without a description has YaRN.
+    let plain = match style {
+        RopeStyle::GptOss { .. } => json!({"rope_type": "default"}),
+        _ => Value::Null,
+    };
+    map.insert("rope_scaling".into(), describe(global, "").map_or(plain, Value::Object));
     if let Some(local) = local {
         map.insert("rope_local_base_freq".into(), json!(local.theta));
     }

@@ -19,6 +19,7 @@ pub(super) const KEYS: &[&str] = &[
 const PATTERNS: [&str; 2] = ["sliding_window_pattern", "_sliding_window_pattern"];
 const USE: &str = "use_sliding_window";
 const DEFAULT_PATTERN: usize = 6;
+const DEFAULT_WINDOW: usize = 4096;
 
 /// Sets `window` and `local_layers`.
 pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) -> Result<()> {
@@ -33,7 +34,7 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
                 return Ok(());
             }
             let first = o.size("max_window_layers")?.unwrap_or(28);
-            (every_window(4096)?, Box::new(move |i| i >= first))
+            (every_window(DEFAULT_WINDOW)?, Box::new(move |i| i >= first))
         }
         SlidingWindows::Every { switch, absent } => {
             if *switch && !o.flag(USE)?.unwrap_or(false) {
@@ -46,7 +47,8 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
             (window, Box::new(|_| true))
         }
         SlidingWindows::WithoutRope => {
-            if !o.flag(USE)?.unwrap_or(false) {
+            // A list of layers counts without the flag, too: transformers makes their masks by it.
+            if !o.flag(USE)?.unwrap_or(false) && o.list("layer_types")?.is_none() {
                 return Ok(());
             }
             let without = c.no_rope_layers.clone();
@@ -64,7 +66,7 @@ pub(super) fn read(windows: &SlidingWindows, o: &Object, c: &mut ModelConfig) ->
                     break;
                 }
             }
-            (every_window(4096)?, Box::new(move |i| (i + 1) % pattern != 0))
+            (every_window(DEFAULT_WINDOW)?, Box::new(move |i| (i + 1) % pattern != 0))
         }
     };
     check_layers(o, c.layers)?;
@@ -124,7 +126,13 @@ pub(super) fn write(windows: &SlidingWindows, c: &ModelConfig, map: &mut Map<Str
         let first = (0..c.layers).find(|&i| c.is_local(i)).unwrap_or(c.layers);
         map.insert("max_window_layers".into(), json!(first));
     }
-    map.insert("sliding_window".into(), c.window.map_or(Value::Null, |w| json!(w)));
+    // These families' classes make the mask of a window even where no layer uses it.
+    let unused = match windows {
+        SlidingWindows::Alternate { window } => Some(*window),
+        SlidingWindows::AllBut => Some(DEFAULT_WINDOW),
+        _ => None,
+    };
+    map.insert("sliding_window".into(), c.window.or(unused).map_or(Value::Null, |w| json!(w)));
     if matches!(windows, SlidingWindows::Every { .. }) {
         return;
     }

@@ -20,6 +20,8 @@ impl HfConfig {
             map.insert("model_type".into(), json!(family.model_type));
             map.insert("bos_token_id".into(), Value::Null);
             map.insert("eos_token_id".into(), Value::Null);
+            // The default of some configuration classes is beyond a smaller vocabulary, which torch refuses.
+            map.insert("pad_token_id".into(), Value::Null);
             map.insert("torch_dtype".into(), json!(dtype_word(dtype)));
             for key in family.keys.iter().copied().flatten() {
                 key.write(model, &mut map);

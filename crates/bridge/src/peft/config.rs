@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 /// Name of the configuration in a PEFT folder.
 pub(crate) const ADAPTER_CONFIG: &str = "adapter_config.json";
+/// Larger ranks, times the experts of a layer, need not fit into a number.
+const MAX_RANK: usize = 1 << 20;
 
 /// What a PEFT folder says about its adapters.
 #[derive(Clone, Debug)]
@@ -90,8 +92,8 @@ impl PeftConfig {
             return Err(Error::unsupported(origin, what));
         }
         let rank = o.size("r")?.ok_or_else(|| o.missing("r"))?;
-        if rank == 0 {
-            return Err(o.wrong("r", "must be at least 1"));
+        if !(1..=MAX_RANK).contains(&rank) {
+            return Err(o.wrong("r", format_args!("must be between 1 and {MAX_RANK}")));
         }
         let patterns = |key: &str| -> Result<Vec<(Regex, f64)>> {
             let Some(map) = o.object(key)? else { return Ok(Vec::new()) };
@@ -107,13 +109,18 @@ impl PeftConfig {
                 })
                 .collect()
         };
+        let ranks = patterns("rank_pattern")?;
+        if ranks.iter().any(|(_, r)| r.fract() != 0.0 || !(1.0..=MAX_RANK as f64).contains(r)) {
+            let what = format_args!("has a rank that is not a whole number between 1 and {MAX_RANK}");
+            return Err(o.wrong("rank_pattern", what));
+        }
         Ok(PeftConfig {
             base: o.text("base_model_name_or_path")?.filter(|b| !b.is_empty()).map(String::from),
             rank,
             alpha: o.real("lora_alpha")?.unwrap_or(8.0),
             dora: o.flag("use_dora")?.unwrap_or(false),
             rslora: o.flag("use_rslora")?.unwrap_or(false),
-            ranks: patterns("rank_pattern")?,
+            ranks,
             alphas: patterns("alpha_pattern")?,
         })
     }
@@ -126,7 +133,7 @@ impl PeftConfig {
     /// Rank and scale of the adapter of a module, by its name in the base model.
     pub(crate) fn of(&self, module: &str) -> (usize, f64) {
         let find = |list: &[(Regex, f64)]| list.iter().find(|(r, _)| r.is_match(module)).map(|(_, n)| *n);
-        let rank = find(&self.ranks).map_or(self.rank, |n| n.max(1.0) as usize);
+        let rank = find(&self.ranks).map_or(self.rank, |n| n as usize);
         let alpha = find(&self.alphas).unwrap_or(self.alpha);
         let divisor = if self.rslora { (rank as f64).sqrt() } else { rank as f64 };
         (rank, alpha / divisor)
@@ -218,7 +225,16 @@ mod tests {
             (r#"{"peft_type": "IA3", "r": 4}"#, "IA3"),
             (r#"{"r": 4}"#, "`peft_type` is missing"),
             (r#"{"peft_type": "LORA"}"#, "`r` is missing"),
-            (r#"{"peft_type": "LORA", "r": 0}"#, "at least 1"),
+            (r#"{"peft_type": "LORA", "r": 0}"#, "between 1 and"),
+            (r#"{"peft_type": "LORA", "r": 18446744073709551615}"#, "between 1 and"),
+            (
+                r#"{"peft_type": "LORA", "r": 4, "rank_pattern": {"q_proj": 1e300}}"#,
+                "whole number between 1 and",
+            ),
+            (
+                r#"{"peft_type": "LORA", "r": 4, "rank_pattern": {"q_proj": 2.5}}"#,
+                "whole number between 1 and",
+            ),
             (r#"{"peft_type": "LORA", "r": 4, "bias": "all"}"#, "trained biases"),
             (r#"{"peft_type": "LORA", "r": 4, "modules_to_save": ["lm_head"]}"#, "modules_to_save"),
             (

@@ -163,10 +163,25 @@ impl Adapters {
             .unwrap_or_else(|| self.modules.keys().cloned().collect()))
     }
 
-    /// Whether modules share A.
+    /// Whether modules share A, and all do that could: `lora.fused` is for the whole model. Of others (q, k and v with an A each
+    /// beside experts whose gate and up share theirs, as PEFT has it) every module gets a copy.
     pub(crate) fn share_a(&self) -> bool {
         let distinct: BTreeSet<*const Vec<f32>> = self.modules.values().map(|m| Arc::as_ptr(&m.a)).collect();
-        distinct.len() < self.modules.len()
+        distinct.len() < self.modules.len() && self.with_own_a().is_none()
+    }
+
+    /// Two modules that `lora.fused` would give one A, and that have different ones.
+    pub(crate) fn with_own_a(&self) -> Option<(&str, &str)> {
+        const STACKED: [&[&str]; 3] = [&["q", "k", "v"], &["gate", "up"], &["q_a", "kv_a"]];
+        self.modules.iter().find_map(|(name, adapter)| {
+            let (parent, leaf) = name.rsplit_once('.')?;
+            let beside = STACKED.iter().filter(|all| all.contains(&leaf)).flat_map(|all| all.iter());
+            let mut others = beside.filter(|other| **other != leaf);
+            others.find_map(|other| {
+                let (key, value) = self.modules.get_key_value(&format!("{parent}.{other}"))?;
+                (!Arc::ptr_eq(&adapter.a, &value.a)).then_some((name.as_str(), key.as_str()))
+            })
+        })
     }
 
     /// Merges the adapter of a logical weight, if it has one.
@@ -219,6 +234,27 @@ mod tests {
             assert!((norm - m).abs() < 1e-6, "{norm}");
         }
         assert!((dora[1] / dora[2] - 1.0).abs() < 1e-6 && dora[0] == 0.0);
+    }
+
+    /// `lora.fused` is for the whole model: experts whose gate and up share A do not make q, k and v share theirs.
+    #[test]
+    fn only_adapters_that_all_share_are_fused() {
+        let adapter =
+            |a: &Arc<Vec<f32>>| Adapter { a: a.clone(), b: vec![0.0], magnitude: None, rank: 1, scale: 1.0 };
+        let [one, two, three] = [1.0, 2.0, 3.0].map(|x| Arc::new(vec![x]));
+        let of = |list: &[(&str, &Arc<Vec<f32>>)]| Adapters {
+            modules: list.iter().map(|(name, a)| (format!("layers.0.{name}"), adapter(a))).collect(),
+        };
+        let experts = [("moe.experts.0.gate", &one), ("moe.experts.0.up", &one)];
+        assert!(of(&experts).share_a() && of(&experts).with_own_a().is_none());
+        let both = of(&[&experts[..], &[("attn.q", &two), ("attn.k", &three)]].concat());
+        assert!(!both.share_a());
+        assert_eq!(both.with_own_a(), Some(("layers.0.attn.k", "layers.0.attn.q")));
+        assert!(
+            of(&[&experts[..], &[("attn.q", &two), ("attn.k", &two), ("attn.out", &three)]].concat())
+                .share_a()
+        );
+        assert!(!of(&[("attn.q", &one), ("attn.out", &two)]).share_a());
     }
 
     #[test]

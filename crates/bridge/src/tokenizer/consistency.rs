@@ -61,6 +61,36 @@ fn sides(merge: &Value) -> Option<(&str, &str)> {
     }
 }
 
+/// The library turns a `Metaspace` pre-tokenizer into a normalizer, whose `▁` it then puts before added tokens that are looked for in
+/// normalized text, and not after them. Without another normalizer that text is the text itself, so they can be looked for there.
+pub(super) fn settle_added_tokens(tokenizer: &mut Value) -> Result<(), String> {
+    fn prepends(step: &Value) -> bool {
+        let inner = step["pretokenizers"].as_array().into_iter().flatten();
+        let scheme = step["prepend_scheme"].as_str();
+        let never = scheme == Some("never") || step["add_prefix_space"] == false;
+        (step["type"] == "Metaspace" && !never) || inner.into_iter().any(prepends)
+    }
+    if !prepends(&tokenizer["pre_tokenizer"]) {
+        return Ok(());
+    }
+    let plain = tokenizer["normalizer"].is_null();
+    let tokens = tokenizer.get_mut("added_tokens").and_then(Value::as_array_mut);
+    for token in tokens.into_iter().flatten() {
+        if token["normalized"] != true {
+            continue;
+        }
+        if !plain {
+            return Err(format!(
+                "added token {} is looked for in normalized text (`normalized`), which the tokenizers library does wrongly after a \
+                 Metaspace pre-tokenizer; set `normalized` to false if the normalizer leaves it as it is",
+                token["content"]
+            ));
+        }
+        token["normalized"] = Value::Bool(false);
+    }
+    Ok(())
+}
+
 /// Checks a `tokenizer.json` in its canonical form.
 pub(super) fn check(tokenizer: &Value) -> Result<(), String> {
     check_model(tokenizer.get("model").unwrap_or(&Value::Null))?;

@@ -98,6 +98,7 @@ impl Tokenizer {
             let mut value = checked.value;
             let surfaces = Surfaces::new(&value, checked.vocab_size);
             consistency::check_merges(&value["model"])?;
+            consistency::settle_added_tokens(&mut value)?;
             tokenizers::canonicalize_value(&mut value).map_err(|e| e.to_string())?;
             let growth = limits::check(&value)?;
             consistency::check(&value)?;

@@ -10,17 +10,25 @@ pub struct TextStream<'a> {
     tokenizer: &'a Tokenizer,
     /// Bytes of an incomplete character (byte-level tokenizer).
     bytes: Vec<u8>,
-    /// Ids that are the context of the next ones, then ids not emitted yet.
+    /// Ids that are the context of the next ones, then ids whose text is not all emitted.
     ids: Vec<u32>,
-    shown: usize,
+    /// Number of the former.
+    context: usize,
+    /// Characters of the text of `ids` that have been emitted.
+    emitted: usize,
+    /// Ids since the text has ended in an incomplete character.
+    waiting: usize,
 }
 
-/// A UTF-8 character has at most four bytes, so at most four ids.
-const LONGEST: usize = 4;
+/// What stands for bytes that are no character, or none yet.
+const REPLACEMENT: char = '\u{fffd}';
+/// Most ids that a character is waited for. It has at most four bytes, so at most four ids, but replacement characters before it
+/// that are part of the text look like a part of it.
+const LONGEST: usize = 16;
 
 impl<'a> TextStream<'a> {
     pub(super) fn new(tokenizer: &'a Tokenizer) -> TextStream<'a> {
-        TextStream { tokenizer, bytes: Vec::new(), ids: Vec::new(), shown: 0 }
+        TextStream { tokenizer, bytes: Vec::new(), ids: Vec::new(), context: 0, emitted: 0, waiting: 0 }
     }
 
     /// The text that `id` completes; empty within a character.
@@ -30,17 +38,26 @@ impl<'a> TextStream<'a> {
             return Ok(self.complete_characters());
         }
         self.ids.push(id);
-        let (before, text) = self.texts()?;
-        if text.ends_with('\u{fffd}') && self.ids.len() - self.shown < LONGEST {
-            return Ok(String::new());
-        }
+        let text = self.tokenizer.decode(&self.ids)?;
+        let is_open = text.ends_with(REPLACEMENT);
+        self.waiting = if is_open { self.waiting + 1 } else { 0 };
+        // An id may end one character and begin another: what is before the last one is complete.
+        let waits = is_open && self.waiting < LONGEST;
+        let settled = if waits { text.trim_end_matches(REPLACEMENT) } else { &text };
+        let new: String = settled.chars().skip(self.emitted).collect();
         // Special tokens have no text: keep the context.
-        if text.len() <= before.len() {
-            return Ok(String::new());
+        if new.is_empty() {
+            return Ok(new);
         }
-        let new = text.get(before.len()..).unwrap_or_default().to_string();
-        self.ids.drain(..self.shown);
-        self.shown = self.ids.len();
+        if settled.len() == text.len() {
+            self.ids.drain(..self.context);
+            self.context = self.ids.len();
+            self.emitted = self.tokenizer.decode(&self.ids)?.chars().count();
+            self.waiting = 0;
+        } else {
+            self.emitted = settled.chars().count();
+            self.waiting = 1;
+        }
         Ok(new)
     }
 
@@ -49,12 +66,7 @@ impl<'a> TextStream<'a> {
         if matches!(self.tokenizer.kind, TokenizerKind::Bytes) {
             return Ok(String::from_utf8_lossy(&self.bytes).into_owned());
         }
-        let (before, text) = self.texts()?;
-        Ok(text.get(before.len()..).unwrap_or_default().to_string())
-    }
-
-    fn texts(&self) -> Result<(String, String)> {
-        Ok((self.tokenizer.decode(&self.ids[..self.shown])?, self.tokenizer.decode(&self.ids)?))
+        Ok(self.tokenizer.decode(&self.ids)?.chars().skip(self.emitted).collect())
     }
 
     fn complete_characters(&mut self) -> String {

@@ -213,6 +213,56 @@ fn streams_give_whole_characters_and_the_same_text() {
     }
 }
 
+/// Ids may end one character and begin the next.
+#[test]
+fn streams_of_ids_that_cross_characters() {
+    let mut file = file(false);
+    let text = "一丁丂七丄🦀🦀";
+    let bytes = text.as_bytes();
+    let alphabet = alphabet();
+    for cut in [2, 3, 5, 7] {
+        let pieces: Vec<String> = std::iter::once(&bytes[..2])
+            .chain(bytes[2..].chunks(cut))
+            .map(|piece| piece.iter().map(|b| alphabet[usize::from(*b)]).collect())
+            .collect();
+        let vocab = file["model"]["vocab"].as_object_mut().unwrap();
+        let ids: Vec<u32> = pieces
+            .iter()
+            .map(|piece| {
+                let next = 1000 + vocab.len() as u32;
+                vocab.entry(piece.clone()).or_insert(json!(next)).as_u64().unwrap() as u32
+            })
+            .collect();
+        let t = load(&file);
+        let mut stream = t.stream();
+        let mut got: String = ids.iter().map(|id| stream.push(*id).unwrap()).collect();
+        got += &stream.finish().unwrap();
+        assert_eq!(got, text, "{cut}");
+    }
+}
+
+/// Added tokens that are looked for in normalized text, after a pre-tokenizer that the library turns into a normalizer.
+#[test]
+fn added_tokens_beside_metaspace() {
+    let added = json!({"id": 4, "content": "<x>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": true,
+                       "special": false});
+    let file = |scheme: &str, normalizer: Value| {
+        json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [added], "normalizer": normalizer,
+            "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": false},
+            "post_processor": null, "decoder": null,
+            "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+                "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false,
+                "vocab": {"▁": 0, "a": 1, "b": 2, "▁a": 3}, "merges": ["▁ a"]}})
+    };
+    // As tokenizers 0.23 has it: ▁ before every part with "always", before the first alone with "first".
+    assert_eq!(load(&file("always", Value::Null)).encode("a<x>b").unwrap(), [3, 4, 0, 2]);
+    assert_eq!(load(&file("first", Value::Null)).encode("<x> a").unwrap(), [4, 3]);
+    let e = Tokenizer::from_json(&file("first", json!({"type": "NFC"})).to_string(), "t")
+        .unwrap_err()
+        .to_string();
+    assert!(e.contains("<x>") && e.contains("normalized"), "{e}");
+}
+
 #[test]
 fn bos_and_eos_come_from_the_files_beside_it() {
     let dir = tempfile::tempdir().unwrap();
