@@ -50,8 +50,8 @@ impl<K: Eq + Hash, F: Copy> Functions<K, F> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::grouped::tests::gpu;
     use crate::cuda::sources::{Source, Variant};
+    use crate::cuda::test_support::gpu;
     use crate::cuda::{Kernel, LaunchConfig};
     use ferrotron_tensor::{Category, DType, write};
     use std::sync::Barrier;

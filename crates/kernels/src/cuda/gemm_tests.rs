@@ -3,41 +3,18 @@
 
 use super::CudaKernels;
 use super::cublaslt::{Algorithm, Epilogue, GemmPointers, MatmulDesc};
+use super::test_support::{self, gpu, uniform, upload};
 use crate::{Act, Gemm, GemmChoice, GemmKernels, LinearAct, LinearWgrad, NewChoices};
-use ferrotron_tensor::{
-    Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
-};
-
-/// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
-fn gpu() -> Option<(CudaKernels, Stream)> {
-    if gpus().is_ok_and(|all| !all.is_empty()) {
-        let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
-        return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
-    }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
-    None
-}
+use ferrotron_tensor::{Category, DType, Stream, Tensor, bf16, read, write};
 
 /// Values in (-size, size), exact in bf16.
 fn numbers(seed: u64, n: usize, size: f32) -> Vec<f32> {
-    let mut x = seed | 1;
-    let mut draw = || {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
+    let mut draw = uniform(seed);
     (0..n).map(|_| bf16::from_f32(size * draw()).to_f32()).collect()
 }
 
-fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
-    let v: Vec<bf16> = v.iter().map(|x| bf16::from_f32(*x)).collect();
-    s.upload(&v, shape, Category::Workspace).unwrap()
-}
-
 fn host(s: &Stream, t: &Tensor) -> Vec<f64> {
-    match t.dtype() {
-        DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f64()).collect(),
-        _ => s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
-    }
+    test_support::host(s, t).into_iter().map(f64::from).collect()
 }
 
 fn gelu(x: f64) -> f64 {

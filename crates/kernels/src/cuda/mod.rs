@@ -49,6 +49,8 @@ mod row_bias;
 mod row_grid;
 mod sources;
 mod tensor_map;
+#[cfg(test)]
+mod test_support;
 mod weighted_activation;
 
 pub use attention::CapturedSequences;

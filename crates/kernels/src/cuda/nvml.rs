@@ -241,6 +241,7 @@ pub fn bus_id(ordinal: usize) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::test_support::skipped;
     use ferrotron_tensor::{Instrumentation, Threads, gpus};
 
     #[test]
@@ -254,10 +255,10 @@ mod tests {
     fn a_gpu_tells_its_clocks_and_a_cpu_has_no_nvml() {
         assert!(NvmlDevice::open(&Device::cpu(Threads::new(1).unwrap())).is_none());
         if !gpus().is_ok_and(|all| !all.is_empty()) {
-            return;
+            return skipped("no GPU");
         }
         let device = Device::cuda(0, Threads::new(1).unwrap(), Instrumentation::default()).unwrap();
-        let Some(nvml) = NvmlDevice::open(&device) else { return };
+        let Some(nvml) = NvmlDevice::open(&device) else { return skipped("no NVML") };
         let health = nvml.health();
         assert!(health.sm_mhz.is_some_and(|mhz| mhz > 0 && Some(mhz) <= health.max_sm_mhz), "{health:?}");
         assert!(health.power_w.is_some_and(|w| w > 1.0) && health.temperature_c.is_some(), "{health:?}");

@@ -1,7 +1,7 @@
 //! On a GPU: captured attention, replayed with other sequences, has the bits of launched attention.
 
 use super::CapturedSequences;
-use crate::cuda::grouped::tests::{gpu, host, poisoned};
+use crate::cuda::test_support::{gpu, host, poisoned};
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, bf16, f16};
 

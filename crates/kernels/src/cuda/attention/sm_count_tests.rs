@@ -1,6 +1,6 @@
 //! On a Hopper GPU: results do not depend on the number of multiprocessors, by which persistent kernels are sized.
 
-use crate::cuda::grouped::tests::{gpu, host, poisoned};
+use crate::cuda::test_support::{gpu, host, poisoned};
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{Category, DType, bf16};
 

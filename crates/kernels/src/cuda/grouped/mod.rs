@@ -7,7 +7,7 @@ pub(super) mod hopper;
 mod hopper_fp8;
 mod mma;
 #[cfg(test)]
-pub(super) mod tests;
+mod tests;
 #[cfg(test)]
 mod tests_fp8;
 

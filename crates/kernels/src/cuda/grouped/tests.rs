@@ -5,77 +5,19 @@ use super::hopper::{GroupedOp, VARIANTS};
 use super::mma;
 use crate::cuda::CudaKernels;
 use crate::cuda::occupy::Occupied;
+use crate::cuda::test_support::{gpu, gpu_alone, host, poisoned, random_bits, upload};
 use crate::{GroupedGemm, GroupedWgrad, Segments};
-use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
-use std::cell::RefCell;
-use std::sync::{PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
-
-/// Tests on the GPU run beside each other, but for those that occupy its multiprocessors and measure whether a kernel still ends.
-static CARD: RwLock<()> = RwLock::new(());
-
-/// A test's share of the GPU, until its thread ends.
-enum Share {
-    Beside { _held: RwLockReadGuard<'static, ()> },
-    Alone { _held: RwLockWriteGuard<'static, ()> },
-}
-
-thread_local! {
-    static SHARE: RefCell<Option<Share>> = const { RefCell::new(None) };
-}
-
-/// The GPU, where there is one; `FERROTRON_TEST_DEVICE=cuda` requires it.
-pub(in crate::cuda) fn gpu() -> Option<(CudaKernels, Stream)> {
-    // That of an earlier test on the same thread ends first.
-    SHARE.set(None);
-    SHARE.set(Some(Share::Beside { _held: CARD.read().unwrap_or_else(PoisonError::into_inner) }));
-    open_gpu()
-}
-
-/// The GPU without any other test on it.
-pub(in crate::cuda) fn gpu_alone() -> Option<(CudaKernels, Stream)> {
-    SHARE.set(None);
-    SHARE.set(Some(Share::Alone { _held: CARD.write().unwrap_or_else(PoisonError::into_inner) }));
-    open_gpu()
-}
-
-fn open_gpu() -> Option<(CudaKernels, Stream)> {
-    if gpus().is_ok_and(|all| !all.is_empty()) {
-        let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
-        return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
-    }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
-    None
-}
+use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
 /// Small integers, whose products and sums are exact in any order; NaN in rows of `[rows, width]` outside all
 /// segments.
 pub(super) fn numbers(seed: u64, rows: usize, width: usize, owned: impl Fn(usize) -> bool) -> Vec<f32> {
-    let mut x = seed | 1;
+    let mut bits = random_bits(seed);
     let mut draw = |i: usize| {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        if owned(i / width.max(1)) { ((x >> 40) % 5) as f32 - 2.0 } else { f32::NAN }
+        let value = (bits() % 5) as f32 - 2.0;
+        if owned(i / width.max(1)) { value } else { f32::NAN }
     };
     (0..rows * width).map(&mut draw).collect()
-}
-
-fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
-    let v: Vec<bf16> = v.iter().map(|x| bf16::from_f32(*x)).collect();
-    s.upload(&v, shape, Category::Workspace).unwrap()
-}
-
-pub(in crate::cuda) fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
-    let n = shape.iter().product();
-    match dtype {
-        DType::BF16 => s.upload(&vec![bf16::NAN; n], shape, Category::Workspace).unwrap(),
-        _ => s.upload(&vec![f32::NAN; n], shape, Category::Workspace).unwrap(),
-    }
-}
-
-pub(in crate::cuda) fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
-    match t.dtype() {
-        DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f32()).collect(),
-        _ => s.download::<f32>(t).unwrap(),
-    }
 }
 
 /// Counts, alignment of segments, rows behind them.

@@ -2,8 +2,9 @@
 
 use super::hopper::GroupedOp;
 use super::hopper_fp8::FP8_VARIANTS;
-use super::tests::{free, gpu, gpu_alone, host, numbers, poisoned, spread};
+use super::tests::{free, numbers, spread};
 use crate::cuda::occupy::Occupied;
+use crate::cuda::test_support::{gpu, gpu_alone, host, poisoned, skipped};
 use crate::{ALIGN, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, ScalingMode, Segments};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Stream};
@@ -45,7 +46,7 @@ fn fp8_tensor(
 fn every_fp8_variant_matches_the_generic_kernel() {
     let Some((k, s)) = gpu() else { return };
     if !k.has("grouped/hopper_fp8") {
-        return;
+        return skipped("no Hopper GPU");
     }
     let layouts = [
         (vec![1], 1, 0),
@@ -89,7 +90,7 @@ fn every_fp8_variant_matches_the_generic_kernel() {
 fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
     let Some((k, s)) = gpu() else { return };
     if !k.has("grouped/hopper_wgrad_fp8") {
-        return;
+        return skipped("no Hopper GPU");
     }
     for counts in [vec![1], vec![127, 0, 129, 128, 3], vec![5, 7000, 0, 2500, 64]] {
         let (at, owned) = spread(&s, &counts, 128, 256);
@@ -133,7 +134,7 @@ fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
 fn fp8_wgrad_ends_with_few_resident_blocks_and_gives_the_same_bits() {
     let Some((k, s)) = gpu_alone() else { return };
     if !k.has("grouped/hopper_wgrad_fp8") {
-        return;
+        return skipped("no Hopper GPU");
     }
     let counts = [5, 20_000, 0, 2500];
     let (at, owned) = spread(&s, &counts, 128, 0);

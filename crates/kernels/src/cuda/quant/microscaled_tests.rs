@@ -2,10 +2,11 @@
 //! capability 10.0 is told to ask the library here, as it does nowhere else.
 
 use super::microscale::StoredScales;
-use super::tests::{empty_fp8, gpu, numbers};
+use super::tests::{empty_fp8, numbers};
 use crate::cpu::quant::{global_scale, swizzle};
 use crate::cuda::CudaKernels;
 use crate::cuda::cublaslt::MatmulDesc;
+use crate::cuda::test_support::gpu;
 use crate::{
     BlockAxis, EmulatedFormat, Fp8Gemm, Fp8Tensor, GemmKernels, MicroscaledGemm, MicroscaledTensor,
     MicroscalingKernels, QuantKernels, Quantize, ScaleSource, ScalingMode,

@@ -2,29 +2,15 @@
 
 use crate::cuda::CudaKernels;
 use crate::cuda::cublaslt::{GemmPointers, MatmulDesc};
+use crate::cuda::test_support::{gpu, uniform};
 use crate::quant::check::matrix;
 use crate::{Fp8Gemm, Fp8Tensor, Gemm, GemmKernels, QuantKernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
-use ferrotron_tensor::{
-    Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
-};
-
-pub(super) fn gpu() -> Option<(CudaKernels, Stream)> {
-    if gpus().is_ok_and(|all| !all.is_empty()) {
-        let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
-        return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
-    }
-    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no GPU");
-    None
-}
+use ferrotron_tensor::{Category, DType, Stream, Tensor, bf16, read, write};
 
 /// Nearly normal values, some rows larger than others.
 pub(super) fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
-    let mut x = seed | 1;
-    let mut draw = || {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
-    };
+    let mut draw = uniform(seed);
     let mut one = |i: usize| bf16::from_f32((draw() + draw() + draw()) * 2f32.powi((i / cols % 7) as i32));
     (0..rows * cols).map(&mut one).collect()
 }

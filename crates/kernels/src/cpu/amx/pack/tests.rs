@@ -28,7 +28,7 @@ fn panel(p: &[Step], row: usize, col: usize) -> f32 {
 #[test]
 fn packers_place_every_element_and_pad_with_zeros() {
     if Isa::detect() < Isa::Avx512 {
-        return;
+        return eprintln!("SKIPPED: packers_place_every_element_and_pad_with_zeros: no AVX-512");
     }
     for k in [0, 1, 2, 15, 16, 31, 32, 33, 64, 95] {
         for n in [1, 2, 15, 16, 17, 31, 32] {
@@ -74,7 +74,7 @@ fn packers_place_every_element_and_pad_with_zeros() {
 #[test]
 fn right_hand_sides_of_many_columns_become_panels() {
     if Isa::detect() < Isa::Avx512 {
-        return;
+        return eprintln!("SKIPPED: right_hand_sides_of_many_columns_become_panels: no AVX-512");
     }
     for (k, n) in [(1, 33), (32, 64), (33, 65), (70, 100), (64, 32)] {
         for trans in [false, true] {
@@ -105,7 +105,7 @@ fn right_hand_sides_of_many_columns_become_panels() {
 #[test]
 fn block_gemm_is_exact_on_integers() {
     if Isa::detect() < Isa::Amx {
-        return;
+        return eprintln!("SKIPPED: block_gemm_is_exact_on_integers: no AMX");
     }
     for kb in [0usize, 1, 2, 5] {
         for accumulate in [false, true] {
