@@ -2,6 +2,10 @@
 //! `FERROTRON_TEST_DEVICE=cuda` on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::bench;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::parity::{Outcome, first_step};
@@ -24,9 +28,9 @@ fn recipe(changes: &[&str]) -> Resolved {
 }
 
 fn rank(watch: Instrumentation) -> Rank {
-    match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(home) if home == "cuda" => Rank::cuda(0, 1, 1234, watch).unwrap().0,
-        _ => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
+    match test_on_gpu() {
+        true => Rank::cuda(0, 1, 1234, watch).unwrap().0,
+        false => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
     }
 }
 

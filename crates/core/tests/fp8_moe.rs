@@ -2,6 +2,10 @@
 //! rank. With `FERROTRON_TEST_DEVICE=cuda` on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::bench;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::{Grid, RankLayout};
@@ -52,12 +56,8 @@ fn recipe(changes: &[&str]) -> Resolved {
     parse(changes).unwrap_or_else(|e| panic!("{changes:?}: {e}"))
 }
 
-fn on_card() -> bool {
-    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
-}
-
 fn rank(watch: Instrumentation) -> Rank {
-    match on_card() {
+    match test_on_gpu() {
         true => Rank::cuda(0, 1, 1234, watch).unwrap().0,
         false => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
     }
@@ -221,7 +221,7 @@ fn at(layout: &str, changes: &[&str]) -> Outcome {
     let r = recipe(&set);
     let layout = r.config.parallel.layout();
     let work = |rank| first_step(rank, &r, None);
-    let all = match on_card() {
+    let all = match test_on_gpu() {
         true => on_one_device(
             &layout,
             std::time::Duration::from_secs(60),

@@ -2,6 +2,10 @@
 //! launches. With `FERROTRON_TEST_DEVICE=cuda` on one rank of the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::{skipped, test_on_gpu};
 use ferrotron_core::Result;
 use ferrotron_core::bench;
 use ferrotron_core::config::{Recipe, Resolved};
@@ -32,10 +36,6 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap_or_else(|e| panic!("{set:?}: {e}"))
 }
 
-fn card() -> bool {
-    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
-}
-
 fn on_ranks<T: Send>(
     layout: &str,
     set: &[&str],
@@ -44,7 +44,7 @@ fn on_ranks<T: Send>(
     let layout: RankLayout = layout.parse().unwrap();
     let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
     let resolved = recipe(&layout, set);
-    let make = || match card() {
+    let make = || match test_on_gpu() {
         true => Ok(Rank::cuda(0, 1, 1234, Instrumentation::default())?.0),
         false => Ok(Rank::cpu_instrumented(
             1,
@@ -77,8 +77,8 @@ fn made(layout: &str, set: &[&str], forget: bool) -> (Vec<[u64; 3]>, Vec<Logical
 }
 
 fn equal(layout: &str, set: &[&str]) {
-    if card() && layout != "tp=1" {
-        return;
+    if test_on_gpu() && layout != "tp=1" {
+        return skipped(&format!("{layout} on one GPU"));
     }
     let (left, found) = (made(layout, set, false), made(layout, set, true));
     assert_eq!(left.0, found.0, "{layout} {set:?}");
@@ -162,7 +162,7 @@ fn skipped_steps_keep_amax() {
 fn launches(set: &[&str]) -> impl Fn(&str) -> usize {
     let r = recipe(&"tp=1".parse().unwrap(), set);
     let watch = Instrumentation { kernel_times: true, ..Instrumentation::default() };
-    let rank = match card() {
+    let rank = match test_on_gpu() {
         true => Rank::cuda(0, 1, 1234, watch).unwrap().0,
         false => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
     };

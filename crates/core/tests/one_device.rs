@@ -1,6 +1,10 @@
 //! Several ranks on one device, each with its own streams: bit-equal to ranks with a device each.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::parity::{Outcome, first_step};
@@ -22,9 +26,9 @@ fn recipe(layout: &RankLayout) -> Resolved {
 /// With `FERROTRON_TEST_DEVICE=cuda`, the first GPU.
 fn device() -> Rank {
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
-    match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(home) if home == "cuda" => Rank::cuda(0, 1, 1234, watch).unwrap().0,
-        _ => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
+    match test_on_gpu() {
+        true => Rank::cuda(0, 1, 1234, watch).unwrap().0,
+        false => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
     }
 }
 

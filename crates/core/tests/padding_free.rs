@@ -2,6 +2,10 @@
 //! of samples in rows of their own, under every layout.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::Result;
 use ferrotron_core::config::{Packing, Recipe, Resolved, Truncation};
 use ferrotron_core::data::{Batches, Documents, IGNORE, Packed, Row, RowOptions};
@@ -205,11 +209,9 @@ fn step(text: &str, packing: Packing, set: &[&str]) -> Step {
     };
     let timeout = std::time::Duration::from_secs(60);
     // With `FERROTRON_TEST_DEVICE=cuda` all ranks share the first GPU.
-    let all = match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(device) if device == "cuda" => {
-            on_one_device(&layout, timeout, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work)
-        }
-        _ => {
+    let all = match test_on_gpu() {
+        true => on_one_device(&layout, timeout, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work),
+        false => {
             let make = || Ok(Rank::cpu_instrumented(1, 1234, watch)?);
             on_threads_with(&layout, timeout, Default::default(), make, work)
         }

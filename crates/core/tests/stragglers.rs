@@ -2,6 +2,10 @@
 //! `FERROTRON_TEST_DEVICE=cuda` also the sections of one rank on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+#[path = "../../../tests/support/device.rs"]
+mod device;
+
+use device::{skipped, test_on_gpu};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Event, Sections, Straggler};
@@ -119,8 +123,8 @@ fn nobody_is_named_in_500_even_steps() {
 
 #[test]
 fn a_gpu_s_sections_are_timed_by_events_and_slow_down() {
-    if !std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
-        return;
+    if !test_on_gpu() {
+        return skipped("not on a GPU");
     }
     let own = |percent: f64| {
         let (dir, r) = (tempfile::tempdir().unwrap(), recipe(30, &["train.cuda_graph=off"]));

@@ -1,7 +1,7 @@
 //! Commands of the documentation that need a GPU (`sh gpu`). On a host that has one, where scripts/gpu-check.sh runs this test, they
 //! are run as they stand; elsewhere they are only looked at.
 
-use super::{binary, pages, split};
+use super::{binary, device::test_on_gpu, pages, split};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ fn needs_more(line: &str) -> Option<&'static str> {
 
 #[test]
 fn commands_that_need_a_gpu() {
-    let has_gpu = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|device| device == "cuda");
+    let has_gpu = test_on_gpu();
     let dir = tempfile::tempdir().unwrap();
     let bin = dir.path().join("bin");
     std::fs::create_dir(&bin).unwrap();
@@ -36,6 +36,7 @@ fn commands_that_need_a_gpu() {
                 }
                 run += 1;
                 if !has_gpu {
+                    eprintln!("SKIPPED: {place}: not on a GPU");
                     continue;
                 }
                 let begin = Instant::now();

@@ -8,6 +8,9 @@ mod gpu;
 mod links;
 mod reference;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
 use std::path::{Path, PathBuf};
 
 /// The binary under test: `FERROTRON_BIN` if set, otherwise the one just built.

@@ -10,3 +10,6 @@ mod send_recv;
 mod support;
 mod trace;
 mod volumes;
+
+#[path = "../../../../tests/support/device.rs"]
+mod device;

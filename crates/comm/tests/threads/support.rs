@@ -1,5 +1,6 @@
 //! Ranks on threads, test values, and random delays.
 
+use crate::device::test_on_gpu;
 use ferrotron_comm::{ReduceKernel, ReduceKernels, World};
 use ferrotron_tensor::{
     Category, DType, Device, Element, Float, Instrumentation, Result, Stream, Tensor, Threads, bf16,
@@ -23,9 +24,9 @@ pub fn device() -> Device {
 /// The device under test with other instrumentation.
 pub fn instrumented_device(instrumentation: Instrumentation) -> Device {
     let threads = Threads::new(1).unwrap();
-    match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(home) if home == "cuda" => Device::cuda(0, threads, instrumentation).unwrap(),
-        _ => Device::cpu_instrumented(threads, instrumentation),
+    match test_on_gpu() {
+        true => Device::cuda(0, threads, instrumentation).unwrap(),
+        false => Device::cpu_instrumented(threads, instrumentation),
     }
 }
 

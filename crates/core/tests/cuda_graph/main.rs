@@ -7,6 +7,10 @@ mod decision;
 mod packed;
 mod replay;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::{skipped, test_on_gpu};
 use ferrotron_core::Result;
 use ferrotron_core::checkpoint::Item;
 use ferrotron_core::config::{Recipe, Resolved};
@@ -77,17 +81,16 @@ fn recipe(graph: &str, changes: &[&str]) -> Resolved {
 }
 
 /// Serializes tests: they measure free GPU memory.
-static CARD: Mutex<()> = Mutex::new(());
+static GPU: Mutex<()> = Mutex::new(());
 
 /// The first GPU, where tests use one.
 fn card() -> Option<(Rank, MutexGuard<'static, ()>)> {
-    match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(home) if home == "cuda" => {
-            let alone = CARD.lock().unwrap_or_else(PoisonError::into_inner);
-            Some((Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap().0, alone))
-        }
-        _ => None,
+    if !test_on_gpu() {
+        skipped("what needs a GPU");
+        return None;
     }
+    let alone = GPU.lock().unwrap_or_else(PoisonError::into_inner);
+    Some((Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap().0, alone))
 }
 
 /// Samples differ in tokens and in their number of labels.

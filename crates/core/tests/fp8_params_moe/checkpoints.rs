@@ -60,7 +60,7 @@ fn fp8_expert_weights_take_and_send_one_byte_per_element() {
     for scaling in SCALINGS {
         // Ranks on one GPU share its memory.
         let layouts = [("tp=1", 0), ("ep=2", 0), ("dp=2", 1)];
-        for (layout, zero) in layouts.into_iter().filter(|(l, _)| *l == "tp=1" || !on_card()) {
+        for (layout, zero) in layouts.into_iter().filter(|(l, _)| *l == "tp=1" || !test_on_gpu()) {
             let all = [true, false].map(|fp8_params| taken(layout, scaling, zero, fp8_params));
             for ([bytes, sent, stored], [numbers, before, _]) in all[0].iter().zip(&all[1]) {
                 // Scales, amax, and allocation rounding.

@@ -5,6 +5,10 @@
 mod bits;
 mod checkpoints;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::ranks::{on_one_device, on_threads};
@@ -62,10 +66,6 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap_or_else(|e| panic!("{set:?}: {e}"))
 }
 
-fn on_card() -> bool {
-    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
-}
-
 /// The results of `work` on every rank; on the CPU with the race checker.
 fn run<T: Send>(
     layout: &str,
@@ -77,7 +77,7 @@ fn run<T: Send>(
     let resolved = recipe(&layout, set);
     let layout = resolved.config.parallel.layout();
     let work = |rank| work(rank, resolved.clone());
-    let all = match on_card() {
+    let all = match test_on_gpu() {
         true => {
             let card = Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap().0;
             on_one_device(&layout, Duration::from_secs(60), &card, work)

@@ -10,6 +10,10 @@ mod details;
 mod matrix;
 mod steps;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
@@ -68,7 +72,7 @@ fn run<T: Send>(
     layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
 ) -> ferrotron_core::Result<T> {
-    let all = match matrix::on_a_card() {
+    let all = match test_on_gpu() {
         true => on_one_device(layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, Default::default())?.0, work)?,
         false => on_threads(layout, || Ok(Rank::cpu(1, 1234)?), work)?,
     };

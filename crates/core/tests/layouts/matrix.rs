@@ -73,7 +73,7 @@ impl Case {
             let gradients = vec![(TensorKind::Gradient, trainer.gradients()?)];
             Ok((Outcome { loss: Some(report.loss), lr: report.lr, tensors: gradients }, before))
         };
-        let all = if on_a_card() {
+        let all = if test_on_gpu() {
             on_one_device(&self.layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
         } else {
             on_threads(&self.layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)?
@@ -100,11 +100,6 @@ impl Case {
         }
         difference(&ours.tensors[0].1, &wanted.tensors[0].1, self.variant.bf16)
     }
-}
-
-/// Whether all ranks share one GPU.
-pub fn on_a_card() -> bool {
-    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
 
 /// Every case, in a fixed order.

@@ -16,6 +16,10 @@ mod pad_to_capacity;
 mod recompute;
 mod routing_replay;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batches, Row};
 use ferrotron_core::grid::{Grid, RankLayout};

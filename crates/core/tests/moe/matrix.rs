@@ -79,7 +79,7 @@ impl Case {
             let tables = trainer.expert_tables()?;
             Ok(Made { loss: report.loss, evaluation, gradients, tables })
         };
-        let all = if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+        let all = if test_on_gpu() {
             on_one_device(&layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
         } else {
             on_threads_with(

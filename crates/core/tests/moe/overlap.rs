@@ -39,7 +39,7 @@ fn make(text: &str, schedule: &str, set: &[&str]) -> Vec<Made> {
         tensors.extend(trainer.expert_tables()?);
         Ok(Made { reports, loads, tensors, sent })
     };
-    if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+    if test_on_gpu() {
         let rank = Rank::cuda(0, 1, 1234, watch).unwrap().0;
         return on_one_device(&at, DEFAULT_TIMEOUT, &rank, work).unwrap();
     }

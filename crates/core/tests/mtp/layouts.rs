@@ -23,16 +23,11 @@ fn step(layout: &RankLayout, set: &[&str]) -> Made {
         Ok(Made { report, gradients: trainer.gradients()?, evaluation })
     };
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
-    let all = match on_a_card() {
+    let all = match test_on_gpu() {
         true => on_one_device(layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work),
         false => on_threads(layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work),
     };
     all.unwrap().swap_remove(0)
-}
-
-/// Whether all ranks share one GPU.
-fn on_a_card() -> bool {
-    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
 
 fn same(what: &str, ours: &Made, wanted: &Made) {

@@ -5,6 +5,10 @@ mod layouts;
 mod reference;
 mod runs;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
 

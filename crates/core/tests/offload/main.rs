@@ -10,6 +10,10 @@ mod memory;
 mod optimizer;
 mod shards;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
@@ -82,7 +86,7 @@ fn run(resolved: &Resolved, steps: usize) -> ferrotron_core::Result<(Outcome, Ve
         Ok((Outcome { losses, tensors }, memory))
     };
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
-    let all = if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+    let all = if test_on_gpu() {
         on_one_device(&layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
     } else {
         on_threads(&layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)?

@@ -121,7 +121,7 @@ fn states(resolved: &Resolved, steps: usize) -> Vec<RankState> {
     };
     let layout = resolved.config.parallel.layout();
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
-    if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+    if test_on_gpu() {
         let rank = Rank::cuda(0, 2, 1234, watch).unwrap().0;
         return on_one_device(&layout, DEFAULT_TIMEOUT, &rank, work).unwrap();
     }

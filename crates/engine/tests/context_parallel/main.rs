@@ -7,6 +7,9 @@ mod ranks;
 mod tokens;
 mod variants;
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
 #[path = "../../../../tests/support/golden.rs"]
 mod golden;
 

@@ -1,5 +1,6 @@
 //! Ranks as threads, with the race checker on.
 
+use crate::device::test_on_gpu;
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GroupRank, Rank, Tokens};
@@ -14,13 +15,13 @@ use std::time::Duration;
 fn home() -> (Device, Arc<dyn Kernels>) {
     let (threads, watch) =
         (Threads::new(1).unwrap(), Instrumentation { race_check: true, ..Instrumentation::default() });
-    match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
-        Ok("cuda") => {
+    match test_on_gpu() {
+        true => {
             let device = Device::cuda(0, threads, watch).unwrap();
             let kernels = Arc::new(CudaKernels::load(&device).unwrap());
             (device, kernels)
         }
-        _ => (Device::cpu_instrumented(threads, watch), Arc::new(CpuKernels::detect())),
+        false => (Device::cpu_instrumented(threads, watch), Arc::new(CpuKernels::detect())),
     }
 }
 

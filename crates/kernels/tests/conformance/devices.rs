@@ -1,5 +1,9 @@
 //! Test devices, test values, and comparisons.
 
+#[path = "../../../../tests/support/device.rs"]
+mod device;
+
+use device::test_on_gpu;
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::cuda::CudaKernels;
@@ -23,7 +27,7 @@ pub struct TestDevice {
 /// Every device of this machine: each instruction-set level of the CPU, and a GPU where there is one.
 /// `FERROTRON_TEST_DEVICE=cuda` asks for the GPU alone and fails without it.
 pub fn devices() -> Vec<TestDevice> {
-    let gpu_only = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda");
+    let gpu_only = test_on_gpu();
     // A device per test: errors that kernels report asynchronously belong to the device they ran on.
     let threads = || Threads::new(2).unwrap();
     let gpu = match gpus() {
