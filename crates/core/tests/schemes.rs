@@ -9,6 +9,9 @@
 //! `FERROTRON_MATRIX_PART=K/N` part K of N. scripts/schemes.sh runs all parts.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "support/matrix.rs"]
+mod matrix_support;
+
 use ferrotron_core::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
@@ -16,6 +19,7 @@ use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{LogicalValues, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::Instrumentation;
+use matrix_support::selected;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Instant;
@@ -253,16 +257,6 @@ fn whole() -> Vec<Case> {
     out
 }
 
-/// A uniform sample by seed.
-fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize
-    };
-    (0..count.min(all.len())).map(|_| all.swap_remove(next() % all.len())).collect()
-}
-
 /// Results of cases, each computed once; only those of the last row are kept.
 #[derive(Default)]
 struct Results {
@@ -316,31 +310,26 @@ impl Results {
     }
 }
 
-/// `K/N`
+/// `FERROTRON_MATRIX_PART=K/N`, by default the only part.
 fn part() -> (usize, usize) {
-    let text = std::env::var("FERROTRON_MATRIX_PART").unwrap_or_default();
-    let parts = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
-    parts.unwrap_or((1, 1))
+    let Ok(text) = std::env::var("FERROTRON_MATRIX_PART") else { return (1, 1) };
+    let part = text.split_once('/').and_then(|(k, n)| Some((k.parse().ok()?, n.parse().ok()?)));
+    let (k, n) = part.expect("FERROTRON_MATRIX_PART is K/N");
+    assert!((1..=n).contains(&k), "there is no part {k} of {n}");
+    (k, n)
 }
 
 #[test]
 fn schemes_of_the_matrix_match() {
     let all = whole();
     assert!(all.len() >= 1500, "{}", all.len());
-    let seed = std::env::var("FERROTRON_MATRIX_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20261116);
-    let mut cases = match std::env::var("FERROTRON_MATRIX").unwrap_or_default().as_str() {
-        "whole" => all.clone(),
-        n => sample(all.clone(), n.parse().unwrap_or(60), seed),
-    };
-    if let Ok(text) = std::env::var("FERROTRON_MATRIX_ONLY") {
-        cases.retain(|c| c.name().contains(&text));
-    }
+    let mut cases = selected(all.clone(), 60, 20261116, Case::name);
     // Rows together, so that what schemes are compared with is computed once.
     let order = |c: &Case| all.iter().position(|x| x == c);
     cases.sort_by_cached_key(order);
     let (k, n) = part();
-    let each = cases.len().div_ceil(n.max(1)).next_multiple_of(SCHEMES.len());
-    let cases: Vec<Case> = cases.into_iter().skip((k.max(1) - 1) * each).take(each).collect();
+    let each = cases.len().div_ceil(n).next_multiple_of(SCHEMES.len());
+    let cases: Vec<Case> = cases.into_iter().skip((k - 1) * each).take(each).collect();
     let (begin, mut results, mut wrong) = (Instant::now(), Results::default(), Vec::new());
     for (i, case) in cases.iter().enumerate() {
         let what = results.check(*case).unwrap_or_else(Some);

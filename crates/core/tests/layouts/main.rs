@@ -1,7 +1,8 @@
 //! Every layout gives the one-rank result: loss, every gradient, evaluation, ten steps, checkpoints.
 //!
 //! The matrix of layouts is generated. By default a seeded sample of it runs; `FERROTRON_MATRIX=whole` runs all of it,
-//! `FERROTRON_MATRIX=N` a sample of N cases, `FERROTRON_MATRIX_SEED` another sample.
+//! `FERROTRON_MATRIX=N` a sample of N cases, `FERROTRON_MATRIX_SEED` another sample, `FERROTRON_MATRIX_ONLY=TEXT` cases whose
+//! name contains a text.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod attention;
@@ -13,12 +14,16 @@ mod steps;
 #[path = "../../../../tests/support/device.rs"]
 mod device;
 
+#[path = "../support/matrix.rs"]
+mod matrix_support;
+
 use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
+use matrix_support::{difference, layout, one, selected};
 
 /// GQA, some biases, a vocabulary and a layer count that no layout divides.
 const MODEL: &str = "
@@ -58,15 +63,6 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap()
 }
 
-fn one() -> RankLayout {
-    RankLayout { dp: Some(1), ..RankLayout::default() }
-}
-
-fn layout(text: &str) -> RankLayout {
-    let layout: RankLayout = text.parse().unwrap();
-    RankLayout { dp: layout.dp.or(Some(1)), ..layout }
-}
-
 /// The result of `work` on the first rank.
 fn run<T: Send>(
     layout: &RankLayout,
@@ -77,38 +73,4 @@ fn run<T: Send>(
         false => on_threads(layout, || Ok(Rank::cpu(1, 1234)?), work)?,
     };
     Ok(all.into_iter().next().unwrap())
-}
-
-fn largest(x: &[f32]) -> f64 {
-    x.iter().fold(0.0, |m, v| m.max(f64::from(v.abs())))
-}
-
-/// The first tensor out of tolerance: f32 elementwise within 1e-5 of the largest value, bf16 within 1e-2 in l2 norm.
-fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
-    if ours.len() != wanted.len() {
-        return Some(format!("{} tensors instead of {}", ours.len(), wanted.len()));
-    }
-    for (o, w) in ours.iter().zip(wanted) {
-        if (&o.name, &o.shape) != (&w.name, &w.shape) || o.values.len() != w.values.len() {
-            return Some(format!("{} {:?} where {} {:?} belongs", o.name, o.shape, w.name, w.shape));
-        }
-        let pairs = || o.values.iter().zip(&w.values).map(|(a, b)| f64::from(a - b));
-        if bf16 {
-            let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
-            let (apart, size) = (norm(&mut pairs()), norm(&mut w.values.iter().map(|v| f64::from(*v))));
-            if apart.is_nan() || apart > 1e-2 * size + 1e-6 {
-                return Some(format!("{}: {apart:.2e} of {size:.2e} apart", o.name));
-            }
-        } else {
-            let room = 1e-5 * largest(&w.values) + 1e-7;
-            if let Some((i, d)) = pairs().enumerate().find(|(_, d)| d.is_nan() || d.abs() > room) {
-                let (a, b) = (o.values[i], w.values[i]);
-                return Some(format!(
-                    "{} [{i}]: {a} instead of {b}, {d:.1e} where {room:.1e} is allowed",
-                    o.name
-                ));
-            }
-        }
-    }
-    None
 }

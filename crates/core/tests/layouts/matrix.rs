@@ -133,29 +133,11 @@ fn whole() -> Vec<Case> {
     out
 }
 
-/// A uniform sample by seed.
-fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize
-    };
-    (0..count.min(all.len())).map(|_| all.swap_remove(next() % all.len())).collect()
-}
-
 #[test]
 fn loss_and_gradients_of_the_matrix_match_one_rank() {
     let all = whole();
     let total = all.len();
-    let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
-    let seed = std::env::var("FERROTRON_MATRIX_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20261115);
-    let mut cases = match wanted.as_str() {
-        "whole" => all,
-        n => sample(all, n.parse().unwrap_or(160), seed),
-    };
-    if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
-        cases.retain(|c| c.name().contains(&part));
-    }
+    let mut cases = selected(all, 160, 20261115, Case::name);
     // Cheap cases first, so that errors show early.
     cases.sort_by_key(|c| c.layout.world().unwrap());
     let begin = Instant::now();

@@ -19,6 +19,9 @@ mod routing_replay;
 #[path = "../../../../tests/support/device.rs"]
 mod device;
 
+#[path = "../support/matrix.rs"]
+mod matrix_support;
+
 use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batches, Row};
@@ -26,6 +29,7 @@ use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
+use matrix_support::{layout, one, selected};
 
 /// GQA, a dense first layer, an expert count that every layout of the matrix divides.
 const MODEL: &str = "
@@ -81,12 +85,6 @@ fn recipe(layout: &RankLayout, set: &[String]) -> (Resolved, RankLayout) {
     (resolved, layout)
 }
 
-/// Parses a layout.
-fn layout(text: &str) -> RankLayout {
-    let layout: RankLayout = text.parse().unwrap();
-    RankLayout { dp: layout.dp.or(Some(1)), ..layout }
-}
-
 /// The results of `work` on every rank, under a short collective timeout.
 fn run<T: Send>(
     layout: &RankLayout,
@@ -99,11 +97,6 @@ fn run<T: Send>(
 /// Recipe keys as pairs.
 fn keys(list: &[&str]) -> Vec<String> {
     list.iter().map(|s| s.to_string()).collect()
-}
-
-/// One rank.
-fn one() -> RankLayout {
-    RankLayout { dp: Some(1), ..RankLayout::default() }
 }
 
 /// Stacks the matrices of a layer's experts: with a few tokens per expert, single experts have large relative rounding.
@@ -122,40 +115,12 @@ fn stacked(all: &[LogicalValues]) -> Vec<LogicalValues> {
     out
 }
 
-fn largest(x: &[f32]) -> f64 {
-    x.iter().fold(0.0, |m, v| m.max(f64::from(v.abs())))
-}
-
-/// The first tensor out of tolerance: f32 elementwise within 1e-5 of the largest value, bf16 within 1e-2 in l2 norm.
+/// The first tensor out of tolerance; in bf16 the experts of a layer count as one tensor.
 fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
-    if ours.len() != wanted.len() {
-        return Some(format!("{} tensors instead of {}", ours.len(), wanted.len()));
+    match bf16 {
+        true => matrix_support::difference(&stacked(ours), &stacked(wanted), true),
+        false => matrix_support::difference(ours, wanted, false),
     }
-    let (ours, wanted) =
-        if bf16 { (stacked(ours), stacked(wanted)) } else { (ours.to_vec(), wanted.to_vec()) };
-    for (o, w) in ours.iter().zip(&wanted) {
-        if (&o.name, &o.shape) != (&w.name, &w.shape) || o.values.len() != w.values.len() {
-            return Some(format!("{} {:?} where {} {:?} belongs", o.name, o.shape, w.name, w.shape));
-        }
-        let pairs = || o.values.iter().zip(&w.values).map(|(a, b)| f64::from(a - b));
-        if bf16 {
-            let norm = |x: &mut dyn Iterator<Item = f64>| x.map(|v| v * v).sum::<f64>().sqrt();
-            let (apart, size) = (norm(&mut pairs()), norm(&mut w.values.iter().map(|v| f64::from(*v))));
-            if apart.is_nan() || apart > 1e-2 * size + 1e-6 {
-                return Some(format!("{}: {apart:.2e} of {size:.2e} apart", o.name));
-            }
-        } else {
-            let room = 1e-5 * largest(&w.values) + 1e-7;
-            if let Some((i, d)) = pairs().enumerate().find(|(_, d)| d.is_nan() || d.abs() > room) {
-                let (a, b) = (o.values[i], w.values[i]);
-                return Some(format!(
-                    "{} [{i}]: {a} instead of {b}, {d:.1e} where {room:.1e} is allowed",
-                    o.name
-                ));
-            }
-        }
-    }
-    None
 }
 
 /// Fixed token ids: routing may depend on the last bit of a logit, so compared runs use data of their own.

@@ -13,6 +13,9 @@ mod shards;
 #[path = "../../../../tests/support/device.rs"]
 mod device;
 
+#[path = "../support/matrix.rs"]
+mod matrix_support;
+
 use device::test_on_gpu;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
@@ -20,6 +23,7 @@ use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Instrumentation, MemoryReport};
+use matrix_support::selected;
 
 const MODEL: &str = "
 [model]

@@ -146,29 +146,11 @@ fn whole() -> Vec<Case> {
     (0..count).map(case).filter(Case::is_legal).collect()
 }
 
-/// A uniform sample by seed.
-fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
-    let mut state = seed;
-    let mut next = || {
-        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
-        (state >> 33) as usize
-    };
-    (0..count.min(all.len())).map(|_| all.swap_remove(next() % all.len())).collect()
-}
-
 #[test]
 fn no_bit_of_the_matrix_changes() {
     let all = whole();
     let total = all.len();
-    let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
-    let seed = std::env::var("FERROTRON_MATRIX_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20261116);
-    let mut cases = match wanted.as_str() {
-        "whole" => all,
-        n => sample(all, n.parse().unwrap_or(60), seed),
-    };
-    if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
-        cases.retain(|c| c.name().contains(&part));
-    }
+    let mut cases = selected(all, 60, 20261116, Case::name);
     // Cases that share a run without offloading follow each other.
     cases.sort_by_key(Case::without);
     let begin = Instant::now();
