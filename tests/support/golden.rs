@@ -62,6 +62,11 @@ pub fn sets() -> Vec<PathBuf> {
     sets
 }
 
+/// The repository's own model of that name: a fixture of tests that need one model, whatever sets `FERROTRON_GOLDEN` names.
+pub fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/hf").join(name)
+}
+
 /// The folders in a folder, sorted.
 pub fn folders(dir: &Path) -> Vec<PathBuf> {
     let mut found: Vec<PathBuf> = std::fs::read_dir(dir)

@@ -1,16 +1,18 @@
 //! Reading the newest checkpoint of a run that saves and deletes checkpoints meanwhile.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
 
+#[path = "../../../tests/support/golden.rs"]
+mod golden;
+
 use ferrotron_bridge::{HfCheckpoint, Weights};
 use ferrotron_core::checkpoint::{Item, Saver, Snapshot};
 use ferrotron_core::train::{CHECKPOINTS, weights_only};
 use ferrotron_tensor::DType;
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 #[test]
 fn a_checkpoint_is_read_whole_though_it_is_deleted_meanwhile() {
-    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/hf/qwen2");
+    let golden = golden::fixture("qwen2");
     let model = HfCheckpoint::open(&golden).unwrap();
     let item = |t: &ferrotron_bridge::LogicalTensor| {
         let bytes = model.read(&t.name, DType::F32).unwrap();

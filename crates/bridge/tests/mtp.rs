@@ -17,7 +17,7 @@ type Tensors = BTreeMap<String, (Vec<usize>, Vec<u8>)>;
 
 /// A model of three layers, the last of them an MoE layer.
 fn golden() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden/hf/deepseek_v3")
+    support::golden::fixture("deepseek_v3")
 }
 
 fn read(path: &Path) -> Tensors {

@@ -7,17 +7,11 @@ mod golden;
 mod support;
 
 use ferrotron_core::data::{IndexedWriter, TokenType};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use support::soak::rounds;
 use support::{
     Finished, SeededRng, assert_no_internals, assert_one_sentence_error, copy, files, recipe, run,
 };
-
-/// The folder of a golden model of this type.
-fn golden(model_type: &str) -> PathBuf {
-    let found = golden::HfModel::all().into_iter().find(|m| m.model_type == model_type);
-    found.unwrap_or_else(|| panic!("no golden model of type {model_type}")).dir
-}
 
 /// A corruption may turn a value into another valid one (a weight, a token), and the command may succeed; a truncated
 /// file must fail.
@@ -86,7 +80,7 @@ fn a_damaged_log_is_no_reason_to_stop() {
 fn a_damaged_model_folder_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let (model, output) = (dir.path().join("model"), dir.path().join("out.safetensors"));
-    copy(&golden("qwen3"), &model);
+    copy(&golden::fixture("qwen3"), &model);
     let args = ["forward", "--backward", "--model", model.to_str().unwrap(), "--input"];
     let input = model.join("expected.safetensors");
     let args = [&args[..], &[input.to_str().unwrap(), "--output", output.to_str().unwrap()]].concat();
@@ -181,7 +175,7 @@ fn missing_and_misplaced_files_are_named() {
     let at = |name: &str| dir.path().join(name).to_str().unwrap().to_string();
     let recipe = recipe(dir.path(), 2, "").to_str().unwrap().to_string();
     let model = at("model");
-    copy(&golden("qwen3"), Path::new(&model));
+    copy(&golden::fixture("qwen3"), Path::new(&model));
     let input = format!("{model}/expected.safetensors");
     std::fs::create_dir(at("folder")).unwrap();
     std::fs::write(at("empty"), "").unwrap();

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 /// A folder with a copy of a golden model in `model` and its input in `input.safetensors`.
 fn model() -> (tempfile::TempDir, PathBuf, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
-    let golden = golden::HfModel::all().into_iter().find(|m| m.dir.ends_with("qwen2")).unwrap().dir;
+    let golden = golden::fixture("qwen2");
     let (model, input) = (dir.path().join("model"), dir.path().join("input.safetensors"));
     fs::create_dir(&model).unwrap();
     for name in ["config.json", "model.safetensors"] {
