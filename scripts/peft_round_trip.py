@@ -2,7 +2,7 @@
 """Adapters that travel between PEFT and this program: tiny models of several families with random adapters.
 
 Usage: peft_round_trip.py FERROTRON WORK          checks both directions with the installed transformers and peft
-       peft_round_trip.py --golden DIR            writes a tiny base model, its adapters and PEFT's logits for the tests"""
+       peft_round_trip.py --golden DIR            writes tiny base models, their adapters and PEFT's logits for the tests (tests/peft)"""
 import json, os, pathlib, subprocess, sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"
