@@ -28,10 +28,6 @@ fn write(dir: &Path, config: &Value, tensors: &Tensors) {
     w.finish().unwrap();
 }
 
-fn bytes(dice: &mut SeededRng, n: usize) -> Vec<u8> {
-    (0..n).map(|_| dice.next() as u8).collect()
-}
-
 fn plain(dice: &mut SeededRng, shape: &[usize]) -> (FileDType, Vec<usize>, Vec<u8>) {
     let value = |_| (dice.next() as f64 / 2f64.powi(63) - 1.0) as f32;
     let data = (0..shape.iter().product()).map(value).flat_map(f32::to_le_bytes).collect();
@@ -69,7 +65,7 @@ fn deepseek(dir: &Path, change: impl Fn(&mut Value, &mut Tensors)) -> Tensors {
             tensors.insert(t.name, plain(&mut dice, &t.shape));
             continue;
         }
-        let codes = bytes(&mut dice, t.shape.iter().product()).into_iter();
+        let codes = dice.bytes(t.shape.iter().product()).into_iter();
         let codes = codes.map(|c| if c & 0x7f == 0x7f { 0 } else { c }).collect();
         let blocks = [t.shape[0].div_ceil(20), t.shape[1].div_ceil(16)];
         tensors.insert(format!("{}_scale_inv", t.name), plain(&mut dice, &blocks));
@@ -165,8 +161,8 @@ fn gpt_oss(dir: &Path, change: impl Fn(&mut Tensors)) -> Tensors {
         if t.name.ends_with("_proj") {
             // Decoded they are [E, out, in].
             let (rows, groups) = (t.shape[2], t.shape[1] / 32);
-            let codes = bytes(&mut dice, E * rows * groups * 16);
-            let scales = bytes(&mut dice, E * rows * groups).iter().map(|b| 100 + b % 60).collect();
+            let codes = dice.bytes(E * rows * groups * 16);
+            let scales = dice.bytes(E * rows * groups).iter().map(|b| 100 + b % 60).collect();
             tensors.insert(format!("{}_blocks", t.name), (FileDType::U8, vec![E, rows, groups, 16], codes));
             tensors.insert(format!("{}_scales", t.name), (FileDType::U8, vec![E, rows, groups], scales));
         } else {

@@ -1,25 +1,15 @@
 //! CPU GEMM against f64, on every instruction-set level of this machine.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/rng.rs"]
+mod rng;
+
 use ferrotron_kernels::cpu::gemm::{Epilogue, GemmShape, gemm_bf16, gemm_f32};
 use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{Float, Threads, bf16};
-
-/// SplitMix64.
-struct Random(u64);
+use rng::SeededRng as Random;
 
 impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
     /// Uniform in -1..1.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0

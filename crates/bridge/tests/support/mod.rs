@@ -6,6 +6,11 @@ use std::path::{Path, PathBuf};
 #[path = "../../../../tests/support/golden.rs"]
 pub mod golden;
 
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
+
+pub use rng::SeededRng;
+
 /// The golden models of all sets: (folder, model type).
 pub fn cases() -> Vec<(PathBuf, String)> {
     golden::HfModel::all().into_iter().map(|m| (m.dir, m.model_type)).collect()
@@ -16,22 +21,7 @@ pub fn covered() -> Vec<PathBuf> {
     cases().into_iter().map(|(dir, _)| dir).collect()
 }
 
-/// A small generator for seeded tests (SplitMix64).
-pub struct SeededRng(pub u64);
-
 impl SeededRng {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-
     /// One corruption to a file: flipped, cut, repeated, removed or overwritten bytes, or another number.
     pub fn corrupt(&mut self, good: &[u8]) -> Vec<u8> {
         let mut bad = good.to_vec();

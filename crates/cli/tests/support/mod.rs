@@ -18,6 +18,11 @@ const LIMIT: Duration = Duration::from_secs(120);
 #[path = "../../../../tests/support/soak.rs"]
 pub mod soak;
 
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
+
+pub use rng::SeededRng;
+
 /// A recipe on the built-in corpus; `more` is appended.
 pub fn recipe(dir: &Path, steps: usize, more: &str) -> PathBuf {
     let text = format!(
@@ -139,27 +144,13 @@ pub fn losses(run: &Path) -> Vec<(u64, String)> {
         .collect()
 }
 
-/// A seeded generator (SplitMix64).
-pub struct SeededRng(pub u64);
-
 impl SeededRng {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-
     /// Corrupts bytes: flips a bit, truncates, inserts, removes or overwrites; also returns what it did.
     pub fn corrupt(&mut self, good: &[u8]) -> (&'static str, Vec<u8>) {
         let mut bad = good.to_vec();
         let at = self.below(good.len());
-        let piece: Vec<u8> = (0..1 + self.below(16)).map(|_| self.next() as u8).collect();
+        let n = 1 + self.below(16);
+        let piece = self.bytes(n);
         let what = match self.below(7) {
             0 | 1 => {
                 bad[at] ^= 1 << self.below(8);

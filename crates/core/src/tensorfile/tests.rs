@@ -6,23 +6,10 @@ use safetensors::{Dtype, SafeTensors, tensor::TensorView};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-/// SplitMix64.
-pub(crate) struct SeededRng(pub u64);
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
 
-impl SeededRng {
-    pub(crate) fn roll(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-    pub(crate) fn below(&mut self, n: usize) -> usize {
-        (self.roll() % n as u64) as usize
-    }
-    pub(crate) fn bytes(&mut self, n: usize) -> Vec<u8> {
-        (0..n).map(|_| self.roll() as u8).collect()
-    }
-}
+pub(crate) use rng::SeededRng;
 
 type Sample = Vec<(TensorDecl, Vec<u8>)>;
 

@@ -1,26 +1,23 @@
 //! Test values, f64 references and comparisons.
 
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
+
 use ferrotron_engine::{
     Declarations, GradBuffer, LmHead, LmHeadConfig, ParamId, ParamKind, ParamSpec, Params, Rank, Saved,
     SavedTensor, StepContext, StepState, WeightGrad,
 };
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
+use rng::SeededRng;
 
 /// The dtypes modules compute in.
 pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Values in (-1, 1) from a seed (SplitMix64).
+/// Values in (-1, 1) from a seed.
 pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x5851_f42d_4c95_7f2d;
-    let mut draw = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) as f64 / 2f64.powi(63) - 1.0
-    };
-    (0..n).map(|_| draw()).collect()
+    let mut rng = SeededRng(seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x5851_f42d_4c95_7f2d);
+    (0..n).map(|_| rng.uniform()).collect()
 }
 
 /// Values rounded to the dtype.

@@ -6,3 +6,6 @@ mod hostile;
 mod launch;
 mod oracle;
 mod sweep;
+
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;

@@ -1,27 +1,14 @@
 //! Every option, size, layout, instruction-set level and dtype against the f64 reference, over seeded random problems.
 
+pub use crate::rng::SeededRng as Random;
+
 use crate::launch::{Layout, UNTOUCHED, compare, launch, lse_strides, rounded};
 use crate::oracle::{Answer, Dense, Inputs, attention};
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 use ferrotron_tensor::{Float, Threads, bf16};
 
-/// SplitMix64.
-pub struct Random(pub u64);
-
 impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-
     pub fn pick<X: Copy>(&mut self, from: &[X]) -> X {
         from[self.below(from.len())]
     }

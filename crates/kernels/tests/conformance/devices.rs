@@ -3,6 +3,9 @@
 #[path = "../../../../tests/support/device.rs"]
 mod device;
 
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
+
 use device::test_on_gpu;
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
@@ -10,6 +13,7 @@ use ferrotron_kernels::cuda::CudaKernels;
 use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Result, Stream, Tensor, Threads, bf16, f16, gpus,
 };
+use rng::SeededRng;
 
 /// The types every kernel must take.
 pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
@@ -158,15 +162,8 @@ impl TestDevice {
 
 /// Random values in (-1, 1), rounded to the dtype.
 pub fn numbers(dtype: DType, seed: u64, n: usize) -> Vec<f64> {
-    let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x1234_5678_9abc_def1;
-    let mut draw = || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (z ^ (z >> 31)) as f64 / 2f64.powi(63) - 1.0
-    };
-    (0..n).map(|_| rounded(dtype, draw())).collect()
+    let mut rng = SeededRng(seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x1234_5678_9abc_def1);
+    (0..n).map(|_| rounded(dtype, rng.uniform())).collect()
 }
 
 pub fn rounded(dtype: DType, x: f64) -> f64 {

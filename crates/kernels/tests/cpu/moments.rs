@@ -41,7 +41,7 @@ fn check<F: Format>() {
     let all = magnitudes::<F>();
     let mut random = Random(5);
     for round in 0..3000 {
-        let top = f32::from_bits((random.bits() as u32) & 0x7fff_ffff);
+        let top = f32::from_bits((random.next() as u32) & 0x7fff_ffff);
         if !(1e-25..1e30).contains(&top) {
             continue;
         }
@@ -63,7 +63,7 @@ fn check<F: Format>() {
             let tie = (y - low) == (high - y);
             assert!(near == nearest || (tie && near == high), "{x} in {top}: {near} instead of {nearest}");
             // Any random bits give one of the two neighbours; representable values stay unchanged.
-            let got = value(pack::<F>(x, scale.inverse(), random.bits() as u32));
+            let got = value(pack::<F>(x, scale.inverse(), random.next() as u32));
             let kept = F::ABOVE_ZERO && low == 0.0 && x > 0.0;
             assert!(
                 got == low || (got == high && y > low) || (kept && got == all[1]),
@@ -103,7 +103,7 @@ fn stochastic_rounding_is_unbiased() {
         let (mut first, mut second) = (0.0, 0.0);
         for i in 0..n {
             let (p, m) =
-                (f32::from_bits(0x3c00_0000 + (random.bits() as u32 >> 9)), x * (1.0 + i as f32 * 1e-7));
+                (f32::from_bits(0x3c00_0000 + (random.next() as u32 >> 9)), x * (1.0 + i as f32 * 1e-7));
             let d = random_bits(seed((i % 7) as f32), p, m);
             first += f64::from(unpack::<FirstMoment8>(
                 pack::<FirstMoment8>(x, Scale::of::<FirstMoment8>(1.5).inverse(), d),

@@ -1,5 +1,10 @@
 //! Random inputs, comparisons, and the contexts that tests run in.
 
+#[path = "../../../../tests/support/rng.rs"]
+mod rng;
+
+pub use rng::SeededRng as Random;
+
 use ferrotron_kernels::cpu::{CpuContext, Isa};
 use ferrotron_tensor::{DType, Float, Threads};
 
@@ -31,25 +36,10 @@ pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(CpuContext<'_>) -> 
     Isa::all().into_iter().map(of).collect()
 }
 
-/// SplitMix64.
-pub struct Random(pub u64);
-
 impl Random {
-    pub fn bits(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, n: usize) -> usize {
-        (self.bits() % n as u64) as usize
-    }
-
     /// Approximately normal.
     pub fn normal(&mut self) -> f32 {
-        (0..4).map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
+        (0..4).map(|_| (self.next() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
     }
 
     pub fn vec<T: Float>(&mut self, n: usize, scale: f32) -> Vec<T> {

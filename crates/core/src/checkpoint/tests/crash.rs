@@ -73,7 +73,7 @@ fn a_run_killed_at_random_times_ends_with_the_same_bytes() {
     let (mut half_written, mut finished) = (0, 0);
     for _ in 0..60 {
         let mut running = child(&killed);
-        std::thread::sleep(Duration::from_micros(rng.roll() % 60_000));
+        std::thread::sleep(Duration::from_micros(rng.next() % 60_000));
         running.kill().unwrap(); // SIGKILL
         let status = running.wait().unwrap();
         if killed.exists() {

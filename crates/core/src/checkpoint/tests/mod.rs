@@ -32,7 +32,7 @@ fn snapshot(step: u64, seed: u64) -> Snapshot {
     }
     let state = json!({
         "data": {"consumed": 3 * step, "epoch": 0},
-        "rng": [u64::MAX, rng.roll(), 0],
+        "rng": [u64::MAX, rng.next(), 0],
         "lr": 1.0 / 3.0 + seed as f64,
         "tiny": 5e-324,
         "loss_scale": 0.1 + 0.2,
