@@ -3,12 +3,12 @@
 
 use super::lora::{CASES, merged, policy, setup};
 use super::support::*;
-use super::tensor_parallel::{check, join_columns, join_rows, local_columns, local_rows};
+use super::tensor_parallel::{check, run_linear};
 use super::{linear, mlp};
 use ferrotron_engine::lora::{LoraPolicy, row_norms};
 use ferrotron_engine::{Declarations, Linear, Mlp, MlpConfig, Rank, Recompute, Split, StepContext};
 use ferrotron_kernels::Act;
-use ferrotron_tensor::{DType, Tensor};
+use ferrotron_tensor::DType;
 
 fn dora(targets: &[&str], fused: bool, scale: f32) -> LoraPolicy {
     LoraPolicy { dora: true, ..policy(targets, fused, scale) }
@@ -123,20 +123,7 @@ fn linear_over_ranks_matches_the_reference() {
                 };
                 let what = format!("DoRA {split:?}, fused {fused}, frozen {frozen}");
                 check(&what, &s, (&xs, &dys), &twin, build, |s, linear| {
-                    let p = &s.pass();
-                    let own = |columns: bool, v: &[f64], n| match columns {
-                        true => local_columns(s, v, n),
-                        false => local_rows(s, v, n),
-                    };
-                    let join = |columns: bool, t: &Tensor| match columns {
-                        true => join_columns(s, t),
-                        false => join_rows(s, t),
-                    };
-                    let inside = matches!(split, Split::Columns { .. });
-                    let outside = matches!(split, Split::Rows { .. });
-                    let (y, saved) = linear.forward(p, &own(inside, &xs, input)).unwrap();
-                    let (dx, grads) = linear.backward(p, saved, &own(outside, &dys, out)).unwrap();
-                    (join(outside, &y), join(inside, &dx), grads)
+                    run_linear(s, linear, split, (&xs, input), (&dys, out))
                 });
             }
         }

@@ -135,6 +135,31 @@ pub fn check<M>(
     }
 }
 
+/// Output, input gradient and weight gradient of a parallel linear layer for `xs` and the output gradient `dys`, each with its
+/// width.
+pub fn run_linear(
+    s: &Setup,
+    linear: &Linear,
+    split: Split,
+    (xs, input): (&[f64], usize),
+    (dys, out): (&[f64], usize),
+) -> (Vec<f64>, Vec<f64>, WeightGrad) {
+    let p = &s.pass();
+    let own = |columns: bool, v: &[f64], n| match columns {
+        true => local_columns(s, v, n),
+        false => local_rows(s, v, n),
+    };
+    let join = |columns: bool, t: &Tensor| match columns {
+        true => join_columns(s, t),
+        false => join_rows(s, t),
+    };
+    let inside = matches!(split, Split::Columns { .. });
+    let outside = matches!(split, Split::Rows { .. });
+    let (y, saved) = linear.forward(p, &own(inside, xs, input)).unwrap();
+    let (dx, grads) = linear.backward(p, saved, &own(outside, dys, out)).unwrap();
+    (join(outside, &y), join(inside, &dx), grads)
+}
+
 #[test]
 fn linear_over_ranks_matches_the_reference() {
     for dtype in DTYPES {
@@ -150,20 +175,7 @@ fn linear_over_ranks_matches_the_reference() {
                 let twin = |a: &[Vec<f64>]| linear::reference(&a[0], &a[1], a.get(2).map(|b| &b[..]), out);
                 let what = format!("linear {tokens}x{input}->{out} {split:?}");
                 check(&what, &s, (&xs, &dys), &twin, build, |s, linear| {
-                    let p = &s.pass();
-                    let own = |columns: bool, v: &[f64], n| match columns {
-                        true => local_columns(s, v, n),
-                        false => local_rows(s, v, n),
-                    };
-                    let join = |columns: bool, t: &Tensor| match columns {
-                        true => join_columns(s, t),
-                        false => join_rows(s, t),
-                    };
-                    let inside = matches!(split, Split::Columns { .. });
-                    let outside = matches!(split, Split::Rows { .. });
-                    let (y, saved) = linear.forward(p, &own(inside, &xs, input)).unwrap();
-                    let (dx, grads) = linear.backward(p, saved, &own(outside, &dys, out)).unwrap();
-                    (join(outside, &y), join(inside, &dx), grads)
+                    run_linear(s, linear, split, (&xs, input), (&dys, out))
                 });
             }
         }
