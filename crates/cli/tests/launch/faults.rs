@@ -2,8 +2,8 @@
 //! named within the timeout, every rank exits with an error, and the run resumes from the newest checkpoint to the same
 //! bits.
 
-use super::support::{files, losses, run};
-use super::{mpi, recipe, text};
+use super::support::{files, run};
+use super::{Scene, mpi, signal, text};
 use ferrotron_comm::ReduceOp;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::source;
@@ -14,11 +14,9 @@ use ferrotron_core::train::{Observer, Run};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, DType};
 use std::cell::Cell;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
-const STEPS: usize = 60;
 /// `--timeout` of the ranks.
 const TIMEOUT: u64 = 3;
 /// Seconds after the timeout for error messages and for `mpirun` to end all ranks.
@@ -28,46 +26,17 @@ const BAD: usize = 2;
 /// Its last good step.
 const GOOD: u64 = 7;
 
-/// A run folder, and how the run would have ended.
-struct Scene {
-    dir: tempfile::TempDir,
-    recipe: PathBuf,
-}
-
 impl Scene {
-    fn new() -> Scene {
-        let dir = tempfile::tempdir().unwrap();
-        let recipe = recipe(dir.path(), STEPS);
-        Scene { dir, recipe }
-    }
-
-    fn out(&self) -> PathBuf {
-        self.dir.path().join("run")
-    }
-
-    fn train(&self) -> mpi::Job {
-        self.train_under(&[])
+    fn mpirun(&self) -> mpi::Job {
+        self.mpirun_with(&[])
     }
 
     /// With options of `mpirun`.
-    fn train_under(&self, options: &[&str]) -> mpi::Job {
+    fn mpirun_with(&self, options: &[&str]) -> mpi::Job {
         let timeout = TIMEOUT.to_string();
         let out = self.out();
         let args = ["train", text(&self.recipe), "--out", text(&out), "--timeout", &timeout];
         mpi::ferrotron(4, options, &[&args[..], &["--set", "parallel.tp=2"]].concat())
-    }
-
-    /// Waits until the run has made some steps.
-    fn under_way(&self) {
-        let (log, start) = (self.out().join("events.jsonl"), Instant::now());
-        let steps = || {
-            let text = std::fs::read_to_string(&log).unwrap_or_default();
-            text.lines().filter(|l| l.contains("\"kind\":\"step\"")).count()
-        };
-        while steps() < GOOD as usize {
-            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 
     /// It ended badly, in time; going on from there ends as an undisturbed run does.
@@ -77,21 +46,14 @@ impl Scene {
         assert!(!o.text.contains("panicked"), "{}", o.text);
         let stood = files(&self.out().join("checkpoints"));
         assert!(!stood.is_empty());
-        let after = self.train().wait(Duration::from_secs(120)).succeeded();
+        let after = self.mpirun().wait(Duration::from_secs(120)).succeeded();
         assert!(after.err[0].contains("resuming"), "{}", after.text);
         let whole = self.dir.path().join("whole");
         let args = ["train", text(&self.recipe), "--out", text(&whole), "--set", "parallel.tp=2"];
         let e = run(&[&args[..], &["--ranks", "4", "--device", "cpu"]].concat());
         assert_eq!(e.code, Some(0), "{}", e.err);
-        assert_eq!(losses(&self.out()), losses(&whole));
-        assert_eq!(losses(&whole).len(), STEPS);
-        let [a, b] = [self.out(), whole].map(|d| files(&d.join("checkpoints")));
-        assert!(a == b, "the last checkpoints differ");
+        self.equals(&whole);
     }
-}
-
-fn signal(name: &str, pid: u32) {
-    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
 }
 
 #[test]
@@ -100,8 +62,8 @@ fn a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint() {
         return;
     }
     let scene = Scene::new();
-    let job = scene.train();
-    scene.under_way();
+    let job = scene.mpirun();
+    scene.wait_for_steps(GOOD as usize);
     let begin = Instant::now();
     signal("-KILL", job.process(BAD));
     let o = job.wait(Duration::from_secs(90));
@@ -118,8 +80,8 @@ fn a_killed_rank_is_named_by_those_that_are_given_the_time() {
         return;
     }
     let scene = Scene::new();
-    let job = scene.train_under(&["--enable-recovery"]);
-    scene.under_way();
+    let job = scene.mpirun_with(&["--enable-recovery"]);
+    scene.wait_for_steps(GOOD as usize);
     let begin = Instant::now();
     signal("-KILL", job.process(BAD));
     let o = job.wait(Duration::from_secs(90));
@@ -135,8 +97,8 @@ fn a_rank_that_stands_still_is_named_by_every_other() {
         return;
     }
     let scene = Scene::new();
-    let job = scene.train();
-    scene.under_way();
+    let job = scene.mpirun();
+    scene.wait_for_steps(GOOD as usize);
     let begin = Instant::now();
     signal("-STOP", job.process(BAD));
     let o = job.wait(Duration::from_secs(90));

@@ -12,6 +12,9 @@ mod saves;
 mod support;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+use support::{files, losses};
 
 /// A recipe that every layout of four ranks can split: grouped-query attention, a vocabulary that none divides.
 fn recipe(dir: &Path, steps: usize) -> PathBuf {
@@ -29,4 +32,50 @@ fn recipe(dir: &Path, steps: usize) -> PathBuf {
 
 fn text(path: &Path) -> &str {
     path.to_str().unwrap()
+}
+
+/// Steps of the run of a [`Scene`].
+const STEPS: usize = 60;
+
+/// A run folder and its recipe.
+struct Scene {
+    dir: tempfile::TempDir,
+    recipe: PathBuf,
+}
+
+impl Scene {
+    fn new() -> Scene {
+        let dir = tempfile::tempdir().unwrap();
+        let recipe = recipe(dir.path(), STEPS);
+        Scene { dir, recipe }
+    }
+
+    fn out(&self) -> PathBuf {
+        self.dir.path().join("run")
+    }
+
+    /// Waits until the run has made `n` steps.
+    fn wait_for_steps(&self, n: usize) {
+        let (log, start) = (self.out().join("events.jsonl"), Instant::now());
+        let steps = || {
+            let text = std::fs::read_to_string(&log).unwrap_or_default();
+            text.lines().filter(|l| l.contains("\"kind\":\"step\"")).count()
+        };
+        while steps() < n {
+            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Asserts the losses and the last checkpoints of the whole run in another folder.
+    fn equals(&self, whole: &Path) {
+        assert_eq!(losses(&self.out()), losses(whole));
+        assert_eq!(losses(whole).len(), STEPS);
+        let [a, b] = [self.out().as_path(), whole].map(|d| files(&d.join("checkpoints")));
+        assert!(a == b, "the last checkpoints differ");
+    }
+}
+
+fn signal(name: &str, pid: u32) {
+    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
 }

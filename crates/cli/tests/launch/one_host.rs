@@ -2,32 +2,15 @@
 //! last bit, and when a rank fails, every other names it and ends, and the run resumes to the same bits.
 
 use super::support::{self, Finished, files, losses, run};
-use super::{recipe, text};
-use std::path::{Path, PathBuf};
+use super::{Scene, signal, text};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// `--timeout` of the ranks.
 const TIMEOUT: u64 = 4;
-const STEPS: usize = 60;
-
-/// A run folder.
-struct Scene {
-    dir: tempfile::TempDir,
-    recipe: PathBuf,
-}
 
 impl Scene {
-    fn new() -> Scene {
-        let dir = tempfile::tempdir().unwrap();
-        let recipe = recipe(dir.path(), STEPS);
-        Scene { dir, recipe }
-    }
-
-    fn out(&self) -> PathBuf {
-        self.dir.path().join("run")
-    }
-
     /// Arguments of a run in `out`.
     fn args(&self, out: &Path) -> Vec<String> {
         let timeout = TIMEOUT.to_string();
@@ -40,19 +23,6 @@ impl Scene {
     fn train(&self) -> Vec<Child> {
         let port = free_port();
         (0..4).map(|rank| by_variables(&self.args(&self.out()), rank, 4, port)).collect()
-    }
-
-    /// Waits until the run has made some steps.
-    fn under_way(&self) {
-        let (log, start) = (self.out().join("events.jsonl"), Instant::now());
-        let steps = || {
-            let text = std::fs::read_to_string(&log).unwrap_or_default();
-            text.lines().filter(|l| l.contains("\"kind\":\"step\"")).count()
-        };
-        while steps() < 7 {
-            assert!(start.elapsed() < Duration::from_secs(60), "it does not begin");
-            std::thread::sleep(Duration::from_millis(1));
-        }
     }
 
     /// Going on from here ends as a run of threads does.
@@ -70,10 +40,7 @@ impl Scene {
         args.extend(["--ranks".into(), "4".into()]);
         let e = run(&args);
         assert_eq!(e.code, Some(0), "{}", e.err);
-        assert_eq!(losses(&self.out()), losses(&whole));
-        assert_eq!(losses(&whole).len(), STEPS);
-        let [a, b] = [self.out(), whole].map(|d| files(&d.join("checkpoints")));
-        assert!(a == b, "the last checkpoints differ");
+        self.equals(&whole);
     }
 }
 
@@ -97,10 +64,6 @@ fn all(children: Vec<Child>) -> Vec<Finished> {
     waiting.into_iter().map(|w| w.join().unwrap()).collect()
 }
 
-fn signal(name: &str, pid: u32) {
-    assert!(Command::new("kill").args([name, &pid.to_string()]).status().unwrap().success());
-}
-
 #[test]
 fn a_run_by_plain_variables_is_that_of_threads_to_the_last_bit() {
     let scene = Scene::new();
@@ -115,7 +78,7 @@ fn a_run_by_plain_variables_is_that_of_threads_to_the_last_bit() {
 fn struck(name: &str, rank: usize, limit: f64) -> Scene {
     let scene = Scene::new();
     let mut children = scene.train();
-    scene.under_way();
+    scene.wait_for_steps(7);
     let start = Instant::now();
     let mut bad = children.remove(rank);
     signal(name, bad.id());
@@ -252,7 +215,7 @@ fn sigterm_to_torchrun_saves_and_ends() {
     let mut args = scene.args(&scene.out());
     args.extend(["--steps".into(), "100000".into()]);
     let Some(child) = torchrun("sigterm_to_torchrun_saves_and_ends", &[], &args) else { return };
-    scene.under_way();
+    scene.wait_for_steps(7);
     let start = Instant::now();
     signal("-TERM", child.id());
     support::wait(child);
@@ -283,7 +246,7 @@ fn torchrun_restarts_a_job_whose_rank_was_killed() {
     let args = scene.args(&scene.out());
     let test = "torchrun_restarts_a_job_whose_rank_was_killed";
     let Some(child) = torchrun(test, &["--max-restarts", "1"], &args) else { return };
-    scene.under_way();
+    scene.wait_for_steps(7);
     signal("-KILL", child_of(child.id(), 1));
     let e = support::wait(child);
     assert_eq!(e.code, Some(0), "{e:?}");
