@@ -6,7 +6,7 @@ use ferrotron_comm::{InFlight, ReduceOp};
 use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 impl StepContext<'_> {
-    /// All-gathers sequence shards: `[n/t, h] → [n, h]`. The backward of [`StepContext::reduce_scatter`].
+    /// All-gathers sequence shards: `[n/t, h] → [n, h]`. The backward of `reduce_scatter`.
     pub fn all_gather(&self, x: &Tensor, label: &'static str) -> Result<Tensor> {
         let tp = &self.rank.tp;
         if tp.size() == 1 {

@@ -8,7 +8,7 @@
 //!   gradients of key heads that some ranks share are all-gathered.
 //! - Buckets of gradients are all-reduced over the replicas; with ZeRO-1 reduce-scattered and the weights all-gathered,
 //!   with ZeRO-2 and 3 reduce-scattered after every micro-batch. With ZeRO-3 passes gather the weights, as often as
-//!   [`unit_gathers`] counts, and HSDP all-reduces gradient shards. Buckets of matrices that replicas own whole go to their
+//!   `unit_gathers` counts, and HSDP all-reduces gradient shards. Buckets of matrices that replicas own whole go to their
 //!   owners. FP8 weights with one scale are gathered in FP8.
 //! - A parameter of the first and the last pipeline stage is all-reduced between the two.
 //! - FP8: amax of the weights (current scaling) or of every operand (delayed scaling).

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// A run began.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct RunStart {
-    /// The version of the log's schema, [`SCHEMA`]; 0 in logs from before there was one.
+    /// The version of the log's schema, [`SCHEMA`](super::SCHEMA); 0 in logs from before there was one.
     #[serde(default)]
     pub schema: u32,
     /// The recipe or file.

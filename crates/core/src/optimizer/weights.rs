@@ -129,7 +129,7 @@ impl Optimizer {
         self.sync_params(rank, params, step_state)
     }
 
-    /// Writes f32 values to this rank's shard of a parameter of `state`, rounded to its dtype. [`Optimizer::publish`] must
+    /// Writes f32 values to this rank's shard of a parameter of `state`, rounded to its dtype. [`Optimizer::sync_params`] must
     /// follow master weights.
     pub fn put(
         &self,

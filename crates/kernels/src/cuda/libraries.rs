@@ -63,7 +63,7 @@ impl NvidiaLibrary {
     }
 }
 
-/// Search path: the folders in [`FOLDER_VARIABLE`] and `LD_LIBRARY_PATH`, then those of the loader, of CUDA's
+/// Search path: the folders in `FERROTRON_CUDA_LIB` and `LD_LIBRARY_PATH`, then those of the loader, of CUDA's
 /// installer and of Python wheels. Only folders that exist.
 pub fn folders() -> Vec<PathBuf> {
     let mut all = folders_in(&|name| std::env::var_os(name), Path::new("/"));

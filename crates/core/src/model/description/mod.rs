@@ -5,7 +5,7 @@
 //! - Parameters come from running the model's own declarations without a device, so they cannot differ from what is
 //!   trained.
 //! - The GEMMs, saved input and tensor-parallel collectives of a linear layer follow from its declared weight: shape,
-//!   split and FP8 recipe ([`layer::LayerBuilder::linear`]).
+//!   split and FP8 recipe (`layer::LayerBuilder::linear`).
 //! - Attention, MLP, MoE, embedding and output list their linear layers and whatever else they save or send.
 //!
 //! Letters: a micro-batch has N rows on the tensor-parallel group, T = N / tp of them on each rank (sequence
