@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included), half a
-# minute of each fuzz target.
+# Everything that must hold before a change lands: words, formatting, lints, links between doc comments, every test (all golden sets
+# included), half a minute of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
 # target/, so that every CUDA kernel is compiled here although no GPU is needed; TensorBoard's reader of event files, there
 # too; and, where it may, Open MPI, tmux, Chromium, g++ and Python's venv.
@@ -73,6 +73,7 @@ fi
 step scripts/words.sh
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+step env RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 # Links and commands of the documentation are among the tests; the site needs mdBook, which takes minutes to build.
 if [ -n "${CI:-}" ] || command -v mdbook >/dev/null || [ -x target/mdbook/bin/mdbook ]; then
   step scripts/book.sh --install
