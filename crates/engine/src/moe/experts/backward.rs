@@ -64,40 +64,24 @@ impl Experts {
             grads = grads.and(adapter.backward(p, (x, hidden, &map), dy, &da)?);
         }
         let (dh, dp) = (p.empty(h.shape())?, p.rank.activation(&[n], DType::F32)?);
+        let gradients = WeightedActBackward {
+            act: self.act,
+            gated: self.gated,
+            x: &h,
+            probs: &probs,
+            source: &map.source,
+            dy: &da,
+            dx: &dh,
+            dprobs: &dp,
+        };
         let amax = match up.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
             false => {
-                k.weighted_act_backward(
-                    s,
-                    &WeightedActBackward {
-                        act: self.act,
-                        gated: self.gated,
-                        x: &h,
-                        probs: &probs,
-                        source: &map.source,
-                        dy: &da,
-                        dx: &dh,
-                        dprobs: &dp,
-                    },
-                )?;
+                k.weighted_act_backward(s, &gradients)?;
                 None
             }
             true => {
                 let amax = p.zero_amax()?;
-                let live = &map.source;
-                k.weighted_act_backward_amax(
-                    s,
-                    &WeightedActBackward {
-                        act: self.act,
-                        gated: self.gated,
-                        x: &h,
-                        probs: &probs,
-                        source: live,
-                        dy: &da,
-                        dx: &dh,
-                        dprobs: &dp,
-                    },
-                    &amax,
-                )?;
+                k.weighted_act_backward_amax(s, &gradients, &amax)?;
                 let dh = WithAmax { values: dh.clone(), amax: Some(amax), sums: None };
                 Some(p.reduced_amax_over(&p.rank.etp, &dh)?)
             }
