@@ -4,7 +4,7 @@ use super::{QUANTIZATION, moe, rope, sliding_window};
 use crate::error::{Error, Result};
 use crate::family::{FAMILIES, Family, Field, Key};
 use crate::json::{Object, show};
-use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
+use ferrotron_core::model::config::{ModelConfig, ModelSizes, NormConfig, Positions};
 use serde_json::{Map, Value, json};
 use std::mem::discriminant;
 
@@ -117,40 +117,12 @@ pub(super) fn weight_block(o: &Object) -> Result<[usize; 2]> {
 
 /// A plain decoder, for keys to fill in.
 fn blank() -> ModelConfig {
+    let c = ModelConfig::plain(ModelSizes::default());
     ModelConfig {
-        layers: 0,
-        hidden: 0,
-        ffn: 0,
-        heads: 0,
-        kv_heads: 0,
-        head_dim: 0,
-        vocab: 0,
-        max_positions: 0,
-        norm: NormConfig { kind: NormKind::RmsNorm, eps: 0.0, zero_centred: false },
-        activation: Activation::Silu,
-        gated: true,
-        qkv_bias: false,
-        proj_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        qk_norm_all_heads: false,
-        pre_norms: true,
-        post_norms: false,
+        norm: NormConfig { eps: 0.0, ..c.norm },
         positions: Positions::Learned,
-        rope_local: None,
-        window: None,
-        local_layers: Vec::new(),
         attn_scale: 1.0,
-        attn_scale_by_layer: false,
-        attn_softcap: None,
-        attn_sink: false,
-        no_rope_layers: Vec::new(),
-        mla: None,
-        final_softcap: None,
-        embed_scale: 1.0,
-        tied: false,
         init_std: 0.0,
-        moe: None,
-        mtp: None,
+        ..c
     }
 }

@@ -3,9 +3,7 @@
 use super::resolve::Derivations;
 use super::{Config, KEYS, MlaDims, ModelSection, PositionKind, Recipe, nearest, write};
 use crate::error::{Error, Result};
-use crate::model::config::{
-    Activation, MlaConfig, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
-};
+use crate::model::config::{MlaConfig, ModelConfig, ModelSizes, Positions, RopeConfig, inverse_sqrt};
 use crate::model::preset::PRESETS;
 
 /// Keys that may differ from the configuration of a Hugging Face folder; its weights fit all the same.
@@ -50,8 +48,8 @@ impl Recipe {
                     rope.rotary_dim = d;
                 }
             }
-            if c.attn_scale == scale(c.head_dim) {
-                c.attn_scale = scale(d);
+            if c.attn_scale == inverse_sqrt(c.head_dim) {
+                c.attn_scale = inverse_sqrt(d);
             }
             c.head_dim = d;
         }
@@ -76,7 +74,9 @@ impl Recipe {
             (Some(PositionKind::Learned), Positions::Rope(_)) => {
                 (c.positions, c.rope_local) = (Positions::Learned, None);
             }
-            (Some(PositionKind::Rope), Positions::Learned) => c.positions = plain_rope(c.head_dim),
+            (Some(PositionKind::Rope), Positions::Learned) => {
+                c.positions = Positions::Rope(RopeConfig::plain(1e4, c.head_dim))
+            }
             _ => {}
         }
         if let Some(mla) = m.mla.map(MlaConfig::from) {
@@ -165,42 +165,9 @@ impl Recipe {
             (None, Some(s)) => derived.add("model.max_positions", s, "as data.seq_len"),
             (None, None) => derived.add("model.max_positions", 1024, "neither it nor data.seq_len is set"),
         };
-        Ok(ModelConfig {
-            layers,
-            hidden,
-            ffn,
-            heads,
-            kv_heads,
-            head_dim,
-            vocab,
-            max_positions: positions,
-            norm: NormConfig { kind: NormKind::RmsNorm, eps: 1e-5, zero_centred: false },
-            activation: Activation::Silu,
-            gated,
-            qkv_bias: false,
-            proj_bias: false,
-            mlp_bias: false,
-            qk_norm: false,
-            qk_norm_all_heads: false,
-            pre_norms: true,
-            post_norms: false,
-            positions: plain_rope(head_dim),
-            rope_local: None,
-            window: None,
-            local_layers: Vec::new(),
-            attn_scale: scale(head_dim),
-            attn_scale_by_layer: false,
-            attn_softcap: None,
-            attn_sink: false,
-            no_rope_layers: Vec::new(),
-            mla: None,
-            final_softcap: None,
-            embed_scale: 1.0,
-            tied: false,
-            init_std: 0.02,
-            moe: None,
-            mtp: None,
-        })
+        let sizes =
+            ModelSizes { layers, hidden, ffn, heads, kv_heads, head_dim, vocab, max_positions: positions };
+        Ok(ModelConfig { gated, ..ModelConfig::plain(sizes) })
     }
 
     /// Refuses explicit sizes that the weights of a Hugging Face folder do not have.
@@ -269,19 +236,6 @@ fn put<T>(place: &mut T, value: Option<T>) {
     if let Some(value) = value {
         *place = value;
     }
-}
-
-fn scale(head_dim: usize) -> f32 {
-    (1.0 / (head_dim as f64).sqrt()) as f32
-}
-
-fn plain_rope(head_dim: usize) -> Positions {
-    Positions::Rope(RopeConfig {
-        theta: 1e4,
-        rotary_dim: head_dim,
-        interleaved: false,
-        scaling: RopeScaling::None,
-    })
 }
 
 fn rope_mut(positions: &mut Positions) -> Option<&mut RopeConfig> {

@@ -89,6 +89,32 @@ pub struct ModelConfig {
     pub mtp: Option<MtpConfig>,
 }
 
+/// Sizes of a decoder: the fields of [`ModelConfig`] of the same names.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelSizes {
+    /// Decoder layers.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// MLP width.
+    pub ffn: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Channels per head.
+    pub head_dim: usize,
+    /// Vocabulary.
+    pub vocab: usize,
+    /// Longest sequence.
+    pub max_positions: usize,
+}
+
+/// `x^-½`, computed in f64.
+pub(crate) fn inverse_sqrt(x: usize) -> f32 {
+    (1.0 / (x as f64).sqrt()) as f32
+}
+
 fn yes() -> bool {
     true
 }
@@ -171,13 +197,62 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
+impl RopeConfig {
+    /// Unscaled RoPE that pairs channels i and i + rotary_dim/2.
+    pub fn plain(theta: f64, rotary_dim: usize) -> RopeConfig {
+        RopeConfig { theta, rotary_dim, interleaved: false, scaling: RopeScaling::None }
+    }
+}
+
 impl ModelConfig {
+    /// A pre-norm decoder with RMSNorm, SwiGLU and RoPE, without biases (Llama): norms with ε = 1e-5, RoPE over all
+    /// channels of a head with θ = 10,000, attention scores scaled by head_dim^-½, untied embeddings.
+    pub fn plain(sizes: ModelSizes) -> ModelConfig {
+        let ModelSizes { layers, hidden, ffn, heads, kv_heads, head_dim, vocab, max_positions } = sizes;
+        ModelConfig {
+            layers,
+            hidden,
+            ffn,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab,
+            max_positions,
+            norm: NormConfig { kind: NormKind::RmsNorm, eps: 1e-5, zero_centred: false },
+            activation: Activation::Silu,
+            gated: true,
+            qkv_bias: false,
+            proj_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            qk_norm_all_heads: false,
+            pre_norms: true,
+            post_norms: false,
+            positions: Positions::Rope(RopeConfig::plain(1e4, head_dim)),
+            rope_local: None,
+            no_rope_layers: Vec::new(),
+            window: None,
+            local_layers: Vec::new(),
+            attn_scale: inverse_sqrt(head_dim),
+            attn_scale_by_layer: false,
+            attn_softcap: None,
+            attn_sink: false,
+            mla: None,
+            final_softcap: None,
+            embed_scale: 1.0,
+            tied: false,
+            init_std: 0.02,
+            moe: None,
+            mtp: None,
+        }
+    }
+
     /// The same model with MLA: `head_dim`, `attn_scale` and RoPE follow from its dimensions, and RoPE pairs
     /// neighbouring channels.
     pub fn with_mla(mut self, mla: MlaConfig) -> ModelConfig {
         self.head_dim = mla.nope_dim.saturating_add(mla.rope_dim);
         self.kv_heads = self.heads;
-        self.attn_scale = (1.0 / (self.head_dim as f64).sqrt()) as f32;
+        self.attn_scale = inverse_sqrt(self.head_dim);
         let global = match &mut self.positions {
             Positions::Rope(rope) => Some(rope),
             Positions::Learned => None,

@@ -25,7 +25,7 @@ pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, ForwardMode};
 pub(crate) use chunk_units::ChunkUnits;
-pub use config::ModelConfig;
+pub use config::{ModelConfig, ModelSizes};
 pub use decoder::{Decoder, Input, InputOptions, ModelOptions, MtpInput};
 pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs, module_of};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};

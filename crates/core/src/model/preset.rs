@@ -1,6 +1,9 @@
 //! Published and yardstick architectures by name.
 
-use super::config::{Activation, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling};
+use super::config::{
+    Activation, ModelConfig, ModelSizes, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
+    inverse_sqrt,
+};
 mod moe;
 
 /// Every name that [`ModelConfig::preset`] knows.
@@ -87,52 +90,22 @@ impl ModelConfig {
     }
 }
 
-fn rope(theta: f64, rotary_dim: usize) -> RopeConfig {
-    RopeConfig { theta, rotary_dim, interleaved: false, scaling: RopeScaling::None }
-}
-
-fn inverse_sqrt(x: usize) -> f32 {
-    (1.0 / (x as f64).sqrt()) as f32
-}
-
 /// `sizes`: hidden, ffn, layers, heads, kv_heads, head_dim, vocab, max_positions.
 fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
     let [hidden, ffn, layers, heads, kv_heads, head_dim, vocab, max_positions] = sizes;
     ModelConfig {
-        layers,
-        hidden,
-        ffn,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab,
-        max_positions,
         norm: NormConfig { kind: NormKind::RmsNorm, eps, zero_centred: false },
-        activation: Activation::Silu,
-        gated: true,
-        qkv_bias: false,
-        proj_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        qk_norm_all_heads: false,
-        pre_norms: true,
-        post_norms: false,
-        positions: Positions::Rope(rope(theta, head_dim)),
-        rope_local: None,
-        window: None,
-        local_layers: Vec::new(),
-        attn_scale: inverse_sqrt(head_dim),
-        attn_scale_by_layer: false,
-        attn_softcap: None,
-        attn_sink: false,
-        no_rope_layers: Vec::new(),
-        mla: None,
-        final_softcap: None,
-        embed_scale: 1.0,
-        tied: false,
-        init_std: 0.02,
-        moe: None,
-        mtp: None,
+        positions: Positions::Rope(RopeConfig::plain(theta, head_dim)),
+        ..ModelConfig::plain(ModelSizes {
+            layers,
+            hidden,
+            ffn,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab,
+            max_positions,
+        })
     }
 }
 
@@ -160,7 +133,10 @@ fn stretched(c: ModelConfig, factor: f64) -> ModelConfig {
         high_freq_factor: 4.0,
         original_max_positions: 8192,
     };
-    ModelConfig { positions: Positions::Rope(RopeConfig { scaling, ..rope(5e5, c.head_dim) }), ..c }
+    ModelConfig {
+        positions: Positions::Rope(RopeConfig { scaling, ..RopeConfig::plain(5e5, c.head_dim) }),
+        ..c
+    }
 }
 
 /// `sizes`: hidden, ffn, layers, heads.
@@ -187,7 +163,7 @@ fn gemma3(sizes: [usize; 8], window: usize, scalar: usize) -> ModelConfig {
     let c = gemma(sizes, window, 1e6);
     ModelConfig {
         local_layers: (0..c.layers).map(|i| i % 6 < 5).collect(),
-        rope_local: Some(rope(1e4, c.head_dim)),
+        rope_local: Some(RopeConfig::plain(1e4, c.head_dim)),
         attn_scale: inverse_sqrt(scalar),
         qk_norm: true,
         ..c
@@ -197,7 +173,10 @@ fn gemma3(sizes: [usize; 8], window: usize, scalar: usize) -> ModelConfig {
 /// Global layers of the longer Gemma 3 models divide positions by 8.
 fn interpolated(c: ModelConfig) -> ModelConfig {
     let scaling = RopeScaling::Linear { factor: 8.0 };
-    ModelConfig { positions: Positions::Rope(RopeConfig { scaling, ..rope(1e6, c.head_dim) }), ..c }
+    ModelConfig {
+        positions: Positions::Rope(RopeConfig { scaling, ..RopeConfig::plain(1e6, c.head_dim) }),
+        ..c
+    }
 }
 
 fn gemma(sizes: [usize; 8], window: usize, theta: f64) -> ModelConfig {

@@ -7,7 +7,7 @@
 //! a softmax over all experts; expert weights are scaled by α^⅓ (α^½ without a gate) to compensate. With α = 1 the
 //! new model computes what the dense one does.
 
-use super::moe_config::{MoeConfig, ScoreKind};
+use super::moe_config::MoeConfig;
 use super::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::initial_values;
@@ -58,25 +58,8 @@ impl UpcycleConfig {
                 topk.max(1).next_multiple_of(g)
             ));
         }
-        let moe = MoeConfig {
-            experts,
-            topk,
-            ffn: dense.ffn / g,
-            layers: Vec::new(),
-            score: ScoreKind::Softmax,
-            pre_softmax: self.pre_softmax,
-            groups: None,
-            group_rank_topk: None,
-            normalize: None,
-            scale: 1.0,
-            expert_bias: false,
-            router_bias: false,
-            bias: false,
-            clamp: None,
-            latent: None,
-            shared_ffn: None,
-            shared_gate: false,
-        };
+        let plain = MoeConfig::plain(experts, topk, dense.ffn / g);
+        let moe = MoeConfig { pre_softmax: self.pre_softmax, ..plain };
         if moe.router_is_constant() {
             return refuse("topk=1 gives every token the probability 1; add pre_softmax=true".into());
         }

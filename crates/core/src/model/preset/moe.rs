@@ -1,6 +1,6 @@
 //! Published mixture-of-experts architectures.
 
-use super::{llama_like, qwen3, rope};
+use super::{llama_like, qwen3};
 use crate::model::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 use crate::model::moe_config::{Clamp, MoeConfig, ScoreKind};
 use ferrotron_kernels::rope_tables::yarn_mscale;
@@ -73,7 +73,7 @@ fn latent_attention(sizes: [usize; 6], theta: f64, factor: f64, moe: MoeConfig) 
         truncate: true,
         attention_factor: None,
     };
-    let rope = RopeConfig { scaling, interleaved: true, ..rope(theta, mla.rope_dim) };
+    let rope = RopeConfig { scaling, interleaved: true, ..RopeConfig::plain(theta, mla.rope_dim) };
     // YaRN's factor on scores, squared because it applies to queries and keys.
     let mscale = yarn_mscale(factor, 1.0);
     let attn_scale = (mscale * mscale / (c.head_dim as f64).sqrt()) as f32;
@@ -99,7 +99,7 @@ fn gpt_oss(layers: usize, experts: usize) -> ModelConfig {
         attn_sink: true,
         window: Some(128),
         local_layers: (0..layers).map(|i| i % 2 == 0).collect(),
-        positions: Positions::Rope(RopeConfig { scaling, ..rope(1.5e5, 64) }),
+        positions: Positions::Rope(RopeConfig { scaling, ..RopeConfig::plain(1.5e5, 64) }),
         moe: Some(MoeConfig {
             router_bias: true,
             bias: true,
