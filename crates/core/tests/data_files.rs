@@ -220,7 +220,7 @@ fn ids_outside_the_vocabulary_are_errors() {
     writer.push([1, 2, 3, 70, 5, 6, -4, 8, 9], 0).unwrap();
     writer.end_document().unwrap();
     writer.finish().unwrap();
-    let shares = split::parse_split("1").unwrap();
+    let shares = [1.0, 0.0, 0.0];
     let [train, ..] = GptDataset::splits(&prefix, &shares, [None; 3], &GptConfig::new(2, 1, 70)).unwrap();
     let errors = (0..4).filter_map(|n| train.as_ref().unwrap().batch(n, 1).err());
     let errors: Vec<String> = errors.map(|e| e.to_string()).collect();
@@ -237,7 +237,7 @@ fn a_single_dataset_is_repeated_as_needed() {
     let folder = tempfile::tempdir().unwrap();
     let prefixes = [folder.path().join("d")];
     write(&prefixes[0], TokenType::U16, false);
-    let shares = split::parse_split("1").unwrap();
+    let shares = [1.0, 0.0, 0.0];
     let (config, samples) = (GptConfig::new(4, 1, 100), [Some(100), None, None]);
     let [blend, ..] = Blend::gpt(&prefixes, None, &shares, samples, SURPLUS, &config).unwrap();
     let [plain, ..] = GptDataset::splits(&prefixes[0], &shares, samples, &config).unwrap();

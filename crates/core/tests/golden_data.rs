@@ -4,10 +4,11 @@
 #[path = "../../../tests/support/golden.rs"]
 mod golden;
 
+use ferrotron_core::config::DataSplit;
 use ferrotron_core::data::blend::{BlendIndex, SURPLUS, member_samples};
 use ferrotron_core::data::mt19937::Mt19937;
 use ferrotron_core::data::sampler::{Cyclic, Sequential, full_validation};
-use ferrotron_core::data::split::{normalise, parse_split, split_matrix, split_range};
+use ferrotron_core::data::split::{normalise, split_matrix, split_range};
 use ferrotron_core::data::*;
 use golden::{Area, Tensors, as_count, count, flag, flag_or, list, number_or, numbers, only_keys, text};
 use serde_json::Value;
@@ -29,6 +30,12 @@ fn areas(file: &str) -> Vec<Area> {
     areas.retain(|area| area.has(file));
     assert!(!areas.is_empty(), "no set has data/{file}");
     areas
+}
+
+/// Shares of training, validation and test data as a run gets them from `data.split`.
+fn shares_of(split: &str) -> [f64; 3] {
+    let split: DataSplit = toml::Value::from(split).try_into().unwrap();
+    normalise(&split.0).unwrap().try_into().unwrap()
 }
 
 fn uint(v: &Value) -> u64 {
@@ -151,7 +158,7 @@ fn golden_data_shuffle_and_split() {
         for case in list(&json, "split") {
             report.case(&format!("split {}", text(case, "split")), || {
                 only_keys("split", case, &["split", "normalised", "matrix"]);
-                let shares = parse_split(text(case, "split")).unwrap();
+                let shares = shares_of(text(case, "split"));
                 assert_eq!(shares.to_vec(), numbers(case, "normalised"));
                 let matrix = split_matrix(&shares).map(|f| f.map(|(a, b)| vec![a, b]));
                 let floats = |r: &Value| r.as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
@@ -222,7 +229,7 @@ fn gpt_dataset(area: &Area, case: &Value, tensors: &Tensors) {
         extra_token: flag_or(case, "extra", true),
         ..GptConfig::new(seq, count(case, "seed") as u32, 1 << 20)
     };
-    let shares = parse_split(text(case, "split")).unwrap();
+    let shares = shares_of(text(case, "split"));
     let prefix = area.dir.join(text(case, "data"));
     let data = Arc::new(IndexedDataset::open(&prefix).unwrap());
     let built = GptDataset::splits(&prefix, &shares, requested(case), &config).unwrap();
@@ -328,7 +335,7 @@ fn gpt_blend(area: &Area, case: &Value, tensors: &Tensors, check: &dyn Fn(&str, 
     let surplus = number_or(case, "mid_level_dataset_surplus", SURPLUS);
     let prefixes: Vec<_> = list(case, "data").iter().map(|d| area.dir.join(d.as_str().unwrap())).collect();
     let weights = case["weights"].is_array().then(|| numbers(case, "weights"));
-    let shares = parse_split(text(case, "split")).unwrap();
+    let shares = shares_of(text(case, "split"));
     let samples = requested(case);
     let config = GptConfig::new(count(case, "seq"), count(case, "seed") as u32, 1 << 20);
     let built = Blend::gpt(&prefixes, weights.as_deref(), &shares, samples, surplus, &config).unwrap();

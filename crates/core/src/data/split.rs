@@ -1,5 +1,6 @@
 //! Training, validation and test splits such as `99,1,0`, with numpy's summation order.
 
+use std::num::ParseFloatError;
 use std::ops::Range;
 
 use crate::{Error, Result};
@@ -58,23 +59,9 @@ pub fn normalise(weights: &[f64]) -> Result<Vec<f64>> {
     Ok(weights.iter().map(|w| w / sum).collect())
 }
 
-/// Parses `a,b,c` (one to three numbers, missing ones are 0) into normalised shares.
-pub fn parse_split(split: &str) -> Result<[f64; 3]> {
-    let parts: Vec<f64> = split
-        .split([',', '/'])
-        .map(|p| p.trim().parse::<f64>())
-        .collect::<Result<_, _>>()
-        .map_err(|_| Error::Invalid(format!("split \"{split}\" is not numbers such as 99,1,0")))?;
-    if parts.len() > 3 {
-        return Err(Error::Invalid(format!(
-            "split \"{split}\" has more than the three parts train,valid,test"
-        )));
-    }
-    let mut three = [0.0; 3];
-    three[..parts.len()].copy_from_slice(&parts);
-    let shares = normalise(&three)?;
-    three.copy_from_slice(&shares);
-    Ok(three)
+/// The numbers of `a,b,c` or `a/b/c`, not normalised.
+pub fn parse_shares(text: &str) -> Result<Vec<f64>, ParseFloatError> {
+    text.split([',', '/']).map(|part| part.trim().parse()).collect()
 }
 
 /// The fractions `(begin, end)` of each split from its shares; `None` for an empty split.
@@ -109,8 +96,14 @@ mod tests {
 
     #[test]
     fn bad_splits_are_refused() {
-        for bad in ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1"] {
-            assert!(parse_split(bad).is_err(), "{bad}");
+        use crate::config::DataSplit;
+        let read = |text: &str| toml::Value::from(text).try_into::<DataSplit>();
+        assert_eq!(read("98/2").unwrap().0, [98.0, 2.0, 0.0]);
+        for bad in ["", "a,b", "1,2,3,4", "nan", "inf,1"] {
+            assert!(read(bad).is_err(), "{bad}");
+        }
+        for bad in ["-1,2", "0,0,0"] {
+            assert!(normalise(&read(bad).unwrap().0).is_err(), "{bad}");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Values with several spellings: lists, large counts, shares.
 
 use crate::config::KeyType;
+use crate::data::split::parse_shares;
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
 /// A list of strings; a single string is a list of one.
@@ -183,10 +184,7 @@ impl<'de> Deserialize<'de> for DataSplit {
         }
         let list = match Form::deserialize(d)? {
             Form::List(list) => list,
-            Form::Text(text) => text
-                .split([',', '/'])
-                .map(|part| part.trim().parse::<f64>().map_err(D::Error::custom))
-                .collect::<Result<_, _>>()?,
+            Form::Text(text) => parse_shares(&text).map_err(D::Error::custom)?,
         };
         if list.is_empty() || list.len() > 3 || list.iter().any(|x| !x.is_finite()) {
             return Err(D::Error::custom("up to three shares"));
