@@ -1,35 +1,30 @@
 //! Batch ramp-up, as far as turning steps into samples and back needs it.
 
-/// Global batch as a function of samples consumed.
-#[derive(Clone, Copy, Debug)]
+use crate::schedule::{BatchSchedule, Rampup};
+
+/// Steps and samples of a run whose global batch follows a [`BatchSchedule`].
+#[derive(Clone, Debug)]
 pub(super) struct Ramp {
-    start: u64,
-    increment: u64,
-    until: u64,
-    full: u64,
+    schedule: BatchSchedule,
 }
 
 impl Ramp {
     /// `ramp` is [start, increment, samples]; its values were checked before.
     pub(super) fn new(full: u64, ramp: Option<[u64; 3]>) -> Ramp {
-        match ramp {
-            Some([start, increment, until]) if start < full && increment > 0 => {
-                Ramp { start, increment, until, full }
-            }
-            _ => Ramp { start: full, increment: 1, until: 0, full },
-        }
+        let rampup = ramp
+            .filter(|[start, increment, _]| *start < full && *increment > 0)
+            .map(|[start, increment, samples]| Rampup { start, increment, samples });
+        Ramp { schedule: BatchSchedule { rampup, ..BatchSchedule::constant(full, 1) } }
     }
 
-    /// The batch after `samples` were consumed:
-    /// `start + increment · ⌊samples / (until / ((full − start) / increment))⌋`, and `full` from `until` on.
+    /// The global batch after `samples` were consumed.
     pub(super) fn batch(&self, samples: u64) -> u64 {
-        if samples >= self.until {
-            return self.full;
-        }
-        let levels = (self.full - self.start) / self.increment;
-        let width = self.until as f64 / levels as f64;
-        let level = (samples as f64 / width) as u64;
-        (self.start + self.increment.saturating_mul(level)).min(self.full)
+        self.schedule.global_at(samples)
+    }
+
+    /// The global batch after the ramp.
+    fn full(&self) -> u64 {
+        self.schedule.global
     }
 
     /// Samples consumed after `steps` steps. Jumps from level to level: a ramp may be billions of samples long.
@@ -37,7 +32,7 @@ impl Ramp {
         let (mut samples, mut left) = (0u64, steps);
         while left > 0 {
             let batch = self.batch(samples);
-            if batch == self.full {
+            if batch == self.full() {
                 break;
             }
             let here =
@@ -45,12 +40,12 @@ impl Ramp {
             samples = samples.saturating_add(here.saturating_mul(batch));
             left -= here;
         }
-        samples.saturating_add(left.saturating_mul(self.full))
+        samples.saturating_add(left.saturating_mul(self.full()))
     }
 
     /// The first sample count at which the batch is larger than `batch`.
     fn next_level(&self, samples: u64, batch: u64) -> u64 {
-        let (mut low, mut high) = (samples, self.until);
+        let (mut low, mut high) = (samples, self.schedule.rampup.map_or(0, |r| r.samples));
         while low < high {
             let middle = low + (high - low) / 2;
             if self.batch(middle) > batch { high = middle } else { low = middle + 1 }
@@ -89,21 +84,6 @@ mod tests {
                 assert_eq!(ramp.samples_after(step), samples, "{ramp:?} step {step}");
                 assert_eq!(ramp.steps_for(samples), step, "{ramp:?} step {step}");
                 samples += ramp.batch(samples);
-            }
-        }
-    }
-
-    #[test]
-    fn the_batch_is_the_one_the_run_uses() {
-        use crate::schedule::{BatchSchedule, Rampup};
-        for (global, [start, increment, samples]) in
-            [(32, [8, 8, 100]), (48, [16, 4, 1001]), (7, [1, 3, 11]), (9, [9, 1, 5])]
-        {
-            let ours = Ramp::new(global, Some([start, increment, samples]));
-            let rampup = Some(Rampup { start, increment, samples });
-            let theirs = BatchSchedule { rampup, ..BatchSchedule::constant(global, 1) };
-            for consumed in 0..2000 {
-                assert_eq!(ours.batch(consumed), theirs.global_at(consumed), "{ours:?} at {consumed}");
             }
         }
     }
