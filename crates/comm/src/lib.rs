@@ -39,6 +39,7 @@ mod op_encoding;
 mod payloads;
 mod peer_memory;
 mod process;
+mod process_backend;
 mod process_group;
 mod recording;
 mod rendezvous;

@@ -7,13 +7,13 @@ mod control;
 mod ffi;
 mod transfer;
 
-use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::backend::{GroupBackend, OpError};
 use crate::control::ControlTransport;
-use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::host_group::HostGroupBackend;
 use crate::process::{AfterFailure, Process};
+use crate::process_backend::ProcessBackend;
 use crate::process_group::ProcessGroup;
-use crate::{HostCost, Result, World};
+use crate::{Result, World};
 use control::{Comm, MpiControl};
 use ffi::Mpi;
 use std::sync::Arc;
@@ -58,21 +58,13 @@ pub fn mpi_version() -> Result<String> {
     Mpi::open().map(Mpi::version)
 }
 
-impl JobBackend for MpiJobBackend {
+impl ProcessBackend for MpiJobBackend {
     fn name(&self) -> &'static str {
         "mpi"
     }
 
-    fn rank(&self) -> usize {
-        self.control.rank()
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.process.shared.timeout.set(timeout);
-    }
-
-    fn size(&self) -> usize {
-        self.control.size()
+    fn process(&self) -> &Process {
+        &self.process
     }
 
     fn group(
@@ -90,25 +82,5 @@ impl JobBackend for MpiJobBackend {
             i32::try_from(index * 2).map_err(|_| OpError::Backend { what: "too many groups".into() })?;
         let (mpi, control, comm) = (self.mpi, self.control.clone(), self.data);
         Ok(Some(Arc::new(HostGroupBackend::new(MpiTransfer { mpi, control, comm, group, tag }))))
-    }
-
-    fn fail(&self, failure: FailureReport) {
-        self.process.fail(failure);
-    }
-
-    fn failure(&self) -> Option<FailureReport> {
-        self.process.failure()
-    }
-
-    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
-        self.process.flight_recorder()
-    }
-
-    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.process.last_ops(rank)
-    }
-
-    fn host_cost(&self) -> HostCost {
-        HostCost { frames: self.process.control().frames(), ..HostCost::default() }
     }
 }

@@ -18,16 +18,17 @@ mod ffi;
 #[cfg(test)]
 mod tests;
 
-use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::backend::{FailureReport, GroupBackend, OpError};
 use crate::control::{ControlTransport, Topic};
-use crate::flight_recorder::{FlightRecorder, GRAPHS, OpRecord};
+use crate::flight_recorder::GRAPHS;
 use crate::host_cost::LibraryClock;
 use crate::launch_env::{LaunchEnv, Launcher};
 use crate::membership::Generation;
 use crate::process::{AfterFailure, Process};
+use crate::process_backend::ProcessBackend;
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
-use crate::{Error, HostCost, ReduceKernels, Result, World};
+use crate::{Error, ReduceKernels, Result, World};
 use backend::NcclGroupBackend;
 use comm::{NcclComm, ParentComm};
 use ferrotron_tensor::{Device, Stream};
@@ -180,21 +181,13 @@ fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
     spawned.map(drop).map_err(|e| Error::Launch(format!("cannot start the NCCL error thread: {e}")))
 }
 
-impl JobBackend for NcclJobBackend {
+impl ProcessBackend for NcclJobBackend {
     fn name(&self) -> &'static str {
         "nccl"
     }
 
-    fn rank(&self) -> usize {
-        self.process.control().rank()
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.process.shared.timeout.set(timeout);
-    }
-
-    fn size(&self) -> usize {
-        self.process.control().size()
+    fn process(&self) -> &Process {
+        &self.process
     }
 
     fn group(
@@ -213,35 +206,11 @@ impl JobBackend for NcclJobBackend {
         Ok(Some(Arc::new(NcclGroupBackend { nccl, comm, group, kernels, checked, clock })))
     }
 
-    fn fail(&self, failure: FailureReport) {
-        self.process.fail(failure);
-    }
-
-    fn failure(&self) -> Option<FailureReport> {
-        self.process.failure()
-    }
-
     fn only_enqueues(&self) -> bool {
         !self.stream.device().is_race_checked()
     }
 
-    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
-        self.process.flight_recorder()
-    }
-
-    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.process.last_ops(rank)
-    }
-
-    fn silent_relay(&self) -> Option<usize> {
-        self.process.silent_relay()
-    }
-
-    fn host_cost(&self) -> HostCost {
-        HostCost {
-            frames: self.process.control().frames(),
-            library: self.clock.read(),
-            ..HostCost::default()
-        }
+    fn library_time(&self) -> Duration {
+        self.clock.read()
     }
 }

@@ -35,7 +35,8 @@ fn one_rank_alone() {
     let Some(device) = gpu() else { return };
     eprintln!("NCCL {}", nccl_version().unwrap());
     let job_backend = join_alone(&device).unwrap();
-    assert_eq!((job_backend.rank(), job_backend.size()), (0, 1));
+    let control = job_backend.process.control();
+    assert_eq!((control.rank(), control.size()), (0, 1));
     let deadline = || Instant::now() + Duration::from_secs(60);
     let world = job_backend.group(0, "world", &[0], deadline()).unwrap().unwrap();
     let split = job_backend.group(1, "split", &[0], deadline()).unwrap().unwrap();

@@ -8,16 +8,16 @@ mod rings;
 mod segment;
 mod transfer;
 
-use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::backend::{GroupBackend, OpError};
 use crate::control::{ControlTransport, Topic};
-use crate::flight_recorder::{FlightRecorder, OpRecord};
 use crate::host_group::HostGroupBackend;
 use crate::launch_env::LaunchEnv;
 use crate::membership::{Generation, host_name};
 use crate::process::{AfterFailure, Process};
+use crate::process_backend::ProcessBackend;
 use crate::process_group::ProcessGroup;
 use crate::tcp_control::TcpControl;
-use crate::{HostCost, Result, World};
+use crate::{Result, World};
 use outbox::Outbox;
 use rings::{Rings, segment_bytes};
 use segment::Segment;
@@ -91,21 +91,13 @@ fn open_segment(text: &[u8], n: usize) -> Result<Segment, String> {
     Segment::open(pid, descriptor, segment_bytes(n)).map_err(|e| format!("its shared memory: {e}"))
 }
 
-impl JobBackend for ShmJobBackend {
+impl ProcessBackend for ShmJobBackend {
     fn name(&self) -> &'static str {
         "shared memory"
     }
 
-    fn rank(&self) -> usize {
-        self.process.control().rank()
-    }
-
-    fn set_timeout(&self, timeout: Duration) {
-        self.process.shared.timeout.set(timeout);
-    }
-
-    fn size(&self) -> usize {
-        self.process.control().size()
+    fn process(&self) -> &Process {
+        &self.process
     }
 
     fn group(
@@ -121,30 +113,6 @@ impl JobBackend for ShmJobBackend {
         let rings = ShmJobBackend::open_rings(&group, deadline)?;
         let outbox = self.outbox.clone();
         Ok(Some(Arc::new(HostGroupBackend::new(ShmTransfer { group, rings, outbox }))))
-    }
-
-    fn fail(&self, failure: FailureReport) {
-        self.process.fail(failure);
-    }
-
-    fn failure(&self) -> Option<FailureReport> {
-        self.process.failure()
-    }
-
-    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
-        self.process.flight_recorder()
-    }
-
-    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.process.last_ops(rank)
-    }
-
-    fn silent_relay(&self) -> Option<usize> {
-        self.process.silent_relay()
-    }
-
-    fn host_cost(&self) -> HostCost {
-        HostCost { frames: self.process.control().frames(), ..HostCost::default() }
     }
 }
 
