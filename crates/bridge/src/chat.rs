@@ -120,11 +120,6 @@ impl ChatTemplate {
         self
     }
 
-    /// True if `{% generation %}` blocks say what the assistant's tokens are.
-    pub fn has_generation_blocks(&self) -> bool {
-        self.marked.is_some()
-    }
-
     /// CRC-32C of all that its renderings depend on: the template, its tokens and, if it asks for it, the date.
     pub(crate) fn digest(&self) -> u32 {
         let text = self.marked.as_ref().unwrap_or(&self.source);

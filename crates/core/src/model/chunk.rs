@@ -170,11 +170,6 @@ impl Chunk {
         self.output.is_some()
     }
 
-    /// The LM head, on the last stage.
-    pub fn head_mut(&mut self) -> Option<&mut LmHead> {
-        self.output.as_mut().map(|(_, head)| head)
-    }
-
     /// Forward of the chunk: `x [T, hidden]` from the previous stage (none on the first) → the next stage's input, or
     /// on the last stage what `mode` asks for.
     pub fn forward(
