@@ -33,6 +33,7 @@ mod run_loop;
 mod run_open;
 mod run_resume;
 mod run_save;
+mod run_start;
 mod saved_batch;
 mod skipped_samples;
 mod snapshots;

@@ -5,7 +5,8 @@ use super::energy::Energy;
 use super::record::RunRecord;
 use super::run::{Run, RunFolderWriter};
 use super::run_folder::{CHECKPOINTS, RunFolder};
-use super::run_resume::{best_checkpoint, newest_best, restore_best_link};
+use super::run_resume::{newest_best, restore_best_link};
+use super::run_start::Start;
 use super::snapshots::Snapshots;
 use crate::Result;
 use crate::checkpoint::{self, Saver};
@@ -77,6 +78,17 @@ impl Restarted {
     }
 }
 
+impl OpenOptions<'_> {
+    pub(super) fn resumes_from_best(&self) -> bool {
+        self.from_best && !self.begun
+    }
+}
+
+/// Note of a run with `fault.verify_on_partner` whose ranks have no partners.
+const VERIFIES_IN_PLACE: &str = "\
+    fault.verify_on_partner: ranks cannot change places in this job, so that steps are verified in place; it takes \
+    launched processes and fault.restarts (docs/launch.md)";
+
 impl Run {
     /// Opens the run in `dir`: resumes from its newest checkpoint if there is one, else starts a new run.
     /// `initial_weights` sets the weights of a new model (from a Hugging Face folder); none draws the declared values.
@@ -93,7 +105,6 @@ impl Run {
     pub fn open_with(rank: Rank, resolved: Resolved, dir: &Path, options: OpenOptions) -> Result<Run> {
         let first = rank.world.rank() == 0;
         let together = rank.world.all();
-        let wait = |label| together.barrier(label);
         let digests = match first && options.data.is_some() {
             true => digest::digests(&resolved)?,
             false => Vec::new(),
@@ -101,7 +112,7 @@ impl Run {
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
         let mut saver = Run::saver(dir, &resolved, &together)?;
-        if first && options.from_best && !options.begun && resolved.config.checkpoint.best {
+        if first && options.resumes_from_best() && resolved.config.checkpoint.best {
             restore_best_link(&dir.join(CHECKPOINTS), newest_best(dir)?)?;
         }
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
@@ -112,54 +123,15 @@ impl Run {
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
         trainer.hooks.faults.remember_in(dir, options.fresh && !options.begun);
-        let latest = match (fresh, options.from_best && !options.begun) {
-            (true, _) => None,
-            (false, true) => Some(best_checkpoint(dir)?),
-            (false, false) => checkpoint::latest(&dir.join(CHECKPOINTS))?,
-        };
-        let recovery = match resolved.config.fault.snapshot_every {
-            0 => None,
-            _ => options.snapshots.recovery(&together)?,
-        };
-        let on_disk = latest.as_ref().and_then(|path| checkpoint::step_of(path.file_name()?));
-        // Steps are verified from the snapshot on, also if a request has saved a checkpoint since.
-        let rotated = options.restarted.as_ref().is_some_and(|r| r.rotated);
-        let verification = options.snapshots.take_verification();
-        let verification =
-            verification.filter(|v| rotated && recovery.as_ref().is_some_and(|r| v.begins_at(r.step)));
-        let recovery =
-            recovery.filter(|r| verification.is_some() || on_disk.is_none_or(|step| step <= r.step));
-        let latest = latest.filter(|_| recovery.is_none());
-        let mut gemms = None;
-        // Checkpoints and snapshots of adapters do not hold the base model.
-        if (latest.is_none() && recovery.is_none()) || resolved.config.has_lora() {
-            options.initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
-        }
-        let resumed = match (&recovery, &latest) {
-            (Some(recovery), _) => {
-                options.snapshots.recover(&mut trainer, recovery)?;
-                Some(Resume { step: recovery.step, ..Resume::default() })
-            }
-            (None, Some(path)) => {
-                let (resume, origin) = Run::resume(&mut trainer, &resolved, path, &together, &options)?;
-                gemms = origin.and_then(|o| o.gemms);
-                Some(resume)
-            }
-            (None, None) => None,
-        };
-        let verifying = verification.as_ref().map(|v| v.step);
-        options.snapshots.set_verification(verification);
-        let restarted = options.restarted.as_ref().filter(|_| verifying.is_none()).map(|r| {
-            let from = match (&recovery, trainer.step()) {
-                (Some(_), _) => "memory",
-                (None, 0) => "the beginning",
-                (None, _) => "checkpoint",
-            };
-            r.event(trainer.step(), from)
-        });
+        let mut start = Start::choose(dir, &resolved, &together, &options, fresh)?;
+        let verifying = start.verifying();
+        let (resumed, gemms) = start.restore(&mut trainer, &resolved, &together, &options)?;
+        let step = trainer.step();
+        let restarted = options.restarted.as_ref().filter(|_| verifying.is_none());
+        let restarted = restarted.map(|r| r.event(step, start.origin(step)));
         let in_folder = folder.as_mut().filter(|_| !fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
-        wait("the checkpoint is read")?;
+        together.barrier("the checkpoint is read")?;
         let flops_per_token = resolved.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let fault = &resolved.config.fault;
@@ -167,24 +139,18 @@ impl Run {
             .then(|| Stragglers::new(&trainer.rank, fault.straggler_every, fault.straggler_threshold));
         let timeouts = Timeouts::new(fault.min_timeout);
         // Everything is valid: the folder changes from here on.
-        if let Some(folder) = folder.as_mut().filter(|_| fresh) {
-            drop(saver);
-            folder.set_aside()?;
-            saver = Run::saver(dir, &resolved, &together)?;
-        }
-        if folder.is_some() && options.from_best && !options.begun {
-            let later = checkpoint::remove_after(&dir.join(CHECKPOINTS), trainer.step())?;
-            if !later.is_empty() {
-                let names: Vec<String> = later.into_iter().map(checkpoint::folder_name).collect();
-                notes.push(format!("checkpoints after the best were deleted: {}", names.join(", ")));
+        if let Some(folder) = &mut folder {
+            if fresh {
+                drop(saver);
+                folder.set_aside()?;
+                saver = Run::saver(dir, &resolved, &together)?;
+            }
+            if options.resumes_from_best() {
+                notes.extend(delete_later_checkpoints(dir, step)?);
             }
         }
         if fault.verify_on_partner && !(options.snapshots.are_mirrored() && trainer.rank.world.size() > 1) {
-            notes.push(
-                "fault.verify_on_partner: ranks cannot change places in this job, so that steps are verified in place; it takes \
-                 launched processes and fault.restarts (docs/launch.md)"
-                    .into(),
-            );
+            notes.push(VERIFIES_IN_PLACE.into());
         }
         notes.extend(folder.iter_mut().flat_map(|f| std::mem::take(&mut f.notes)));
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
@@ -272,4 +238,11 @@ impl Run {
         self.writer = Some(RunFolderWriter { log, folder, tensorboard, log_failed: false });
         Ok(())
     }
+}
+
+/// Deletes checkpoints after `step`; returns a note that names them.
+fn delete_later_checkpoints(dir: &Path, step: u64) -> Result<Option<String>> {
+    let later = checkpoint::remove_after(&dir.join(CHECKPOINTS), step)?;
+    let names: Vec<String> = later.into_iter().map(checkpoint::folder_name).collect();
+    Ok((!names.is_empty()).then(|| format!("checkpoints after the best were deleted: {}", names.join(", "))))
 }
