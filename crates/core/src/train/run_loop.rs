@@ -1,28 +1,45 @@
 //! The training loop: steps, evaluations and checkpoints, until the last step, a request to stop or an error.
 
-use super::best_eval::BestEval;
 use super::energy::Energy;
 use super::run::{Observer, Outcome, Run};
+use super::run_requests::{Request, request};
 use super::run_save::Failure;
-use super::trainer::HostBatch;
 use super::{InFlightStep, StepReport};
 use crate::cost::Traffic;
 use crate::data::Batches;
-use crate::events::{self, Event};
+use crate::events;
 use crate::fault::timeouts::Section;
 use crate::{Error, Result};
+use ferrotron_tensor::Event;
 use std::time::Instant;
 
-/// A rank's request after a step. All ranks follow the most urgent one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
-enum Request {
-    GoOn,
-    /// Save and go on.
-    Save,
-    /// Save and end.
-    Stop,
-    /// Save and fail: this rank cannot read its data.
-    Fail,
+/// State of the training loop.
+struct TrainLoop<'a> {
+    data: &'a dyn Batches,
+    eval: Option<&'a dyn Batches>,
+    observer: &'a mut dyn Observer,
+    out: &'a mut Outcome,
+    /// Steps may be launched before the one before them has ended.
+    launches_ahead: bool,
+    /// The step that was launched and not read back yet.
+    in_flight: Option<InFlightStep>,
+    /// The last step that the loop has saved.
+    saved: Option<u64>,
+    /// Something else than a step has taken time.
+    paused: bool,
+    /// Steps are timed by the device, from the end of one to the end of the next.
+    since: Event,
+    /// Traffic before the step.
+    counted: Traffic,
+}
+
+/// Outcome of the attempt to launch a step.
+#[derive(Default)]
+struct Launch {
+    step: Option<InFlightStep>,
+    asked: Request,
+    /// Why this rank could not read its batch.
+    unread: Option<Error>,
 }
 
 impl Run {
@@ -65,143 +82,147 @@ impl Run {
         observer: &mut dyn Observer,
         out: &mut Outcome,
     ) -> Result<(), Failure> {
-        let total = self.resolved.plan.steps;
-        let c = self.resolved.config.clone();
         if self.stops_early() {
             out.stopped_early = true;
             return Ok(());
         }
-        let may_skip = c.optimizer.skip_nonfinite || c.loss_scale().is_some();
-        let ahead = self.launches_ahead && !observer.wants_single_steps();
-        // The step that was launched and not read back yet.
-        let mut in_flight: Option<InFlightStep> = None;
-        let mut saved = None;
+        let launches_ahead = self.launches_ahead && !observer.wants_single_steps();
         self.begin_checks()?;
         self.energy.iter_mut().for_each(Energy::resume);
-        // Steps are timed by the device, from the end of one to the end of the next.
-        let mut since = self.trainer.rank.compute.record().map_err(Error::from)?;
-        let mut counted = Traffic::of(&self.trainer.rank);
-        while in_flight.is_some() || self.trainer.step() < total {
-            let launched = self.trainer.step();
-            let due = |every: u64| every > 0 && launched.is_multiple_of(every);
-            // A snapshot in memory is of a step whose outcome is known, where that may be to skip it.
-            let snapshot_due = due(c.fault.snapshot_every) || self.snapshot_overdue;
-            let between = due(c.checkpoint.every)
-                || (may_skip && snapshot_due)
-                || (eval.is_some() && due(c.eval.every))
-                || self.check_is_due(launched);
-            let may_launch = launched < total && (in_flight.is_none() || (ahead && !between));
-            let mut next = None;
-            let mut asked = Request::GoOn;
-            let mut unread = None;
-            if may_launch {
-                let batch = self.trainer.read_batch(data);
-                // What was asked for before the first step waits for its end.
-                let may_ask = out.steps > 0 || in_flight.is_some();
-                asked = self.agree(request(&batch, may_ask, observer), observer)?;
-                match batch {
-                    Ok(batch) if asked == Request::GoOn => {
-                        self.take_snapshot(launched, out.steps == 0 && in_flight.is_none())?;
-                        observer.before_step(&self.trainer.rank, total - launched)?;
-                        next = Some(self.trainer.begin_step_on(batch)?);
-                    }
-                    Ok(_) => {}
-                    Err(e) => unread = Some(e),
-                }
+        let since = self.trainer.rank.compute.record().map_err(Error::from)?;
+        let counted = Traffic::of(&self.trainer.rank);
+        let mut l = TrainLoop {
+            data,
+            eval,
+            observer,
+            out,
+            launches_ahead,
+            in_flight: None,
+            saved: None,
+            paused: false,
+            since,
+            counted,
+        };
+        while l.in_flight.is_some() || self.trainer.step() < self.resolved.plan.steps {
+            let launch = if self.may_launch(&l) { self.launch_next(&mut l)? } else { Launch::default() };
+            l.paused = false;
+            if let Some(this) = std::mem::replace(&mut l.in_flight, launch.step) {
+                self.finish_step(this, &mut l)?;
             }
-            let mut paused = false;
-            if let Some(this) = std::mem::replace(&mut in_flight, next) {
-                let done = this.done().clone();
-                let report = self.end_checked_step(this, &mut in_flight, data, observer)?;
-                // Collectives of a job that has failed end without a result.
-                self.trainer.rank.world.check().map_err(Error::from)?;
-                let now = Traffic::of(&self.trainer.rank);
-                (self.sent, counted) = (now.since(&counted), now);
-                let seconds = done.since(&since).map_err(Error::from)?.as_secs_f64();
-                since = done;
-                self.step_done(&report, seconds, out, observer)?;
-                let last = report.step == total;
-                let mut is_best = false;
-                if let Some(data) = eval
-                    && c.eval.every > 0
-                    && (last || report.step % c.eval.every == 0)
-                {
-                    let loss = self.evaluate(data, c.eval.batches, observer);
-                    let saveable = self.trainer.rank.world.size() == 1;
-                    let loss = loss.map_err(|error| Failure { error, saveable })?;
-                    out.eval = Some(loss);
-                    is_best = self.note_evaluation(loss)?;
-                    out.stopped_early = self.stops_early() && !last;
-                    paused = true;
-                }
-                let ends = last || out.stopped_early;
-                if ends {
-                    self.share_gemms(self.trainer.gemms.is_some(), observer)?;
-                }
-                let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
-                if due || is_best || (ends && c.checkpoint.at_end) {
-                    self.save(data, observer)?;
-                    (saved, paused) = (Some(report.step), true);
-                }
-            }
-            if out.stopped_early {
+            if l.out.stopped_early || !self.obey(launch.asked, launch.unread, &mut l)? {
                 break;
             }
-            // Once something is asked for no step is in flight.
-            let step = self.trainer.step();
-            if asked > Request::GoOn && saved != Some(step) && out.steps > 0 {
-                self.save(data, observer)?;
-                (saved, paused) = (Some(step), true);
-            }
-            match asked {
-                Request::GoOn | Request::Save => {}
-                Request::Stop => {
-                    out.finished = false;
-                    break;
-                }
-                Request::Fail => {
-                    self.wait_for_save(observer)?;
-                    if let Some(e) = unread {
-                        return Err(e.into());
-                    }
-                    // The rank that failed says why.
-                    let heard = self.trainer.rank.world.all().barrier("a rank has no data");
-                    let unsaid = || Error::Invalid("another rank could not read its data".into());
-                    return Err(heard.map_or_else(Error::from, |()| unsaid()).into());
-                }
-            }
-            if paused {
-                since = self.trainer.rank.compute.record().map_err(Error::from)?;
-                counted = Traffic::of(&self.trainer.rank);
+            if l.paused {
+                l.since = self.trainer.rank.compute.record().map_err(Error::from)?;
+                l.counted = Traffic::of(&self.trainer.rank);
             }
         }
         Ok(())
     }
 
+    /// Whether the next step may be launched now: beside the one in flight only if nothing comes between them.
+    fn may_launch(&self, l: &TrainLoop) -> bool {
+        let (c, launched) = (&self.resolved.config, self.trainer.step());
+        let due = |every: u64| every > 0 && launched.is_multiple_of(every);
+        // A snapshot in memory is of a step whose outcome is known, where that may be to skip it.
+        let may_skip = c.optimizer.skip_nonfinite || c.loss_scale().is_some();
+        let snapshot_due = due(c.fault.snapshot_every) || self.snapshot_overdue;
+        let between = due(c.checkpoint.every)
+            || (may_skip && snapshot_due)
+            || (l.eval.is_some() && due(c.eval.every))
+            || self.check_is_due(launched);
+        launched < self.resolved.plan.steps && (l.in_flight.is_none() || (l.launches_ahead && !between))
+    }
+
+    /// Reads the batch of the next step and launches it, if no rank asks for anything else.
+    fn launch_next(&mut self, l: &mut TrainLoop) -> Result<Launch, Failure> {
+        let launched = self.trainer.step();
+        let batch = self.trainer.read_batch(l.data);
+        // What was asked for before the first step waits for its end.
+        let may_ask = l.out.steps > 0 || l.in_flight.is_some();
+        let asked = self.agree(request(&batch, may_ask, l.observer), l.observer)?;
+        let mut launch = Launch { asked, ..Launch::default() };
+        match batch {
+            Ok(batch) if asked == Request::Continue => {
+                self.take_snapshot(launched, l.out.steps == 0 && l.in_flight.is_none())?;
+                l.observer.before_step(&self.trainer.rank, self.resolved.plan.steps - launched)?;
+                launch.step = Some(self.trainer.begin_step_on(batch)?);
+            }
+            Ok(_) => {}
+            Err(e) => launch.unread = Some(e),
+        }
+        Ok(launch)
+    }
+
+    /// Waits for the end of a step and reports it; then evaluates and saves where that is due.
+    fn finish_step(&mut self, this: InFlightStep, l: &mut TrainLoop) -> Result<(), Failure> {
+        let done = this.done().clone();
+        let report = self.end_checked_step(this, &mut l.in_flight, l.data, l.observer)?;
+        // Collectives of a job that has failed end without a result.
+        self.trainer.rank.world.check().map_err(Error::from)?;
+        let now = Traffic::of(&self.trainer.rank);
+        (self.sent, l.counted) = (now.since(&l.counted), now);
+        let seconds = done.since(&l.since).map_err(Error::from)?.as_secs_f64();
+        l.since = done;
+        self.step_done(&report, seconds, l.out, l.observer)?;
+        let c = &self.resolved.config;
+        let is_due = |every: u64| every > 0 && report.step % every == 0;
+        let (eval_due, save_due) = (is_due(c.eval.every), is_due(c.checkpoint.every));
+        let (batches, at_end) = (c.eval.batches, c.checkpoint.at_end);
+        let last = report.step == self.resolved.plan.steps;
+        let mut is_best = false;
+        if let Some(data) = l.eval
+            && c.eval.every > 0
+            && (last || eval_due)
+        {
+            let loss = self.evaluate(data, batches, l.observer);
+            let saveable = self.trainer.rank.world.size() == 1;
+            let loss = loss.map_err(|error| Failure { error, saveable })?;
+            l.out.eval = Some(loss);
+            is_best = self.note_evaluation(loss)?;
+            l.out.stopped_early = self.stops_early() && !last;
+            l.paused = true;
+        }
+        let ends = last || l.out.stopped_early;
+        if ends {
+            self.share_gemms(self.trainer.gemms.is_some(), l.observer)?;
+        }
+        if save_due || is_best || (ends && at_end) {
+            self.save(l.data, l.observer)?;
+            (l.saved, l.paused) = (Some(report.step), true);
+        }
+        Ok(())
+    }
+
+    /// Does what a rank has asked for; whether training goes on. No step is in flight then.
+    fn obey(&mut self, asked: Request, unread: Option<Error>, l: &mut TrainLoop) -> Result<bool, Failure> {
+        let step = self.trainer.step();
+        if asked > Request::Continue && l.saved != Some(step) && l.out.steps > 0 {
+            self.save(l.data, l.observer)?;
+            (l.saved, l.paused) = (Some(step), true);
+        }
+        match asked {
+            Request::Continue | Request::Save => Ok(true),
+            Request::Stop => {
+                l.out.finished = false;
+                Ok(false)
+            }
+            Request::Fail => {
+                self.wait_for_save(l.observer)?;
+                if let Some(e) = unread {
+                    return Err(e.into());
+                }
+                // The rank that failed says why.
+                let heard = self.trainer.rank.world.all().barrier("a rank has no data");
+                let unsaid = || Error::Invalid("another rank could not read its data".into());
+                Err(heard.map_or_else(Error::from, |()| unsaid()).into())
+            }
+        }
+    }
+
     /// What ranks wait for now is not a step.
     pub(super) fn enter(&mut self, section: Section) {
         self.trainer.rank.world.set_timeout(self.timeouts.enter(section));
-    }
-
-    /// Keeps the best evaluation; true if its checkpoint is to be kept and this is the best so far. All ranks go by the loss
-    /// of rank 0, so that they decide alike.
-    fn note_evaluation(&mut self, loss: f64) -> Result<bool> {
-        let c = &self.resolved.config;
-        if !c.checkpoint.best && c.eval.patience == 0 {
-            return Ok(false);
-        }
-        let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
-        let own = if rank.world.rank() == 0 { loss } else { 0.0 };
-        let loss = runner.all_reduce(&rank.control, vec![own], "validation loss")?[0];
-        let step = self.trainer.step();
-        let (best, lowest) = BestEval::after(self.trainer.best, step, loss, c.eval.min_delta);
-        self.trainer.best = best;
-        Ok(lowest && c.checkpoint.best)
-    }
-
-    /// Whether evaluations have not improved for `eval.patience` of them.
-    pub fn stops_early(&self) -> bool {
-        self.trainer.best.is_some_and(|best| best.exhausts(self.resolved.config.eval.patience))
     }
 
     /// Counts and reports a step that has ended.
@@ -237,7 +258,7 @@ impl Run {
             if let Some(energy) = &mut self.energy {
                 more.extend(energy.report(&self.trainer.rank)?);
             }
-            self.emit(Event::Step(self.step_event(report, seconds, more)), observer)?;
+            self.emit(events::Event::Step(self.step_event(report, seconds, more)), observer)?;
         }
         if let Some(stragglers) = &mut self.stragglers {
             let times = self.trainer.runner.sections.take();
@@ -246,10 +267,10 @@ impl Run {
             }
         }
         if let Some(offload) = self.trainer.runner.offload_event.take() {
-            self.emit(Event::Offload(offload), observer)?;
+            self.emit(events::Event::Offload(offload), observer)?;
         }
         if let Some(seen) = self.trainer.take_statistics() {
-            self.emit(Event::Precision(seen), observer)?;
+            self.emit(events::Event::Precision(seen), observer)?;
         }
         Ok(())
     }
@@ -271,81 +292,5 @@ impl Run {
             }
         }
         Ok(())
-    }
-
-    /// The most urgent request of any rank before a step is launched, on which all then act. At the same time ranks learn
-    /// whether none of them is writing a checkpoint any more, and share the GEMM algorithms that any of them has chosen.
-    ///
-    /// Hosts wait for each other here, while the GPUs compute the step before.
-    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<Request> {
-        const REQUESTS: [Request; 3] = [Request::Fail, Request::Stop, Request::Save];
-        let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
-        let busy = self.saver.is_busy();
-        let mut mine: Vec<f64> = REQUESTS.iter().map(|r| f64::from(*r == mine)).collect();
-        let mirroring = self.snapshots.is_mirroring();
-        mine.extend([self.trainer.has_new_gemm_choices(), busy, mirroring].map(f64::from));
-        // Numbers of ranks.
-        let all = runner.all_reduce(&rank.control, mine, "requests")?;
-        let (asking, others) = all.split_at(REQUESTS.len());
-        let most = REQUESTS.into_iter().zip(asking).find(|(_, ranks)| **ranks > 0.0);
-        self.share_gemms(others[0] > 0.0, observer)?;
-        self.mirrors_idle = others[2] == 0.0;
-        self.poll_save(others[1] == 0.0, observer)?;
-        Ok(most.map_or(Request::GoOn, |(request, _)| request))
-    }
-
-    /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.
-    fn share_gemms(&mut self, has_new: bool, observer: &mut dyn Observer) -> Result<()> {
-        if has_new && self.trainer.share_gemm_choices()? {
-            tracing::info!("GEMM algorithms were chosen");
-            let writer = self.writer.as_ref().zip(self.trainer.gemms.as_ref());
-            if let Some(Err(e)) = writer.map(|(w, table)| w.folder.write_gemm_table(table)) {
-                observer.warning(&format!("{e}; the next checkpoint has the GEMM algorithms"));
-            }
-        }
-        Ok(())
-    }
-
-    fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
-        let micro = self.resolved.plan.micro_batch as u64;
-        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
-        self.enter(Section::Evaluation);
-        self.energy.iter_mut().for_each(Energy::pause);
-        let mut event = events::Eval { step: self.trainer.step(), ..Default::default() };
-        let mut evaluate = |data: &dyn Batches, batches: u64| {
-            let micro_batches = (batches * per_batch).max(1);
-            event.tokens += data.tokens(0, micro_batches * micro)?;
-            self.trainer.evaluate(data, micro_batches)
-        };
-        let members = data.members();
-        if members.is_empty() {
-            event.loss = evaluate(data, batches)?;
-        } else {
-            // Every member gets its share of the batches, at least one.
-            let mut losses = Vec::new();
-            for m in &members {
-                let share = ((batches as f64 * m.weight).round() as u64).max(1);
-                losses.push((m.name.to_owned(), evaluate(m.data, share)?));
-            }
-            event.loss = members.iter().zip(&losses).map(|(m, (_, loss))| m.weight * loss).sum();
-            event.members = losses.into_iter().collect();
-        }
-        self.energy.iter_mut().for_each(Energy::resume);
-        let loss = event.loss;
-        if self.verifying.is_none_or(|last| event.step >= last) {
-            self.emit(Event::Eval(event), observer)?;
-        }
-        Ok(loss)
-    }
-}
-
-/// This rank's request before the step of `batch` is launched.
-fn request(batch: &Result<HostBatch>, may_ask: bool, observer: &dyn Observer) -> Request {
-    let (stop, save) = if may_ask { (observer.stop(), observer.save()) } else { (false, false) };
-    match batch {
-        Err(_) => Request::Fail,
-        Ok(_) if stop => Request::Stop,
-        Ok(_) if save => Request::Save,
-        Ok(_) => Request::GoOn,
     }
 }
