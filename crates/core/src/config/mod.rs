@@ -17,6 +17,7 @@ mod loss_scale;
 mod mla;
 mod model;
 mod moe;
+mod moe_checks;
 mod mtp;
 mod offload;
 mod parallel;
