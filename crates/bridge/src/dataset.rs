@@ -20,7 +20,8 @@ const LONGEST_FIRST_LINE: u64 = 64 << 20;
 pub struct DatasetOptions<'a> {
     /// Files, folders and globs, also compressed: each line of a `.jsonl` is a document, every other file is one.
     pub inputs: &'a [PathBuf],
-    /// Output: `<prefix>.bin`, `<prefix>.idx` and `<prefix>.dataset.json`; missing folders are created.
+    /// Output: `<prefix>.bin`, `<prefix>.idx` and `<prefix>.dataset.json`; missing folders are created. `<prefix>.bin` and
+    /// `<prefix>.idx` name the same pair.
     pub prefix: &'a Path,
     /// A folder with `tokenizer.json`, or the file; none: byte-level tokens.
     pub tokenizer: Option<&'a Path>,
@@ -62,18 +63,16 @@ pub struct DatasetSummary {
     pub token_type: TokenType,
 }
 
-/// The paths `<prefix>.bin` and `<prefix>.idx`.
+/// The paths `<prefix>.bin` and `<prefix>.idx` of a pair, which may be named by its prefix or by one of its files.
 pub fn pair_paths(prefix: &Path) -> [PathBuf; 2] {
-    [".bin", ".idx"].map(|ending| {
-        let mut name = prefix.as_os_str().to_owned();
-        name.push(ending);
-        PathBuf::from(name)
-    })
+    [".bin", ".idx"].map(|ending| data::beside(prefix, ending))
 }
 
 /// Builds the pair, which appears only once it is complete. `progress` gets the bytes read and the total.
 pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<DatasetSummary> {
-    let there = pair_paths(options.prefix).into_iter().find(|p| p.exists());
+    // A pair has one lock, however it is named.
+    let prefix = &data::beside(options.prefix, "");
+    let there = pair_paths(prefix).into_iter().find(|p| p.exists());
     if let (Some(path), false) = (there, options.overwrite) {
         let what = "already exists; choose another --output or pass --overwrite".into();
         return Err(Error::Output { path, what });
@@ -95,16 +94,16 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
         },
     };
     let vocab = tokenizer.info().vocab;
-    if let Some(parent) = options.prefix.parent().filter(|p| !p.as_os_str().is_empty()) {
+    if let Some(parent) = prefix.parent().filter(|p| !p.as_os_str().is_empty()) {
         std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
     }
-    let lock = TargetLock::acquire(options.prefix, Duration::ZERO)?;
-    remove_leftovers(options.prefix)?;
+    let lock = TargetLock::acquire(prefix, Duration::ZERO)?;
+    remove_leftovers(prefix)?;
     let folder = options.tokenizer.and_then(folder_of);
     let encoder = ChatEncoder::new(&tokenizer, folder.as_deref(), options.chat_template)?;
-    let summary = data::build(&inputs, &encoder, eod, &tokenizer.info(), options.prefix, progress)?;
+    let summary = data::build(&inputs, &encoder, eod, &tokenizer.info(), prefix, progress)?;
     drop(lock);
-    let token_type = IndexedDataset::open(options.prefix)?.token_type();
+    let token_type = IndexedDataset::open(prefix)?.token_type();
     Ok(DatasetSummary { summary, vocab, eod, chat, token_type })
 }
 
@@ -139,6 +138,10 @@ pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Resu
     let mut out = Vec::new();
     for path in paths {
         for path in expand(path)? {
+            if is_of_a_pair(&path) {
+                let what = "is a file of a .bin/.idx pair, which is tokenized already; give the pair's prefix as training data";
+                return Err(Error::config(&path.display().to_string(), what));
+            }
             let format = match (is_json_lines(&path), format) {
                 (false, _) => TextFormat::Whole,
                 (true, DataFormat::Chat) => TextFormat::Chat,
@@ -149,6 +152,12 @@ pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Resu
         }
     }
     Ok(out)
+}
+
+/// Is it a file of a pair? Small ids in 16 bits are valid UTF-8, so that tokens could be taken for text.
+fn is_of_a_pair(path: &Path) -> bool {
+    let pair = pair_paths(path);
+    pair.iter().any(|p| p == path) && pair.iter().all(|p| p.exists())
 }
 
 /// Is the first line of a file that is not blank a conversation?

@@ -22,7 +22,7 @@ pub(crate) const HEADER: usize = 34;
 const STRIDE: usize = 64;
 
 /// `prefix` + `suffix`, where the prefix may already end in `.bin` or `.idx`.
-pub(crate) fn beside(prefix: &Path, suffix: &str) -> PathBuf {
+pub fn beside(prefix: &Path, suffix: &str) -> PathBuf {
     let mut name = match prefix.extension() {
         Some(e) if e == "bin" || e == "idx" => prefix.with_extension("").into_os_string(),
         _ => prefix.as_os_str().to_owned(),

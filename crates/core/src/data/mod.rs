@@ -31,7 +31,7 @@ pub use blend::{Blend, Interleave};
 pub use build::{BuildSummary, Encode, Input, Span, TextFormat, build};
 pub use documents::{DocumentRange, Documents};
 pub use gpt::{GptConfig, GptDataset};
-pub use indexed::IndexedDataset;
+pub use indexed::{IndexedDataset, beside};
 pub use info::{DatasetInfo, TokenizerInfo};
 pub use packed::{Packed, RowCounts, RowOptions};
 pub use source::Sources;
