@@ -1,7 +1,7 @@
 //! Checkpoint folders: names, and renames that keep every checkpoint complete if the machine stops.
 
 use crate::error::{Error, Result};
-use crate::fs::{remove, rename, sync_folder};
+use crate::fs::{exists, remove, rename, sync_folder};
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -52,16 +52,16 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Removes what a crash left behind: partly written and partly deleted folders. A checkpoint that was moved aside is
-/// restored unless its replacement is complete.
+/// restored unless its replacement is complete. What cannot be deleted stays: no name of a leftover is that of a checkpoint.
 pub(super) fn clean(dir: &Path) -> Result<()> {
     for path in entries(dir)? {
         let Some(name) = path.file_name().and_then(OsStr::to_str) else { continue };
         if name.starts_with(TEMPORARY) {
-            remove(&path)?;
+            discard(&path);
         } else if let Some(step) = name.strip_prefix(REPLACED) {
             let home = dir.join(step);
             if step_of(OsStr::new(step)).is_none() || home.exists() {
-                remove(&path)?;
+                delete(dir, &path)?;
             } else {
                 rename(&path, &home)?;
             }
@@ -97,7 +97,12 @@ pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf
     let done = rename(temporary, &home).and_then(|()| sync_folder(dir));
     if replaces {
         match done {
-            Ok(()) => remove(&aside)?,
+            // Not only removed: what cannot be would be restored once this step is pruned.
+            Ok(()) => {
+                if let Err(e) = delete(dir, &aside) {
+                    tracing::warn!(shown = true, "the checkpoint of {name} that was replaced stays: {e}");
+                }
+            }
             // Best effort: the error at hand is more useful, and `clean` restores it later as well.
             Err(_) if !home.exists() => drop(rename(&aside, &home)),
             Err(_) => {}
@@ -130,28 +135,39 @@ pub fn best(dir: &Path) -> Option<u64> {
 pub fn remove_after(dir: &Path, step: u64) -> Result<Vec<u64>> {
     let mut later: Vec<(u64, PathBuf)> = list(dir)?.into_iter().filter(|(s, _)| *s > step).collect();
     later.reverse();
-    later.iter().try_for_each(|(step, path)| delete(dir, *step, path))?;
+    later.iter().try_for_each(|(_, path)| delete(dir, path))?;
     Ok(later.into_iter().map(|(step, _)| step).rev().collect())
 }
 
-/// Renames first, so that a crash half-way leaves no folder that looks complete.
-fn delete(dir: &Path, step: u64, path: &Path) -> Result<()> {
-    let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
-    if doomed.exists() {
-        remove(&doomed)?;
+/// Renames first, so that a crash half-way leaves no folder that looks complete. It is an error only if the rename fails.
+fn delete(dir: &Path, path: &Path) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().display();
+    let nth = |n: usize| dir.join(format!("{TEMPORARY}delete-{name}-{n}"));
+    let mut n = 0;
+    // Of an earlier one that cannot be deleted.
+    while exists(&nth(n)) {
+        n += 1;
     }
-    rename(path, &doomed)?;
-    remove(&doomed)
+    rename(path, &nth(n))?;
+    discard(&nth(n));
+    Ok(())
 }
 
-/// Deletes the oldest checkpoints so that `keep` remain, never `newest` and never the best.
+/// Deletes what is no checkpoint. A network file system keeps the files of a folder that another process reads, and others
+/// may belong to another user: training does not depend on it, and [`clean`] tries again at the next start.
+fn discard(path: &Path) {
+    if let Err(e) = remove(path) {
+        tracing::warn!(shown = true, "{e}; it is of no use any more and stays until the next start");
+    }
+}
+
+/// Deletes the oldest checkpoints so that `keep` remain, never `newest` and never the best. The first error, after an attempt
+/// at all of them.
 pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let all = list(dir)?;
     let best = best(dir);
     let surplus = all.len().saturating_sub(keep.max(1));
     let spared = |(step, path): &(u64, PathBuf)| path == newest || best == Some(*step);
-    for (step, path) in all.into_iter().take(surplus).filter(|c| !spared(c)) {
-        delete(dir, step, &path)?;
-    }
-    Ok(())
+    let doomed = all.into_iter().take(surplus).filter(|c| !spared(c));
+    doomed.map(|(_, path)| delete(dir, &path)).fold(Ok(()), Result::and)
 }

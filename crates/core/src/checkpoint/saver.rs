@@ -156,8 +156,9 @@ impl Saver {
     pub fn begin(&mut self, step: u64, bytes: u64, ready: Result<()>) -> Result<Result<u64>> {
         let (mine, all) = (self.group.rank(), self.group.size());
         let name = match all {
-            1 => folder::name(step),
-            // A rank of an earlier attempt that still runs must not write into this one's folder.
+            1 if !fs::exists(&folder::temporary_path(&self.dir, &folder::name(step))) => folder::name(step),
+            // A rank of an earlier attempt that still runs must not write into this one's folder, nor do leftovers of one that
+            // cannot be deleted belong there.
             _ => format!("{}-{}", folder::name(step), unique()),
         };
         let free = fs::free_bytes(&self.dir);
@@ -376,7 +377,11 @@ fn complete(
 ) -> Result<()> {
     write::write_manifest(temporary, step, state, written)?;
     let home = folder::commit(dir, temporary, &folder::name(step))?;
-    keep.map_or(Ok(()), |keep| folder::prune(dir, keep, &home))
+    // It is a checkpoint now, whatever becomes of older ones.
+    if let Some(Err(e)) = keep.map(|keep| folder::prune(dir, keep, &home)) {
+        tracing::warn!(shown = true, "an old checkpoint stays: {e}");
+    }
+    Ok(())
 }
 
 fn stopped(dir: &Path) -> Error {

@@ -203,7 +203,9 @@ impl Run {
         let (path, step) = (self.dir.join(events::FILE_NAME), self.trainer.step());
         let mut log = match &self.resumed {
             Some(_) => {
-                self.saver.tidy()?;
+                if let Err(e) = self.saver.tidy() {
+                    self.notes.push(format!("an old checkpoint stays: {e}"));
+                }
                 // Lines of steps that are verified stay.
                 EventLog::resume(&path, self.verifying.map_or(step, |last| last - 1))?
             }

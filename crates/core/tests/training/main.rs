@@ -19,3 +19,4 @@ mod optimizer_state;
 mod param_groups;
 mod ranks;
 mod support;
+mod undeletable;
