@@ -107,7 +107,11 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
     Ok(DatasetSummary { summary, vocab, eod, chat, token_type })
 }
 
-/// Removes the temporary files `PREFIX.….PID.N.tmp` of killed processes; the prefix is locked.
+/// Files of a pair while they are written: `PREFIX.PART.PID.N.tmp`.
+const PARTS: [&str; 6] = ["bin", "idx", "dataset.json", "lengths", "documents", "modes"];
+
+/// Removes the temporary files of killed processes; the prefix is locked. Those of the prefix `PREFIX.val` begin alike, and
+/// another process may be writing them.
 fn remove_leftovers(prefix: &Path) -> Result<()> {
     let dir = parent(prefix);
     let name = prefix.file_name().unwrap_or_default().to_string_lossy();
@@ -117,8 +121,12 @@ fn remove_leftovers(prefix: &Path) -> Result<()> {
         let own = path
             .file_name()
             .and_then(|n| n.to_str()?.strip_prefix(&format!("{name}."))?.strip_suffix(".tmp"));
-        let numbers = |n: &str| n.rsplit('.').take(2).filter(|part| part.parse::<u32>().is_ok()).count() == 2;
-        if own.is_some_and(numbers) && is_regular_file(&path) {
+        let is_part = |name: &str| {
+            let number = |part: Option<&str>| part.is_some_and(|n| n.parse::<u32>().is_ok());
+            let mut ends = name.rsplitn(3, '.');
+            number(ends.next()) && number(ends.next()) && ends.next().is_some_and(|p| PARTS.contains(&p))
+        };
+        if own.is_some_and(is_part) && is_regular_file(&path) {
             std::fs::remove_file(&path).map_err(|e| Error::io(&path, "remove", e))?;
         }
     }

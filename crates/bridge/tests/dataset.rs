@@ -70,3 +70,55 @@ fn a_pair_named_by_one_of_its_files_is_not_taken_for_text() {
     let e = build_from(&[prefix.with_extension("bin")], &dir.path().join("out"), false).unwrap_err();
     assert!(e.to_string().contains("give the pair's prefix"), "{e}");
 }
+
+#[test]
+fn only_its_own_leftovers_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("wiki");
+    let own = ["wiki.bin.7.0.tmp", "wiki.idx.7.12.tmp", "wiki.dataset.json.7.1.tmp", "wiki.lengths.7.0.tmp"];
+    let others = [
+        "wiki.val.bin.7.0.tmp",
+        "wiki.val.documents.7.0.tmp",
+        "wikis.bin.7.0.tmp",
+        "wiki.bin.tmp",
+        "wiki.7.0.tmp",
+    ];
+    for name in own.iter().chain(&others) {
+        std::fs::write(dir.path().join(name), "").unwrap();
+    }
+    build_pair(&prefix, "some text", false).unwrap();
+    let left = |names: &[&str]| names.iter().filter(|n| dir.path().join(n).exists()).count();
+    assert_eq!((left(&own), left(&others)), (0, others.len()));
+}
+
+/// The old pair is not removed before it is known that the new one is complete.
+#[test]
+fn a_build_whose_temporary_files_are_removed_leaves_the_old_pair() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("wiki");
+    build_pair(&prefix, "some text", false).unwrap();
+    let before = pair_paths(&prefix).map(|p| std::fs::read(p).unwrap());
+    let input = dir.path().join("long.txt");
+    std::fs::write(&input, "many words\n".repeat(200_000)).unwrap();
+    let lost = || {
+        for entry in std::fs::read_dir(dir.path()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.to_string_lossy().contains("wiki.bin.") {
+                std::fs::remove_file(path).unwrap();
+            }
+        }
+    };
+    let options = DatasetOptions {
+        inputs: &[input],
+        prefix: &prefix,
+        tokenizer: None,
+        field: "text",
+        format: DataFormat::Auto,
+        chat_template: None,
+        eod: Eod::Derived,
+        overwrite: true,
+    };
+    let e = build(&options, &|_, _| lost()).unwrap_err().to_string();
+    assert!(e.contains("wiki.bin."), "{e}");
+    assert_eq!(pair_paths(&prefix).map(|p| std::fs::read(p).unwrap()), before);
+}

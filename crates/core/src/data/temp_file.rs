@@ -54,10 +54,11 @@ impl TempFile {
         Ok(())
     }
 
-    /// Flushes and syncs the file to disk.
+    /// Flushes and syncs the file to disk. An error if somebody has removed it: what it is to replace is still there.
     pub(crate) fn sync(&mut self) -> Result<()> {
         self.out.flush().map_err(Error::io(&self.path))?;
-        self.out.get_ref().sync_all().map_err(Error::io(&self.path))
+        self.out.get_ref().sync_all().map_err(Error::io(&self.path))?;
+        fs::symlink_metadata(&self.path).map(drop).map_err(Error::io(&self.path))
     }
 
     /// Renames the synced file to its destination.
