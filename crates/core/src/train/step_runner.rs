@@ -174,6 +174,13 @@ impl StepRunner {
         if let Some(moe) = step_state.moe() {
             moe.begin_step(&rank.compute)?;
         }
+        if self.offload.as_ref().is_some_and(ActivationOffload::host_became_full) {
+            tracing::warn!(
+                shown = true,
+                "offload.activations = \"auto\" moves less than the link could: host memory is used up, and the rest stays on the \
+                 device; raise offload.host_budget or give the process more memory to move more"
+            );
+        }
         if let Some(report) = self.offload.as_ref().map(ActivationOffload::begin_step).transpose()?.flatten()
         {
             self.offload_report = Some(report);

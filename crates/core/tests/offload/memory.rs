@@ -47,6 +47,27 @@ fn a_budget_that_is_too_small_is_an_error_that_names_it() {
     assert!(e.contains("out of host memory") && e.contains("offload.host_budget"), "{e}");
 }
 
+/// What is optional ends no run: "auto" moves what fits in host memory, whatever it would choose without a budget.
+#[test]
+fn an_automatic_choice_keeps_to_the_budget() {
+    for layout in ["parallel.pp=1", "parallel.pp=2"] {
+        let run = |offload: &[&str]| {
+            let set = [&["precision.dtype=f32", "parallel.schedule=1f1b", layout], offload].concat();
+            run(&recipe(&set), 9).unwrap_or_else(|e| panic!("{set:?}: {e}"))
+        };
+        let (wanted, _) = run(&["offload.activations=off"]);
+        let most = run(&["offload.activations=5"]).1.iter().map(|m| m.host.reserved).max().unwrap();
+        for budget in (0..12).map(|n| (n * most / 10).max(1)) {
+            let limit = format!("offload.host_budget={budget}");
+            let (found, memory) = run(&["offload.activations=auto", &limit]);
+            assert!(found == wanted, "{layout}, {budget} bytes");
+            for m in memory {
+                assert!(m.host.reserved <= budget, "{layout}: {} bytes of {budget}", m.host.reserved);
+            }
+        }
+    }
+}
+
 /// The estimate of a step counts what moves: by how much the peak falls, and what the host holds.
 #[test]
 fn the_estimate_counts_what_is_offloaded() {

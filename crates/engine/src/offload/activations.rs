@@ -8,6 +8,7 @@ use super::{
 use crate::{Module, Rank, Saved};
 use ferrotron_tensor::{Result, Stream};
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// What to offload.
@@ -62,6 +63,8 @@ struct State {
     /// How often the plans were chosen.
     rounds: usize,
     done: bool,
+    /// Whether [`ActivationOffload::host_became_full`] has said so.
+    told_full: bool,
 }
 
 /// What offloading does to one micro-batch on one rank, as measured and as planned.
@@ -88,7 +91,8 @@ pub struct OffloadReport {
 impl ActivationOffload {
     /// Offloads tensors of at least `min_bytes`.
     pub fn new(rank: &Rank, choice: OffloadChoice, min_bytes: usize) -> Result<ActivationOffload> {
-        let offloader = Offloader::new(rank, min_bytes)?;
+        let mut offloader = Offloader::new(rank, min_bytes)?;
+        offloader.optional = matches!(choice, OffloadChoice::Auto { .. });
         Ok(ActivationOffload {
             offloader,
             choice,
@@ -127,6 +131,15 @@ impl ActivationOffload {
     /// Whether nothing will be chosen any more.
     pub fn is_settled(&self) -> bool {
         self.lock().done
+    }
+
+    /// True once, after host memory had no space for a part of an automatic choice, which has stayed on the device.
+    pub fn host_became_full(&self) -> bool {
+        self.host_is_full() && !std::mem::replace(&mut self.lock().told_full, true)
+    }
+
+    fn host_is_full(&self) -> bool {
+        self.offloader.host_is_full.load(Relaxed)
     }
 
     /// A recorder of the pass that begins, if it is the first of its chunk in a step to be measured.
@@ -211,7 +224,9 @@ impl ActivationOffload {
             false => BTreeMap::new(),
         };
         let ran = state.rounds > 0;
+        // A choice that host memory has no space for stays as it is: what fits moves.
         if link.to_host == 0.0
+            || self.host_is_full()
             || (ran && (state.rounds == ROUNDS || !is_better(&measured, &state.plans, &next)))
         {
             state.done = true;
@@ -239,15 +254,16 @@ impl ActivationOffload {
             measured_stall: None,
         };
         let mut stall = 0.0;
-        for (chunk, MeasuredPass { profile, stall: waited, .. }) in passes {
+        for (chunk, MeasuredPass { profile, stall: waited, copied }) in passes {
             let plan = self.plan(*chunk, profile.layers.len());
             let expected = match link.to_host > 0.0 {
                 true => profile.run(&plan, link),
                 false => Expected { peak: profile.movable(), stall: 0.0 },
             };
             out.movable += profile.movable();
-            out.moved += profile.all_moved(&plan);
-            out.peak_reduction += profile.movable().saturating_sub(expected.peak);
+            let moved = if self.host_is_full() { copied[0].0 } else { profile.all_moved(&plan) };
+            out.moved += moved;
+            out.peak_reduction += profile.movable().saturating_sub(expected.peak).min(moved);
             out.window += (profile.window() * link.to_host) as usize;
             out.seconds += profile.seconds();
             out.expected_stall += expected.stall;

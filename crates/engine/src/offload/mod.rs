@@ -29,8 +29,9 @@ pub use profile::PassRecorder;
 
 use crate::{Module, OffloadClass, Rank, Saved};
 use ferrotron_tensor::trace::OFFLOAD;
-use ferrotron_tensor::{Category, DType, Event, Result, Stream, Tensor};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Stream, Tensor};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An edge of the order between streams.
@@ -54,6 +55,10 @@ pub struct Offloader {
     from_host: Stream,
     /// Smaller tensors stay.
     min_bytes: usize,
+    /// What host memory has no space for stays on the device; otherwise it is an error.
+    optional: bool,
+    /// Something has stayed for that reason.
+    host_is_full: Arc<AtomicBool>,
     /// Host memory of the CUDA graph that is captured.
     slots: HostSlots,
     /// Tests leave one edge out, which the race checker must find.
@@ -70,6 +75,8 @@ impl Offloader {
             to_host: stream(OFFLOAD[0])?,
             from_host: stream(OFFLOAD[1])?,
             min_bytes,
+            optional: false,
+            host_is_full: Arc::default(),
             slots: HostSlots::default(),
             #[cfg(test)]
             without: None,
@@ -124,7 +131,8 @@ impl Offloader {
         allocations.into_iter().rev().map(|(tensor, _)| tensor).collect()
     }
 
-    /// Starts to copy allocations of a layer: those in `set` of what `wanted` selects.
+    /// Starts to copy allocations of a layer: those in `set` of what `wanted` selects, as far as host memory has space for them,
+    /// where they may stay.
     pub fn offload(
         &self,
         saved: &mut impl Saved,
@@ -143,7 +151,13 @@ impl Offloader {
         layer.begin[0] = Some(self.to_host.record()?);
         for tensor in &allocations {
             let device = tensor.allocation()?;
-            let host = self.host_memory(&device)?;
+            let host = match self.host_memory(&device) {
+                Err(Error::HostMemory { .. }) if self.optional => {
+                    self.host_is_full.store(true, Relaxed);
+                    break;
+                }
+                host => host?,
+            };
             self.to_host.copy(&device, &host)?;
             let copied = self.to_host.record()?;
             layer.moved.push(Moved { id: device.allocation_id(), host, copied, loaded: None });
