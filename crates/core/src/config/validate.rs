@@ -10,6 +10,8 @@ use crate::model::config::{ModelConfig, Positions};
 /// Far above any real run, and small enough that no product of lengths overflows later.
 const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
+/// Micro-batches of an evaluation on a rank, times stages: their schedule is made before the first one is computed.
+const MAX_EVALUATION: u64 = 1 << 26;
 
 impl Recipe {
     /// Checks of single values, before anything is derived from them.
@@ -223,6 +225,15 @@ impl Recipe {
                 "start {start} and increment {increment} must be multiples of train.micro_batch = {micro}"
             );
             return self.refuse("train.ramp", what);
+        }
+        let per_batch = (c.train.global_batch / micro).max(1) as u64;
+        let most = MAX_EVALUATION / per_batch / (c.parallel.pp * c.parallel.vp).max(1) as u64;
+        if c.eval.every > 0 && c.eval.batches > most {
+            let what = format!(
+                "{} batches, each of {per_batch} micro-batches on a rank, are too many for an evaluation; it can have at most {most}",
+                c.eval.batches
+            );
+            return self.refuse("eval.batches", what);
         }
         if c.data.is_embedded() && m.vocab < 256 {
             let what = format!(

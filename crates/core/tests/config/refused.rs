@@ -54,6 +54,11 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("data.split = [0, 1, 0]", "above 0"),
         ("eval.every = 5\ndata.split = [1, 0, 0]", "no validation data"),
         ("eval.every = 5\neval.batches = 0", "r.toml:4: eval.batches: 0 is too small"),
+        (
+            "eval.every = 5\neval.batches = 100000000\ntrain.micro_batch = 1",
+            "r.toml:4: eval.batches: 100000000 batches, each of 32 micro-batches on a rank, are too many for an evaluation; it can have at most 2097152",
+        ),
+        ("eval.every = 5\neval.batches = 1000000000000\ntrain.micro_batch = 32", "at most 67108864"),
         ("optimizer.lr = 0", "above 0"),
         ("optimizer.min_lr = 1", "between 0 and optimizer.lr"),
         ("optimizer.betas = [0.9, 1.0]", "below 1"),
