@@ -118,6 +118,18 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         Blend::weighted(train, &weights, member_samples(&weights, r.plan.samples, 0.0).iter().sum())?
     };
     let train = Box::new(train);
+    let goes_by_evaluations =
+        [("checkpoint.best", r.config.checkpoint.best), ("eval.patience", r.config.eval.patience > 0)];
+    if let Some((key, _)) = goes_by_evaluations.into_iter().find(|(_, is_set)| *is_set)
+        && r.config.eval.every > 0
+        && eval.is_empty()
+    {
+        let what = format!(
+            "{key} goes by evaluations, and data.split leaves no validation data; give more documents or a larger second share, \
+             or leave it out"
+        );
+        return Err(Error::Invalid(what));
+    }
     let eval: Option<Box<dyn Batches>> = match eval.len() {
         0 => None,
         1 => {

@@ -266,6 +266,23 @@ fn few_documents_are_enough_without_evaluation() {
     assert!(sources.eval.is_none() && note.contains("few") && note.contains("split"), "{note}");
 }
 
+/// What goes by evaluations is refused where there can be none.
+#[test]
+fn the_best_checkpoint_needs_validation_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("one");
+    let open = |all: &[&str]| source::open(&with_data(&[&prefix], all));
+    for set in ["checkpoint.best=true", "eval.patience=2"] {
+        let key = set.split('=').next().unwrap();
+        let all = ["eval.every=1", "data.packing=\"documents\"", "data.split=[99, 1, 0]", set];
+        write_data(&prefix, &documents(1, 4));
+        let e = refusal(open(&all));
+        assert!(e.contains(key) && e.contains("data.split leaves no validation data"), "{e}");
+        write_data(&prefix, &documents(2, 4));
+        assert!(open(&all).unwrap().eval.is_some());
+    }
+}
+
 /// A member without a validation split does not end the evaluation of the others, and every member has its own loss.
 #[test]
 fn blends_are_evaluated_member_by_member() {
