@@ -15,6 +15,9 @@ impl Recipe {
                 );
             }
         }
+        if offload.host_budget.is_some_and(|bytes| bytes.0 == 0) {
+            return self.refuse("offload.host_budget", "must be at least 1 byte; leave it out for no limit");
+        }
         self.within("offload.optimizer", offload.optimizer.fraction(), 0.0, 1.0)
     }
 

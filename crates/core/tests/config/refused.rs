@@ -46,6 +46,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("offload.activations = 4", "offload.activations: the last of 4 layers stays"),
         ("offload.activations = \"some\"", "\"auto\""),
         ("offload.optimizer = 1.5", "offload.optimizer"),
+        (
+            "offload.host_budget = 0",
+            "r.toml:3: offload.host_budget: must be at least 1 byte; leave it out for no limit",
+        ),
         ("offload.optimizer = \"most\"", "\"auto\""),
         ("model.vocab = 100\ndata.path = \"embedded\"", "256 bytes"),
         ("data.eod = 256", "outside the vocabulary"),
