@@ -178,7 +178,11 @@ fn table(files: &[&TensorFile], name: &str, local: &[bool], experts: usize) -> R
         let Some((FileDType::I32, [_, k])) = shape.as_ref().map(|(d, s)| (*d, s.as_slice())) else {
             return Err(damaged("routing must be i32 [rows, k]".into()));
         };
-        if *k == 0 || (width != 0 && *k != width) {
+        // Before memory is allocated for it: a tensor without rows can have any width.
+        if *k == 0 || *k > experts {
+            return Err(damaged(format!("top-k is {k} of {experts} experts")));
+        }
+        if width != 0 && *k != width {
             return Err(damaged(format!("top-k is {k} here and {width} in another file")));
         }
         width = *k;

@@ -102,4 +102,14 @@ fn routing_that_does_not_fit_is_refused() {
     refused("is not a folder", &|f| std::fs::remove_dir_all(f).unwrap(), &[]);
     refused("is routed to expert", &|_| (), &["moe.experts=4".into()]);
     refused("tokens have 3 experts", &|_| (), &["moe.topk=3".into()]);
+    // A file that is read first, with tensors of no rows and any width.
+    let layer = choices(&good).into_keys().next().unwrap().1;
+    for k in [0u64, 65, 1 << 40, (1 << 63) + 1] {
+        let header = format!(
+            r#"{{"{layer}":{{"dtype":"I32","shape":[0,{k}],"data_offsets":[0,0]}},"{layer}.tokens":{{"dtype":"I32","shape":[0],"data_offsets":[0,0]}}}}"#
+        );
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes()].concat();
+        let add = |f: &Path| std::fs::write(f.join("step-00000001.a.safetensors"), &bytes).unwrap();
+        refused(&format!("top-k is {k} of"), &add, &[]);
+    }
 }
