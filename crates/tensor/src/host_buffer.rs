@@ -19,10 +19,11 @@ enum Memory {
 impl HostBuffer {
     /// Allocates memory for copies from `device`.
     pub fn new(device: &Device, bytes: usize) -> Result<HostBuffer> {
-        let pinned = device.inner.host_faults.check_pinned().and_then(|()| match &device.inner.context {
-            None => Ok(Memory::Plain(plain(bytes)?)),
-            Some(context) => Ok(Memory::Pinned(PinnedMemory::new(context, bytes)?)),
-        });
+        let pinned =
+            device.inner.host_faults.check_pinned(bytes).and_then(|()| match &device.inner.context {
+                None => Ok(Memory::Plain(plain(bytes)?)),
+                Some(context) => Ok(Memory::Pinned(PinnedMemory::new(context, bytes)?)),
+            });
         let memory = match pinned {
             Ok(memory) => memory,
             Err(e @ Error::HostMemory { .. }) => return Err(e),

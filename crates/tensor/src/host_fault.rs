@@ -1,13 +1,15 @@
 //! Faults of host memory that tests inject on any device.
 
 use crate::{Device, Error, Result};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering::Relaxed};
 
 /// What a system may refuse.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HostFault {
     /// Pinned memory is refused from now on.
     PinnedRefused,
+    /// Pinned memory is refused from now on where the tensors of a device, with free blocks, would have more than so many bytes.
+    PinnedLimit(usize),
     /// After so many more copies between the device and host memory, one fails.
     CopyFails {
         /// Copies that succeed.
@@ -19,14 +21,17 @@ pub enum HostFault {
 #[derive(Default)]
 pub(crate) struct HostFaults {
     pinned_refused: AtomicBool,
+    /// Most bytes of pinned memory; 0: no limit.
+    pinned_limit: AtomicUsize,
     /// Copies until one fails, that one included; 0: none will.
     copies: AtomicU32,
 }
 
 impl HostFaults {
-    /// An error if pinned memory is to be refused.
-    pub(crate) fn check_pinned(&self) -> Result<()> {
-        match self.pinned_refused.load(Relaxed) {
+    /// An error if pinned memory is to be refused to a device that would then have `bytes`.
+    pub(crate) fn check_pinned(&self, bytes: usize) -> Result<()> {
+        let limit = self.pinned_limit.load(Relaxed);
+        match self.pinned_refused.load(Relaxed) || (limit > 0 && bytes > limit) {
             true => Err(Error::Cuda { op: "pinned memory", what: "refused by a test".into() }),
             false => Ok(()),
         }
@@ -48,6 +53,7 @@ impl Device {
         let faults = &self.inner.host_faults;
         match fault {
             HostFault::PinnedRefused => faults.pinned_refused.store(true, Relaxed),
+            HostFault::PinnedLimit(bytes) => faults.pinned_limit.store(bytes, Relaxed),
             HostFault::CopyFails { after } => faults.copies.store(after.saturating_add(1), Relaxed),
         }
     }

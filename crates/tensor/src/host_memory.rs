@@ -105,14 +105,20 @@ impl HostPool {
         if over(self.reserved.load(Relaxed)) {
             self.trim(device)?;
         }
-        let reserved = self.reserved.load(Relaxed);
-        if over(reserved) {
-            let [in_use, budget] = [reserved, budget].map(format_bytes);
+        let in_use = || format_bytes(self.now.load(Relaxed));
+        if over(self.reserved.load(Relaxed)) {
+            let [in_use, budget] = [in_use(), format_bytes(budget)];
             let why =
                 format!("the budget is {budget}, of which {in_use} are in use; raise offload.host_budget");
             return Err(Error::HostMemory { bytes, why });
         }
-        let memory = pinned(device, bytes).or_else(|refused| {
+        let mut memory = self.pinned(device, bytes);
+        if memory.is_err() && self.has_free() {
+            // The system may give what blocks of other sizes and streams hold.
+            self.trim(device)?;
+            memory = self.pinned(device, bytes);
+        }
+        let memory = memory.or_else(|refused| {
             let memory = pageable(device, bytes).map_err(|e| format!("{refused}; {e}"))?;
             self.warn_pageable(&refused);
             Ok(memory)
@@ -120,12 +126,28 @@ impl HostPool {
         let memory = memory.map_err(|refused: String| {
             let why = format!(
                 "{refused}, beside the {} in use; offload less, or give the process more memory (that of a container counts)",
-                format_bytes(reserved)
+                in_use()
             );
             Error::HostMemory { bytes, why }
         })?;
         self.reserved.fetch_add(bytes, Relaxed);
         Ok(HostBlock { memory, bytes })
+    }
+
+    /// Memory that copies run to and from beside computation; the error says why there is none.
+    fn pinned(&self, device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
+        let all = self.reserved.load(Relaxed).saturating_add(bytes);
+        device.host_faults.check_pinned(all).map_err(|e| e.to_string())?;
+        match &device.context {
+            None if device.meta => Ok(Memory::Meta),
+            None => plain(bytes),
+            Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
+        }
+    }
+
+    /// Whether there are blocks that nobody uses.
+    fn has_free(&self) -> bool {
+        self.lock().values().any(|blocks| !blocks.is_empty())
     }
 
     /// Says once that memory is not pinned, and what that costs.
@@ -158,17 +180,7 @@ impl HostPool {
     }
 }
 
-/// Memory that copies run to and from beside computation; the error says why there is none.
-fn pinned(device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
-    device.host_faults.check_pinned().map_err(|e| e.to_string())?;
-    match &device.context {
-        None if device.meta => Ok(Memory::Meta),
-        None => plain(bytes),
-        Some(context) => PinnedMemory::new(context, bytes).map(Memory::Pinned).map_err(|e| e.to_string()),
-    }
-}
-
-/// Memory for which they wait.
+/// Memory for which copies to and from it wait.
 fn pageable(device: &DeviceInner, bytes: usize) -> Result<Memory, String> {
     match &device.context {
         None => plain(bytes),
@@ -308,6 +320,33 @@ mod tests {
         {
             assert!(warning.contains(part), "{warning}");
         }
+    }
+
+    #[test]
+    fn free_blocks_of_other_sizes_are_given_back_before_memory_is_pageable() {
+        let warnings = Warnings::default();
+        tracing::subscriber::with_default(warnings.clone(), || {
+            let device = device();
+            device.inject(HostFault::PinnedLimit(8 << 20));
+            let [s, other] = ["offload", "reload"].map(|name| device.stream(name).unwrap());
+            let host = |s: &crate::Stream, bytes: usize| Tensor::host(s, &[bytes], DType::U8).unwrap();
+            drop([(); 8].map(|()| host(&other, 1 << 20)));
+            let one = host(&s, 1 << 20);
+            assert_eq!(device.memory().host.reserved, 1 << 20);
+            let six = host(&s, 6 << 20);
+            assert_eq!(device.memory().host.reserved, 7 << 20);
+            assert!(warnings.0.lock().unwrap().is_empty());
+            // What is in use stays.
+            let two = host(&s, 2 << 20);
+            assert_eq!((one.bytes(), six.bytes(), two.bytes()), (1 << 20, 6 << 20, 2 << 20));
+            let said = warnings.0.lock().unwrap();
+            assert!(said.len() == 1 && said[0].contains("refuses pinned host memory"), "{said:?}");
+            // The budget counts free blocks, its message what is in use.
+            drop((six, two));
+            device.set_host_budget(Some(9 << 20));
+            let e = Tensor::host(&s, &[10 << 20], DType::U8).unwrap_err().to_string();
+            assert!(e.contains("the budget is 9.0 MiB, of which 1.0 MiB are in use"), "{e}");
+        });
     }
 
     #[test]
