@@ -10,7 +10,7 @@ use crate::model::config::{ModelConfig, Positions};
 /// Far above any real run, and small enough that no product of lengths overflows later.
 const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
-/// Micro-batches of an evaluation on a rank, times stages: their schedule is made before the first one is computed.
+/// Micro-batches of an evaluation on a rank: far above any real one.
 const MAX_EVALUATION: u64 = 1 << 26;
 
 impl Recipe {
@@ -227,7 +227,7 @@ impl Recipe {
             return self.refuse("train.ramp", what);
         }
         let per_batch = (c.train.global_batch / micro).max(1) as u64;
-        let most = MAX_EVALUATION / per_batch / (c.parallel.pp * c.parallel.vp).max(1) as u64;
+        let most = MAX_EVALUATION / per_batch;
         if c.eval.every > 0 && c.eval.batches > most {
             let what = format!(
                 "{} batches, each of {per_batch} micro-batches on a rank, are too many for an evaluation; it can have at most {most}",

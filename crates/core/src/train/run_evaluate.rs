@@ -30,13 +30,14 @@ impl Run {
         self.trainer.best.is_some_and(|best| best.exhausts(self.resolved.config.eval.patience))
     }
 
-    /// The validation loss over `batches` global batches, as an event of the run too.
+    /// The validation loss over `batches` global batches, as an event of the run too; none if the observer of a rank asks to
+    /// stop before it is known.
     pub(super) fn evaluate(
         &mut self,
         data: &dyn Batches,
         batches: u64,
         observer: &mut dyn Observer,
-    ) -> Result<f64> {
+    ) -> Result<Option<f64>> {
         let micro = self.resolved.plan.micro_batch as u64;
         let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
         self.enter(Section::Evaluation);
@@ -45,26 +46,34 @@ impl Run {
         let mut evaluate = |data: &dyn Batches, batches: u64| {
             let micro_batches = (batches * per_batch).max(1);
             event.tokens += data.tokens(0, micro_batches * micro)?;
-            self.trainer.evaluate(data, micro_batches)
+            self.trainer.evaluate_until(data, micro_batches, &|| observer.stop())
         };
         let members = data.members();
+        let mut losses = Vec::new();
         if members.is_empty() {
-            event.loss = evaluate(data, batches)?;
-        } else {
+            losses.push(evaluate(data, batches)?);
+        }
+        for m in &members {
             // Every member gets its share of the batches, at least one.
-            let mut losses = Vec::new();
-            for m in &members {
-                let share = ((batches as f64 * m.weight).round() as u64).max(1);
-                losses.push((m.name.to_owned(), evaluate(m.data, share)?));
+            let share = ((batches as f64 * m.weight).round() as u64).max(1);
+            let loss = evaluate(m.data, share)?;
+            losses.push(loss);
+            if loss.is_none() {
+                break;
             }
-            event.loss = members.iter().zip(&losses).map(|(m, (_, loss))| m.weight * loss).sum();
-            event.members = losses.into_iter().collect();
         }
         self.energy.iter_mut().for_each(Energy::resume);
+        let Some(losses) = losses.into_iter().collect::<Option<Vec<f64>>>() else { return Ok(None) };
+        let weights = members.iter().map(|m| m.weight);
+        event.loss = match members.is_empty() {
+            true => losses.iter().sum(),
+            false => weights.zip(&losses).map(|(weight, loss)| weight * loss).sum(),
+        };
+        event.members = members.iter().map(|m| m.name.to_owned()).zip(losses).collect();
         let loss = event.loss;
         if self.verifying.is_none_or(|last| event.step >= last) {
             self.emit(Event::Eval(event), observer)?;
         }
-        Ok(loss)
+        Ok(Some(loss))
     }
 }

@@ -177,10 +177,12 @@ impl Run {
         {
             let loss = self.evaluate(data, batches, l.observer);
             let saveable = self.trainer.rank.world.size() == 1;
-            let loss = loss.map_err(|error| Failure { error, saveable })?;
-            l.out.eval = Some(loss);
-            is_best = self.note_evaluation(loss)?;
-            l.out.stopped_early = self.stops_early() && !last;
+            // None: a rank is to stop, which the ranks agree on before the next step.
+            if let Some(loss) = loss.map_err(|error| Failure { error, saveable })? {
+                l.out.eval = Some(loss);
+                is_best = self.note_evaluation(loss)?;
+                l.out.stopped_early = self.stops_early() && !last;
+            }
             l.paused = true;
         }
         let ends = last || l.out.stopped_early;
@@ -293,4 +295,97 @@ impl Run {
         }
         Ok(())
     }
+<<<<<<< HEAD
+=======
+
+    /// The most urgent request of any rank before a step is launched, on which all then act. At the same time ranks learn
+    /// whether none of them is writing a checkpoint any more, and share the GEMM algorithms that any of them has chosen.
+    ///
+    /// Hosts wait for each other here, while the GPUs compute the step before.
+    fn agree(&mut self, mine: Request, observer: &mut dyn Observer) -> Result<Request> {
+        const REQUESTS: [Request; 3] = [Request::Fail, Request::Stop, Request::Save];
+        let (rank, runner) = (&self.trainer.rank, &self.trainer.runner);
+        let busy = self.saver.is_busy();
+        let mut mine: Vec<f64> = REQUESTS.iter().map(|r| f64::from(*r == mine)).collect();
+        let mirroring = self.snapshots.is_mirroring();
+        mine.extend([self.trainer.has_new_gemm_choices(), busy, mirroring].map(f64::from));
+        // Numbers of ranks.
+        let all = runner.all_reduce(&rank.control, mine, "requests")?;
+        let (asking, others) = all.split_at(REQUESTS.len());
+        let most = REQUESTS.into_iter().zip(asking).find(|(_, ranks)| **ranks > 0.0);
+        self.share_gemms(others[0] > 0.0, observer)?;
+        self.mirrors_idle = others[2] == 0.0;
+        self.poll_save(others[1] == 0.0, observer)?;
+        Ok(most.map_or(Request::GoOn, |(request, _)| request))
+    }
+
+    /// Adds newly chosen GEMM algorithms to the run's table, and writes it. Collective.
+    fn share_gemms(&mut self, has_new: bool, observer: &mut dyn Observer) -> Result<()> {
+        if has_new && self.trainer.share_gemm_choices()? {
+            tracing::info!("GEMM algorithms were chosen");
+            let writer = self.writer.as_ref().zip(self.trainer.gemms.as_ref());
+            if let Some(Err(e)) = writer.map(|(w, table)| w.folder.write_gemm_table(table)) {
+                observer.warning(&format!("{e}; the next checkpoint has the GEMM algorithms"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The validation loss; none if the observer of a rank asks to stop before it is known.
+    fn evaluate(
+        &mut self,
+        data: &dyn Batches,
+        batches: u64,
+        observer: &mut dyn Observer,
+    ) -> Result<Option<f64>> {
+        let micro = self.resolved.plan.micro_batch as u64;
+        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
+        self.enter(Section::Evaluation);
+        self.energy.iter_mut().for_each(Energy::pause);
+        let mut event = events::Eval { step: self.trainer.step(), ..Default::default() };
+        let mut evaluate = |data: &dyn Batches, batches: u64| {
+            let micro_batches = (batches * per_batch).max(1);
+            event.tokens += data.tokens(0, micro_batches * micro)?;
+            self.trainer.evaluate_until(data, micro_batches, &|| observer.stop())
+        };
+        let members = data.members();
+        let mut losses = Vec::new();
+        if members.is_empty() {
+            losses.push(evaluate(data, batches)?);
+        }
+        for m in &members {
+            // Every member gets its share of the batches, at least one.
+            let share = ((batches as f64 * m.weight).round() as u64).max(1);
+            let loss = evaluate(m.data, share)?;
+            losses.push(loss);
+            if loss.is_none() {
+                break;
+            }
+        }
+        self.energy.iter_mut().for_each(Energy::resume);
+        let Some(losses) = losses.into_iter().collect::<Option<Vec<f64>>>() else { return Ok(None) };
+        let weights = members.iter().map(|m| m.weight);
+        event.loss = match members.is_empty() {
+            true => losses.iter().sum(),
+            false => weights.zip(&losses).map(|(weight, loss)| weight * loss).sum(),
+        };
+        event.members = members.iter().map(|m| m.name.to_owned()).zip(losses).collect();
+        let loss = event.loss;
+        if self.verifying.is_none_or(|last| event.step >= last) {
+            self.emit(Event::Eval(event), observer)?;
+        }
+        Ok(Some(loss))
+    }
+}
+
+/// This rank's request before the step of `batch` is launched.
+fn request(batch: &Result<HostBatch>, may_ask: bool, observer: &dyn Observer) -> Request {
+    let (stop, save) = if may_ask { (observer.stop(), observer.save()) } else { (false, false) };
+    match batch {
+        Err(_) => Request::Fail,
+        Ok(_) if stop => Request::Stop,
+        Ok(_) if save => Request::Save,
+        Ok(_) => Request::GoOn,
+    }
+>>>>>>> dee3033a (train: hear a request to stop during an evaluation)
 }

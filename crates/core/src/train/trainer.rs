@@ -30,6 +30,9 @@ use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Event, Stream};
 use std::sync::Arc;
 
+/// Micro-batches of an evaluation on each rank, times pipeline stages, between which a request to stop is heard.
+const EVALUATION_PART: u64 = 32;
+
 /// Trains a model on one rank. Each part owns its state: the model with its data-parallel buckets, the optimizer, the
 /// step runner with the counters of the run, and the hooks that watch a step.
 pub struct Trainer {
@@ -155,8 +158,40 @@ impl Trainer {
         exchanges || gathers
     }
 
-    /// Mean loss over `count` micro-batches of `data`, from its first sample on.
+    /// Mean loss over `count` micro-batches of `data`, from its first sample on. Collective.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
+        Ok(self.evaluate_until(data, count, &|| false)?.unwrap_or_default())
+    }
+
+    /// [`Trainer::evaluate`], unless `stop` is true on any rank before the end: then there is no loss. It is asked between parts,
+    /// so that a request to save and end does not wait for all of a long evaluation.
+    pub(super) fn evaluate_until(
+        &self,
+        data: &dyn Batches,
+        count: u64,
+        stop: &dyn Fn() -> bool,
+    ) -> Result<Option<f64>> {
+        let rank = &self.rank;
+        // The more stages, the longer it takes to fill the pipeline, and the shorter a micro-batch takes on each.
+        let longest = EVALUATION_PART * (rank.dp.size() * rank.pp.size()) as u64;
+        let (mut total, mut labels, mut done) = (0.0, 0.0, 0);
+        loop {
+            let part = longest.min(count - done);
+            let (of_part, labels_of_part) = self.evaluate_part(data, done, part)?;
+            (total, labels, done) = (total + of_part, labels + labels_of_part, done + part);
+            if done == count {
+                return Ok(Some(total / f64::max(labels, 1.0)));
+            }
+            let asked = f64::from(u8::from(stop()));
+            if self.runner.all_reduce(&rank.control, vec![asked], "go on evaluating")?[0] > 0.0 {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Sum of the losses of `count` micro-batches from the one numbered `first` on, and their labels. `first` is a multiple of
+    /// the data-parallel ranks.
+    fn evaluate_part(&self, data: &dyn Batches, first: u64, count: u64) -> Result<(f64, f64)> {
         let rank = &self.rank;
         let (dp_rank, ranks) = (rank.dp.rank() as u64, rank.dp.size() as u64);
         let micro = self.runner.schedules.batch.micro;
@@ -166,7 +201,7 @@ impl Trainer {
         // Each batch is read when its pass begins: the host does not hold them all.
         let total = self.runner.forward_only(rank, &self.model, passes, &mut |rank, decoder, i| {
             let batch = match i as u64 {
-                i if i < own => data.batch((dp_rank + i * ranks) * micro, micro as usize)?,
+                i if i < own => data.batch((first + dp_rank + i * ranks) * micro, micro as usize)?,
                 _ => data.batch(0, micro as usize)?.as_padding(),
             };
             labels[i] = batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
@@ -175,7 +210,7 @@ impl Trainer {
         let labels = labels.iter().sum();
         let total = self.runner.all_reduce_from_last_stage(rank, vec![total], "evaluation loss")?[0];
         let labels = self.runner.all_reduce(&rank.dp, vec![labels], "evaluation labels")?[0];
-        Ok(total / labels.max(1.0))
+        Ok((total, labels))
     }
 
     /// Takes the operand statistics of the last ended step, if that step collected them.
