@@ -122,3 +122,21 @@ fn a_build_whose_temporary_files_are_removed_leaves_the_old_pair() {
     assert!(e.contains("wiki.bin."), "{e}");
     assert_eq!(pair_paths(&prefix).map(|p| std::fs::read(p).unwrap()), before);
 }
+
+#[test]
+fn lines_are_tokenized() {
+    let dir = tempfile::tempdir().unwrap();
+    let input = dir.path().join("lines.jsonl");
+    std::fs::write(&input, "{\"text\": \"one\"}\n{\"text\": \"three\"}\n".repeat(50)).unwrap();
+    assert_eq!(build_from(&[input], &dir.path().join("lines"), false).unwrap(), 500);
+}
+
+/// The test above where no thread can be started, as at a limit of processes: no address space holds such a stack.
+#[test]
+fn lines_are_tokenized_without_threads() {
+    let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+    alone.args(["--exact", "lines_are_tokenized", "--test-threads=1"]);
+    let out = alone.env("RUST_MIN_STACK", (1u64 << 60).to_string()).output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success() && said.contains("1 passed"), "{said}");
+}

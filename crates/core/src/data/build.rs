@@ -213,9 +213,11 @@ impl Builder<'_> {
         let each = lines.len().div_ceil(threads).max(1);
         std::thread::scope(|scope| {
             let work = |part: &'_ [Line]| part.iter().map(one).collect::<Vec<_>>();
-            let handles: Vec<_> =
-                lines.chunks(each).map(|part| (part, scope.spawn(move || work(part)))).collect();
+            let start = |part| std::thread::Builder::new().spawn_scoped(scope, move || work(part)).ok();
+            let handles: Vec<_> = lines.chunks(each).map(|part| (part, start(part))).collect();
             let done = handles.into_iter().flat_map(|(part, handle)| {
+                // The system has refused a thread.
+                let Some(handle) = handle else { return work(part) };
                 // The encoder is ours or guarded: a panic in it is a bug, told as an error of each line.
                 let failed = |_| part.iter().map(|_| Err(Error::Invalid("a tokenizer thread failed".into())));
                 handle.join().unwrap_or_else(|e| failed(e).collect())

@@ -115,11 +115,18 @@ impl Optimizer {
                         break;
                     }
                     let read = &read;
-                    reads.push_back(scope.spawn(move || read(ahead)));
+                    // None where the system refuses a thread.
+                    let thread = std::thread::Builder::new().spawn_scoped(scope, move || read(ahead));
+                    reads.push_back(thread.ok());
                     (in_flight, next) = (in_flight + elements(ahead), next + 1);
                 }
-                let Some(held) = reads.pop_front() else { break };
-                let held = held.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+                let held = match reads.pop_front() {
+                    Some(Some(thread)) => {
+                        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?
+                    }
+                    Some(None) => read(*i)?,
+                    None => break,
+                };
                 in_flight -= elements(*i);
                 let held = rank.compute.upload(&held, &[held.len()], Category::Workspace)?;
                 self.set_weight(rank, (params, step_state), *i, &held)?;

@@ -82,12 +82,16 @@ fn clear(at: usize, bytes: usize) {
     let each = bytes.div_ceil(threads).next_multiple_of(PAGE);
     std::thread::scope(|scope| {
         for first in (0..bytes).step_by(each) {
-            scope.spawn(move || {
+            let touch = move || {
                 for page in (first..bytes.min(first + each)).step_by(PAGE) {
                     // SAFETY: inside the mapping, of which every page belongs to one thread.
                     unsafe { ((at + page) as *mut u8).write_volatile(0) };
                 }
-            });
+            };
+            // Without a thread the pages are cleared when they are pinned, by one.
+            if std::thread::Builder::new().spawn_scoped(scope, touch).is_err() {
+                break;
+            }
         }
     });
 }
@@ -106,5 +110,19 @@ mod tests {
         let all = unsafe { std::slice::from_raw_parts(at as *const u8, bytes) };
         assert!(all.iter().all(|b| *b == 0));
         unmap(at, bytes);
+    }
+
+    /// The test above where no thread can be started, as at a limit of processes: no address space holds such a stack.
+    #[test]
+    fn pages_are_there_without_threads() {
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        alone.args([
+            "--exact",
+            "cuda::pinned_pages::tests::every_page_is_there_and_zero",
+            "--test-threads=1",
+        ]);
+        let out = alone.env("RUST_MIN_STACK", (1u64 << 60).to_string()).output().unwrap();
+        let said = String::from_utf8_lossy(&out.stdout);
+        assert!(out.status.success() && said.contains("1 passed"), "{said}");
     }
 }
