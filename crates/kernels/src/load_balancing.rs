@@ -21,8 +21,8 @@ pub struct AuxLoss<'a> {
 
 /// Weights and value of the auxiliary loss from its statistics.
 ///
-/// With N = Σcounts/(k·S), the mean number of tokens of a segment: `weights[s, e] = coefficient·E/(k·N²)·counts[s, e]` (0 where
-/// N is 0), and `loss += Σ weights·sums`. For a loss averaged over segments the caller divides the coefficient by S.
+/// `weights[s, e] = coefficient·E/(k·N²)·counts[s, e]` with N = Σcounts/(k·S), the mean number of tokens of a segment, and
+/// `loss += Σ weights·sums`; for a loss averaged over segments the caller divides the coefficient by S. Weights are 0 where N is 0.
 #[derive(Clone, Copy)]
 pub struct AuxLossWeights<'a> {
     /// Coefficient of the loss.
@@ -35,8 +35,9 @@ pub struct AuxLossWeights<'a> {
     pub counts: &'a Tensor,
     /// f32 `[1]`: where given, counts are divided by it (a running mean over steps).
     pub steps: Option<&'a Tensor>,
-    /// i32 `[1]`: where given, so many of the S sets are in use and the others empty; the coefficient is divided by it.
-    pub sets: Option<&'a Tensor>,
+    /// The mean over segments of any length: a segment of n of all N tokens has weight n/N, and its loss is over its own tokens,
+    /// `weights[s, e] = coefficient·E/(k·N·n)·counts[s, e]`. Segments without tokens change nothing.
+    pub by_tokens: bool,
     /// f32 `[S, E]`
     pub weights: &'a Tensor,
     /// f32 `[1]`: added to.

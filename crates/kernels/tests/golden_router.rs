@@ -382,7 +382,7 @@ fn auxiliary(c: &Case) {
                 sums: &sums,
                 counts: &counts,
                 steps: None,
-                sets: None,
+                by_tokens: false,
                 weights: &weights,
                 loss: &loss,
             },

@@ -28,7 +28,7 @@ pub(super) struct GraphInputs {
     tokens: Tokens,
     /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, of the language model and of each MTP depth; then
     /// scalars; then the number of steps done before this one; then, of each micro-batch of packed sequences of a model with MoE
-    /// layers, segments, sequence ids, token indices and the number of sequences.
+    /// layers, segments, sequence ids and token indices.
     all: Tensor,
     /// What MoE layers need to know of a micro-batch: the same in every step, but for packed sequences.
     moe: Option<MoeInput>,
@@ -91,12 +91,11 @@ impl GraphInputs {
             return Ok(self.moe.clone());
         };
         let (start, rows) = (moe_at(&self.shape, self.depth, &self.tokens, i), moe.segments.numel());
-        let row = |row: usize, len| self.all.narrow(0, start + row * pitch(&self.tokens), len);
+        let row = |row: usize| self.all.narrow(0, start + row * pitch(&self.tokens), rows);
         Ok(Some(MoeInput {
-            segments: row(0, rows)?,
-            sequence_ids: row(1, rows)?,
-            token_index: row(2, rows)?,
-            sequence_count: Some(row(3, 1)?),
+            segments: row(0)?,
+            sequence_ids: row(1)?,
+            token_index: row(2)?,
             ..moe.clone()
         }))
     }
@@ -171,19 +170,17 @@ fn scalars_at(shape: &StepShape, depth: usize, tokens: &Tokens) -> usize {
 /// The first word of what MoE layers need to know of micro-batch `i`.
 fn moe_at(shape: &StepShape, depth: usize, tokens: &Tokens, i: usize) -> usize {
     let first = (scalars_at(shape, depth, tokens) + scalars::COUNT + 1).next_multiple_of(BOUNDARY);
-    first + i * 4 * pitch(tokens)
+    first + i * 3 * pitch(tokens)
 }
 
-/// What MoE layers need to know of a micro-batch, four rows: segments, sequence ids, token indices, the number of sequences.
+/// What MoE layers need to know of a micro-batch, three rows: segments, sequence ids, token indices.
 fn moe_words(rank: &Rank, layout: &Layout, tokens: &Tokens, padding: Option<&[bool]>) -> Result<Vec<i32>> {
     let (moe, pitch) = (MoeRows::new(rank, layout, tokens, padding)?, pitch(tokens));
-    let mut words = Vec::with_capacity(4 * pitch);
+    let mut words = Vec::with_capacity(3 * pitch);
     for (i, row) in moe.rows.iter().enumerate() {
         words.extend(row);
         words.resize((i + 1) * pitch, 0);
     }
-    words.push(moe.sequences as i32);
-    words.resize(4 * pitch, 0);
     Ok(words)
 }
 
@@ -309,7 +306,7 @@ mod tests {
             assert_eq!(i32s(&moe.segments), i32s(&alone.segments));
             assert_eq!(i32s(&moe.sequence_ids), i32s(&alone.sequence_ids));
             assert_eq!(i32s(&moe.token_index), i32s(&alone.token_index));
-            assert_eq!(i32s(&moe.sequence_count.unwrap()), [alone.sequences as i32]);
+            assert!(moe.packed && alone.packed);
             assert_eq!(moe.sequences, 8);
         }
     }

@@ -167,3 +167,73 @@ fn the_log_of_a_run_has_tokens_per_expert_and_energy() {
     }
     assert!(text.contains("\"energy_j\":null") && text.contains("\"imbalance\":"), "{text}");
 }
+
+/// Packed documents of these lengths, and padding up to `seq`.
+struct Documents {
+    seq: usize,
+    lengths: &'static [usize],
+}
+
+impl Batches for Documents {
+    fn seq(&self) -> usize {
+        self.seq
+    }
+    fn samples(&self) -> u64 {
+        1 << 20
+    }
+    fn resets(&self) -> bool {
+        true
+    }
+    fn row(&self, n: u64, row: &mut Row) -> ferrotron_core::Result<()> {
+        for len in self.lengths {
+            row.starts.push(row.tokens.len());
+            let token = |i: usize| ((n as usize * 7919 + row.tokens.len() + i) * 2_654_435_761 >> 7) as i32 % 259;
+            let tokens: Vec<i32> = (0..*len).map(token).collect();
+            row.labels.extend(tokens.iter().skip(1).chain(&[3]));
+            row.tokens.extend(tokens);
+            row.positions.extend(0..*len as i32);
+        }
+        row.padding = self.seq - row.tokens.len();
+        if row.padding > 0 {
+            row.starts.push(row.tokens.len());
+            row.positions.extend(0..row.padding as i32);
+            row.tokens.resize(self.seq, 0);
+            row.labels.resize(self.seq, ferrotron_kernels::IGNORE);
+        }
+        Ok(())
+    }
+}
+
+/// The loss per sequence is 1 where routing is even, as it nearly is at the start, whatever the lengths of packed documents; and
+/// padding at the end of rows changes neither it nor a gradient.
+#[test]
+fn seq_aux_loss_of_packed_documents_is_1_for_even_routing() {
+    let step = |seq: usize, lengths: &'static [usize]| {
+        let (resolved, at) = recipe(
+            &one(),
+            &keys(&[
+                "moe.balance=[\"aux\",\"seq_aux\"]",
+                "moe.log=all",
+                "train.micro_batch=4",
+                "data.reset_at_documents=true",
+                &format!("data.seq_len={seq}"),
+            ]),
+        );
+        let data = Documents { seq, lengths };
+        let mut all = run(&at, |rank| {
+            let mut trainer = Trainer::new(rank, &resolved)?;
+            trainer.train_step(&data)?;
+            Ok((trainer.take_moe_metrics()?, trainer.gradients()?))
+        })
+        .unwrap();
+        let (metrics, gradients) = all.remove(0);
+        (metrics["seq_load_balancing_loss"].as_f64().unwrap(), gradients)
+    };
+    let (uneven, _) = step(60, &[50, 1, 1, 1, 2, 1, 4]);
+    assert!((0.95..1.25).contains(&uneven), "uneven documents: {uneven}");
+    for lengths in [&[21][..], &[13, 3, 5]] {
+        let ((padded, ours), (exact, wanted)) = (step(32, lengths), step(21, lengths));
+        assert!((padded / exact - 1.0).abs() < 1e-5, "{lengths:?}: {padded} with padding, {exact} without");
+        assert_eq!(difference(&ours, &wanted, false), None, "{lengths:?}");
+    }
+}

@@ -4,6 +4,10 @@
 //! tokens of expert e's score and c_e the number of tokens with e among their top-k scores; it equals the coefficient
 //! where the experts are balanced. Its mean over the micro-batches of a step (of all data-parallel ranks) is added to
 //! the loss of the step.
+//!
+//! The loss per sequence is a mean over the sequences of the micro-batch. Rows of a batch count alike and share one N, the mean of
+//! their tokens that are not padding, as in Megatron Core. Packed documents differ in length by a factor of hundreds: each has its
+//! own N and weighs by its tokens, so that the loss is the coefficient here too where the experts are balanced.
 
 use super::router::{SavedRouting, table};
 use super::state::{LOSSES, MoeLayerId, MoeState};
@@ -71,12 +75,10 @@ pub(super) fn forward(
     }
     let mut weights = Vec::new();
     for ((kind, coefficient), (count, sums, counts)) in training.balance.iter().zip(stats) {
-        // Mean over the sequences, whose number is on the device where it differs from replay to replay.
-        let sets = p.moe.and_then(|m| m.input.sequence_count.as_ref());
-        let sets = sets.filter(|_| *kind == AuxLossKind::Sequence);
+        let by_tokens = *kind == AuxLossKind::Sequence && p.moe.is_some_and(|m| m.input.packed);
         // A layer that runs several times has the mean of its losses, so that its loss is as strong as that of others.
         let coefficient = coefficient * micro_batch_weight(p, training, *kind) / of.uses as f32;
-        let factor = if sets.is_some() { coefficient } else { coefficient / count as f32 };
+        let factor = if by_tokens { coefficient } else { coefficient / count as f32 };
         let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
         let loss = state.row(&state.losses, id)?.narrow(0, place, 1)?;
         let w = table(p, &[count, of.experts], DType::F32)?;
@@ -93,7 +95,7 @@ pub(super) fn forward(
                     sums: &sums,
                     counts: &total,
                     steps: Some(&steps),
-                    sets: None,
+                    by_tokens,
                     weights: &w,
                     loss: &loss,
                 },
@@ -107,7 +109,7 @@ pub(super) fn forward(
                     sums: &sums,
                     counts: &counts,
                     steps: None,
-                    sets,
+                    by_tokens,
                     weights: &w,
                     loss: &loss,
                 },

@@ -12,10 +12,11 @@ pub struct MoeInput {
     pub segments: Tensor,
     /// i32 `[rows]`: sequence of each token; -1 for padding.
     pub sequence_ids: Tensor,
-    /// Sequences in the micro-batch; at most so many where `sequence_count` is given.
+    /// Sequences in the micro-batch, the run of padding at the end of a packed row among them; at most so many where the pass is
+    /// captured and they differ from replay to replay.
     pub sequences: usize,
-    /// i32 `[1]`: how many, where the pass is captured and they differ from replay to replay.
-    pub sequence_count: Option<Tensor>,
+    /// Sequences are documents that share rows, and of any length.
+    pub packed: bool,
     /// Tokens of the micro-batch over all ranks.
     pub tokens: usize,
     /// i32 `[rows]`: index of each row's token in the micro-batch; 0 for padding.
@@ -52,7 +53,7 @@ pub struct MoeBatch<'a> {
 pub struct MoeRows {
     /// i32 `[rows]` each.
     pub rows: [Vec<i32>; 3],
-    /// Sequences in the micro-batch.
+    /// Sequences in the micro-batch, the run of padding at the end of a packed row among them.
     pub sequences: usize,
     /// Tokens of the micro-batch over all ranks.
     pub tokens: usize,
@@ -109,7 +110,7 @@ impl MoeInput {
             segments: segments?,
             sequence_ids: sequence_ids?,
             sequences,
-            sequence_count: None,
+            packed: matches!(layout, Layout::Packed { .. }),
             tokens,
             token_index: token_index?,
             order: order(rank, layout, n)?,

@@ -156,13 +156,12 @@ pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Re
 }
 
 pub(crate) fn aux_loss_weights(op: &'static str, a: &AuxLossWeights) -> Result<[usize; 2]> {
-    let &AuxLossWeights { k, sums, counts, steps, sets, weights, loss, .. } = a;
+    let &AuxLossWeights { k, sums, counts, steps, weights, loss, .. } = a;
     let [segments, experts] = statistics(op, sums, counts)?;
     selections(op, Sizes { tokens: 0, experts, k })?;
     exactly(op, "weights", weights, DType::F32, sums.shape())?;
     exactly(op, "the loss", loss, DType::F32, &[1])?;
     steps.map_or(Ok(()), |t| exactly(op, "steps", t, DType::F32, &[1]))?;
-    sets.map_or(Ok(()), |t| exactly(op, "the number of sets", t, DType::I32, &[1]))?;
     Ok([segments, experts])
 }
 

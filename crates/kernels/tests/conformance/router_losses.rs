@@ -132,28 +132,27 @@ fn aux_loss_of_nan_is_nan() {
     });
 }
 
-/// Sets that are not in use change nothing, to the bit.
+/// Segments without tokens change nothing, to the bit: a captured step has room for more documents than it holds.
 #[test]
-fn empty_sets_of_an_aux_loss_do_not_count() {
+fn empty_segments_of_an_aux_loss_by_tokens_do_not_count() {
     for h in devices() {
         for (used, experts) in [(1, 7), (5, 64), (130, 16)] {
-            let run = |sets: usize, on_device: bool| {
-                let (n, shape) = (used * experts, [sets, experts]);
+            let run = |segments: usize| {
+                let (n, shape) = (used * experts, [segments, experts]);
                 let mut counts: Vec<i64> = (0..n).map(|i| ((i * 37) % 101) as i64).collect();
                 let mut sums = numbers(DType::F32, 1, n);
-                counts.resize(sets * experts, 0);
-                sums.resize(sets * experts, 0.0);
+                counts.resize(segments * experts, 0);
+                sums.resize(segments * experts, 0.0);
                 let (weights, loss) = (h.poisoned(DType::F32, &shape), h.tensor(DType::F32, &[1], &[0.5]));
-                let number = h.ids(&[used as i32]);
                 h.k.aux_loss_weights(
                     &h.s,
                     &AuxLossWeights {
-                        coefficient: if on_device { 0.01 } else { 0.01 / used as f32 },
+                        coefficient: 0.01,
                         k: 2,
                         sums: &h.tensor(DType::F32, &shape, &sums),
                         counts: &i64s(&h, &shape, &counts),
                         steps: None,
-                        sets: on_device.then_some(&number),
+                        by_tokens: true,
                         weights: &weights,
                         loss: &loss,
                     },
@@ -161,13 +160,41 @@ fn empty_sets_of_an_aux_loss_do_not_count() {
                 .unwrap();
                 (h.host(&weights), h.host(&loss))
             };
-            let (weights, loss) = run(used, false);
-            for sets in [used, used + 1, 2 * used + 30] {
-                let (mut found, found_loss) = run(sets, true);
+            let (weights, loss) = run(used);
+            for segments in [used + 1, 2 * used + 30] {
+                let (mut found, found_loss) = run(segments);
                 assert!(found.split_off(weights.len()).iter().all(|w| *w == 0.0), "{}", h.name);
-                assert!(found == weights && found_loss == loss, "{} {used} of {sets}", h.name);
+                assert!(found == weights && found_loss == loss, "{} {used} of {segments}", h.name);
             }
         }
+    }
+}
+
+/// Balanced experts have the loss of the coefficient, whatever the lengths of the documents.
+#[test]
+fn aux_loss_by_tokens_of_balanced_experts_is_the_coefficient() {
+    for h in devices() {
+        let (lengths, experts, k) = ([4000, 1, 1, 0, 40, 7], 4, 2);
+        let shape = [lengths.len(), experts];
+        // Every expert has n·k/E of n tokens, all of them with the probability 1/E; twice that, to have whole numbers.
+        let counts: Vec<i64> = lengths.iter().flat_map(|n| [n * k as i64 / 2; 4]).collect();
+        let sums: Vec<f64> = lengths.iter().flat_map(|n| [*n as f64 * 2.0 / 4.0; 4]).collect();
+        let (weights, loss) = (h.poisoned(DType::F32, &shape), h.tensor(DType::F32, &[1], &[0.0]));
+        h.k.aux_loss_weights(
+            &h.s,
+            &AuxLossWeights {
+                coefficient: 0.25,
+                k,
+                sums: &h.tensor(DType::F32, &shape, &sums),
+                counts: &i64s(&h, &shape, &counts),
+                steps: None,
+                by_tokens: true,
+                weights: &weights,
+                loss: &loss,
+            },
+        )
+        .unwrap();
+        assert!((h.host(&loss)[0] - 0.25).abs() < 1e-6, "{} {:?}", h.name, h.host(&loss));
     }
 }
 
@@ -176,10 +203,12 @@ fn aux_loss_and_its_weights() {
     for h in devices() {
         for (count, experts, k) in [(0, 4, 2), (1, 1, 1), (1, 7, 3), (5, 64, 8), (300, 16, 2), (3, 1024, 32)]
         {
-            for steps in [None, Some(3.0)] {
-                let what = format!("{} {count}x{experts} {steps:?}", h.name);
+            for (steps, by_tokens) in [(None, false), (Some(3.0), false), (None, true), (Some(3.0), true)] {
+                let what = format!("{} {count}x{experts} {steps:?} {by_tokens}", h.name);
                 let n = count * experts;
-                let counts: Vec<i64> = (0..n).map(|i| ((i * 37) % 101) as i64).collect();
+                // Every fourth segment is empty.
+                let tokens = |i: usize| if i / experts % 4 == 3 { 0 } else { (i * 37) % 101 };
+                let counts: Vec<i64> = (0..n).map(|i| tokens(i) as i64).collect();
                 let sums = numbers(DType::F32, 1, n);
                 let shape = [count, experts];
                 let (st, ct) = (h.tensor(DType::F32, &shape, &sums), i64s(&h, &shape, &counts));
@@ -194,17 +223,25 @@ fn aux_loss_and_its_weights() {
                         sums: &st,
                         counts: &ct,
                         steps: divisor.as_ref(),
-                        sets: None,
+                        by_tokens,
                         weights: &wt,
                         loss: &loss,
                     },
                 )
                 .unwrap();
                 let real: Vec<f64> = counts.iter().map(|c| *c as f64 / steps.unwrap_or(1.0)).collect();
-                let mean = real.iter().sum::<f64>() / (k * count) as f64;
-                let each = f64::from(factor) * experts as f64 / (k as f64 * mean * mean);
-                let weights: Vec<f64> =
-                    real.iter().map(|c| if mean == 0.0 { 0.0 } else { each * c }).collect();
+                let all = real.iter().sum::<f64>() / k as f64;
+                let mean = all / count as f64;
+                let each = |squared: f64| f64::from(factor) * experts as f64 / (k as f64 * squared);
+                // L = Σ_s n_s/N·coefficient·E/(k·n_s²)·Σ_e P_se·c_se, or the mean number of tokens for every n_s.
+                let weights: Vec<f64> = real
+                    .chunks(experts)
+                    .flat_map(|row| {
+                        let own = row.iter().sum::<f64>() / k as f64;
+                        let each = if by_tokens { own / all * each(own * own) } else { each(mean * mean) };
+                        row.iter().map(move |c| if *c == 0.0 { 0.0 } else { each * c })
+                    })
+                    .collect();
                 close(&what, DType::F32, &h.host(&wt), &weights, 1e-9);
                 close(&what, DType::F32, &h.host(&loss), &[0.5 + dot(&weights, &sums)], 1e-7);
             }
@@ -294,7 +331,7 @@ fn vectors_of_the_specification() {
                 sums: &sums,
                 counts: &counts,
                 steps: None,
-                sets: None,
+                by_tokens: false,
                 weights: &weights,
                 loss: &loss,
             },
@@ -356,7 +393,7 @@ fn invalid_arguments_are_errors() {
                     sums: &sums,
                     counts: &counts,
                     steps: Some(&sums),
-                    sets: None,
+                    by_tokens: false,
                     weights: &weights,
                     loss: &one,
                 },
@@ -373,7 +410,7 @@ fn invalid_arguments_are_errors() {
                     sums: &sums,
                     counts: &counts,
                     steps: None,
-                    sets: None,
+                    by_tokens: false,
                     weights: &weights,
                     loss: &z(DType::F32, &[2]),
                 },

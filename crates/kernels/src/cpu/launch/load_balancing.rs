@@ -33,17 +33,13 @@ impl LoadBalancingKernels for CpuKernels {
 
     fn aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
         const OP: &str = "aux_loss_weights";
-        let [segments, experts] = check::aux_loss_weights(OP, a)?;
-        let &AuxLossWeights { coefficient, k, sums, counts, steps, sets, weights, loss } = a;
-        let [steps_or, sets_or] = [steps, sets].map(|t| read(t.unwrap_or(sums)));
-        let args = [read(sums), read(counts), write(weights), write(loss), steps_or, sets_or];
+        let [_, experts] = check::aux_loss_weights(OP, a)?;
+        let &AuxLossWeights { coefficient, k, sums, counts, steps, by_tokens, weights, loss } = a;
+        let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
             let steps = steps.map(|_| l.slice::<f32>(4)).transpose()?.map(|s| s[0]);
-            let sets = sets.map(|_| l.slice::<i32>(5)).transpose()?.map(|s| s[0]);
-            let factor = sets.map_or(coefficient, |n| coefficient / n as f32);
-            let sets = sets.map_or(segments as f64, f64::from);
-            let stats = r::ExpertStats { sums: l.slice(0)?, counts: l.slice(1)?, experts, steps, sets };
-            l.slice_mut::<f32>(3)?[0] += r::aux_loss_weights(factor, k, stats, l.slice_mut(2)?);
+            let stats = r::ExpertStats { sums: l.slice(0)?, counts: l.slice(1)?, experts, steps, by_tokens };
+            l.slice_mut::<f32>(3)?[0] += r::aux_loss_weights(coefficient, k, stats, l.slice_mut(2)?);
             Ok(())
         })
     }

@@ -106,21 +106,27 @@ pub struct ExpertStats<'a> {
     pub experts: usize,
     /// Steps that `counts` is summed over; none means 1.
     pub steps: Option<f32>,
-    /// Sets in use, at most S.
-    pub sets: f64,
+    /// Segments weigh by their own tokens, instead of each like the mean.
+    pub by_tokens: bool,
 }
 
 /// See [`crate::AuxLossWeights`]; `weights [S, E]`. Returns the loss.
 pub fn aux_loss_weights(factor: f32, k: usize, stats: ExpertStats<'_>, weights: &mut [f32]) -> f32 {
-    let ExpertStats { sums, counts, experts, steps, sets } = stats;
-    let steps = f64::from(steps.unwrap_or(1.0));
-    let mean = counts.iter().sum::<i64>() as f64 / steps / (k as f64 * sets);
-    let each = f64::from(factor) * experts as f64 / (k as f64 * mean * mean);
+    let ExpertStats { sums, counts, experts, steps, by_tokens } = stats;
+    let (steps, k) = (f64::from(steps.unwrap_or(1.0)), k as f64);
+    let tokens = |counts: &[i64]| counts.iter().sum::<i64>() as f64 / steps / k;
+    let all = tokens(counts);
+    let mean = all / (counts.len() / experts) as f64;
     let mut loss = 0f64;
-    for ((w, count), sum) in weights.iter_mut().zip(counts).zip(sums) {
-        let weight = if mean == 0.0 { 0.0 } else { each * (*count as f64 / steps) };
-        *w = weight as f32;
-        loss += weight * f64::from(*sum);
+    let segments = weights.chunks_mut(experts).zip(counts.chunks(experts)).zip(sums.chunks(experts));
+    for ((weights, counts), sums) in segments {
+        let squared = if by_tokens { all * tokens(counts) } else { mean * mean };
+        let each = if squared == 0.0 { 0.0 } else { f64::from(factor) * experts as f64 / (k * squared) };
+        for ((w, count), sum) in weights.iter_mut().zip(counts).zip(sums) {
+            let weight = each * (*count as f64 / steps);
+            *w = weight as f32;
+            loss += weight * f64::from(*sum);
+        }
     }
     loss as f32
 }

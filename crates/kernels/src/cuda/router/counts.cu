@@ -113,15 +113,27 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(con
     for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) total += counts[i];
     total = block_total(total, whole);
     const double steps = a.steps ? double(*reinterpret_cast<const float*>(a.steps)) : 1.0, k = double(a.k);
-    const i32 sets = a.sets ? *reinterpret_cast<const i32*>(a.sets) : a.count;
-    const float factor = a.sets ? __fdiv_rn(a.factor, float(sets)) : a.factor;
-    const double mean = double(total) / steps / (k * double(sets));
-    const double each = double(factor) * double(a.experts) / (k * mean * mean);
+    const double all = double(total) / steps / k, mean = all / double(a.count), scale = double(a.factor) * double(a.experts);
     double loss = 0.0;
-    for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) {
-        const double weight = mean == 0.0 ? 0.0 : each * (double(counts[i]) / steps);
+    auto weigh = [&](i64 i, double squared) {
+        const double each = squared == 0.0 ? 0.0 : scale / (k * squared);
+        const double weight = each * (double(counts[i]) / steps);
         weights[i] = float(weight);
         loss += weight * double(sums[i]);
+    };
+    if (a.by_tokens) {
+        // One warp to a segment.
+        const i32 lane = threadIdx.x & 31;
+        for (i64 s = threadIdx.x >> 5; s < a.count; s += BLOCK_THREADS / 32) {
+            i64 own = 0;
+            for (i32 e = lane; e < a.experts; e += 32) own += counts[s * a.experts + e];
+#pragma unroll
+            for (int d = 16; d > 0; d >>= 1) own += __shfl_xor_sync(~0u, own, d);
+            const double tokens = double(own) / steps / k;
+            for (i32 e = lane; e < a.experts; e += 32) weigh(s * a.experts + e, all * tokens);
+        }
+    } else {
+        for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) weigh(i, mean * mean);
     }
     loss = block_total(loss, parts);
     if (threadIdx.x == 0) *reinterpret_cast<float*>(a.loss) += float(loss);

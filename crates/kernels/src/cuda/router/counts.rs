@@ -51,8 +51,6 @@ kernel_args! {
         counts: u64,
         /// f32 `[1]`: steps that the counts are of; 0 for one step.
         steps: u64,
-        /// i32 `[1]`: segments in use, by which `factor` is divided; 0 if it is and all are.
-        sets: u64,
         /// f32 `[segments, experts]`.
         weights: u64,
         /// f32 `[1]`, added to.
@@ -64,6 +62,9 @@ kernel_args! {
         /// Segments.
         count: i32,
         factor: f32,
+        /// Segments weigh by their own tokens, instead of each like the mean.
+        by_tokens: u32,
+        pad: u32,
     }
 
     /// Updates expert biases from token counts.
@@ -161,15 +162,13 @@ impl CudaKernels {
     pub(super) fn launch_aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
         const OP: &str = "aux_loss_weights";
         let [segments, experts] = check::aux_loss_weights(OP, a)?;
-        let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, sets, weights, loss } = a;
-        let [steps_or, sets_or] = [steps, sets].map(|t| read(t.unwrap_or(sums)));
-        let args = [read(sums), read(counts), write(weights), write(loss), steps_or, sets_or];
+        let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, by_tokens, weights, loss } = a;
+        let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
             let args = AuxLossWeightsArgs {
                 sums: l.address(0)?,
                 counts: l.address(1)?,
                 steps: if steps.is_some() { l.address(4)? } else { 0 },
-                sets: if sets.is_some() { l.address(5)? } else { 0 },
                 weights: l.address(2)?,
                 loss: l.address(3)?,
                 cells: (segments * experts) as i64,
@@ -177,6 +176,8 @@ impl CudaKernels {
                 k: k as i32,
                 count: segments as i32,
                 factor,
+                by_tokens: u32::from(by_tokens),
+                pad: 0,
             };
             self.launch_kernel(l, kernel("aux_loss_weights"), line(1, BLOCK_THREADS), &args)
         })
