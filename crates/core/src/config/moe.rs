@@ -52,14 +52,8 @@ impl Recipe {
         put(&mut moe.bias, m.bias);
         put(&mut moe.shared_gate, m.shared_gate);
         let sinkhorn = m.balance.0.iter().any(|word| word == "sinkhorn");
-        if self.config.model.hf.is_none()
-            && sinkhorn
-            && m.score_function.is_none()
-            && moe.router_is_constant()
-        {
-            // Sinkhorn weights a single expert by a sigmoid in training. The architecture says so, for whoever uses the model.
-            let reason = "sinkhorn weights the only expert of a token by it";
-            moe.score = derived.add("moe.score_function", ScoreKind::Sigmoid, reason);
+        if sinkhorn && self.config.model.hf.is_none() {
+            self.derive_sinkhorn(moe, derived);
         }
         if self.config.model.hf.is_none() && moe.router_is_constant() {
             let what = "1 with a softmax over the chosen expert is always 1, and the router learns nothing; set \
@@ -91,6 +85,42 @@ impl Recipe {
         Ok(())
     }
 
+    /// Sinkhorn computes the probabilities of the experts by functions of its own. The architecture names them, for whoever uses
+    /// the model.
+    fn derive_sinkhorn(&self, moe: &mut MoeConfig, derived: &mut Derivations) {
+        let m = &self.config.moe;
+        let (score, pre_softmax) = sinkhorn_scores(moe.topk);
+        if m.score_function.is_none() && moe.score != score {
+            moe.score =
+                derived.add("moe.score_function", score, "sinkhorn weights the experts of a token by it");
+        }
+        if m.pre_softmax.is_none() && pre_softmax && !moe.pre_softmax {
+            let reason = "sinkhorn weights the experts of a token by a softmax over all";
+            moe.pre_softmax = derived.add("moe.pre_softmax", true, reason);
+        }
+    }
+
+    /// Refuses an architecture whose probabilities are not those that Sinkhorn trains with: used after the training, it would be
+    /// another model.
+    pub(super) fn check_sinkhorn(&self, moe: &MoeConfig) -> Result<()> {
+        let (score, pre_softmax) = sinkhorn_scores(moe.topk);
+        if moe.score == score && (moe.pre_softmax || !pre_softmax) {
+            return Ok(());
+        }
+        let set = match pre_softmax {
+            true => {
+                "several experts of a token by a softmax over all; set moe.score_function = \"softmax\" and moe.pre_softmax = true"
+            }
+            false => "the only expert of a token by a sigmoid; set moe.score_function = \"sigmoid\"",
+        };
+        let key = match (self.config.model.hf.is_some(), moe.score == score) {
+            (true, _) => "moe.balance",
+            (false, true) => "moe.pre_softmax",
+            (false, false) => "moe.score_function",
+        };
+        self.refuse(key, format!("sinkhorn weights {set}, or use other balancing"))
+    }
+
     /// Refuses keys of `[moe]` without experts.
     fn reject_moe_keys(&self) -> Result<()> {
         let default = super::Config::default();
@@ -103,6 +133,11 @@ impl Recipe {
             Some(key) => self.refuse(key.key, "there are no experts; set moe.experts as well"),
         }
     }
+}
+
+/// Score function of the probabilities under Sinkhorn, and whether they are a softmax over all experts, as in Megatron Core.
+fn sinkhorn_scores(topk: usize) -> (ScoreKind, bool) {
+    if topk == 1 { (ScoreKind::Sigmoid, false) } else { (ScoreKind::Softmax, true) }
 }
 
 /// The `[moe]` section of an architecture, as far as keys go.

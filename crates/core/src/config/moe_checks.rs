@@ -19,7 +19,11 @@ impl Recipe {
         if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
             return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
         }
-        let quantile = matches!(r.moe_training().routing_method, RoutingMethod::Quantiles { .. });
+        let routing_method = r.moe_training().routing_method;
+        if routing_method == RoutingMethod::Sinkhorn {
+            self.check_sinkhorn(moe)?;
+        }
+        let quantile = matches!(routing_method, RoutingMethod::Quantiles { .. });
         if quantile {
             self.check_quantile(r, moe)?;
         }

@@ -15,6 +15,7 @@ use crate::optimizer::SavedLossScale;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::tensorfile::to_f32;
 use crate::{Error, Result};
+use ferrotron_engine::moe::RoutingMethod;
 use ferrotron_tensor::{DType, HostBuffer};
 use serde::{Deserialize, Serialize};
 
@@ -201,6 +202,17 @@ fn check_base(t: &Trainer, state: &State, loaded: &Loaded) -> Result<()> {
     Err(Error::damaged(loaded.path(), what))
 }
 
+/// Whether a checkpoint's model is that of the run. Under Sinkhorn the probabilities do not follow the architecture, and older
+/// versions saved one that says otherwise; the run goes on as it was, and its next checkpoint says what it trains.
+fn is_same_model(t: &Trainer, saved: &ModelConfig) -> bool {
+    let (mut saved, now) = (saved.clone(), t.model.decoder.config());
+    let sinkhorn = t.model.options.moe_training.routing_method == RoutingMethod::Sinkhorn;
+    if let (true, Some(saved), Some(now)) = (sinkhorn, &mut saved.moe, &now.moe) {
+        (saved.score, saved.pre_softmax) = (now.score, now.pre_softmax);
+    }
+    saved == *now
+}
+
 pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     if loaded.state().get(WEIGHTS_ONLY).is_some() {
         let what = "holds weights only, no run to resume; move it out of here and start a run from it with --set model.hf=ITS-FOLDER";
@@ -209,7 +221,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let state: State = serde_json::from_value(loaded.state().clone()).map_err(|e| {
         Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}"))
     })?;
-    if state.model != *t.model.decoder.config() || state.seed != t.rank.seed {
+    if !is_same_model(t, &state.model) || state.seed != t.rank.seed {
         return Err(Error::damaged(
             loaded.path(),
             "it belongs to a run with another model or seed; choose another --out folder, or go back to that recipe",

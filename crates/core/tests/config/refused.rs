@@ -162,6 +162,14 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "moe.experts = 4\nmoe.topk = 1\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"softmax\"",
             "the router learns nothing",
         ),
+        (
+            "moe.experts = 4\nmoe.topk = 2\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"sigmoid\"",
+            "moe.score_function: sinkhorn weights several experts of a token by a softmax over all; set",
+        ),
+        (
+            "moe.experts = 4\nmoe.topk = 1\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"sqrt_softplus\"",
+            "moe.score_function: sinkhorn weights the only expert of a token by a sigmoid; set",
+        ),
         // Rows of 17 tokens become 20 for two cp ranks.
         (
             "moe.experts = 17\nmoe.topk = 1\nmoe.score_function = \"sigmoid\"\nmoe.balance = \"quantile\"\ndata.seq_len = 17\n\

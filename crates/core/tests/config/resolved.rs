@@ -86,6 +86,26 @@ fn sinkhorn_with_one_expert_per_token_has_sigmoid_scores() {
     add(&r.config.to_toml()).unwrap().resolve(None).unwrap();
 }
 
+/// Sinkhorn weights several experts of a token by a softmax over all. Stored recipes of runs that were trained before the
+/// architecture said so contradict it; they are read as if they said nothing.
+#[test]
+fn sinkhorn_with_several_experts_per_token_has_a_softmax_over_all() {
+    let set = "[model]\npreset = \"tiny\"\n[moe]\nexperts = 4\ntopk = 2\nbalance = \"sinkhorn\"\n[train]\nsteps = 4\n";
+    let r = add(set).unwrap().resolve(None).unwrap();
+    assert!(r.model.moe.as_ref().unwrap().pre_softmax);
+    let text = r.config.to_toml();
+    assert!(text.contains("pre_softmax = true"), "{text}");
+    assert!(r.derived.iter().any(|d| d.key == "moe.pre_softmax"));
+    assert_eq!(add(&text).unwrap().resolve(None).unwrap().model, r.model);
+    let old = text.replace("pre_softmax = true", "pre_softmax = false");
+    let refused = add(&old).unwrap().resolve(None).unwrap_err().to_string();
+    assert!(refused.contains("moe.pre_softmax: sinkhorn weights several experts of a token"), "{refused}");
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, old).unwrap();
+    assert_eq!(Recipe::read_stored(&file).unwrap().resolve(None).unwrap().model, r.model);
+}
+
 /// A pipeline needs several micro-batches for each stage, or it idles.
 #[test]
 fn derived_micro_batches_fill_a_pipeline() {

@@ -15,6 +15,7 @@ mod overlap;
 mod pad_to_capacity;
 mod recompute;
 mod routing_replay;
+mod served;
 
 #[path = "../../../../tests/support/device.rs"]
 mod device;
