@@ -259,6 +259,11 @@ fn to_peft(
 }
 
 fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> Result<Converted> {
+    if found.weights.has_quantiles() {
+        let what = "quantiles that the routers subtract from their logits (the model was trained with moe.balance = \"quantile\"), and \
+                    without them tokens go to other experts; use it as the checkpoint it is";
+        return Err(Error::CannotExpress(what.into()));
+    }
     let model = found.model();
     let common = found.weights.common_dtype().unwrap_or(DType::F32);
     let reference = match options.like {

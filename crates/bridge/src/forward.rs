@@ -200,7 +200,8 @@ pub fn forward(
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
     let source = |name: &str| read_weight(weights, name, options).map_err(to_core);
-    let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
+    let positions = longest.max(input.sequence);
+    let model = weights.load_model(rank, config, (positions, dtype), stages, &source)?;
     let logits = run_pass(&model, input, None, StepMode::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
     let logits = model.join_logits(&layout_of(input), &logits)?;

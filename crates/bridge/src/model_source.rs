@@ -161,7 +161,8 @@ impl ModelSource {
         let source = |name: &str| self.weights.read_finite(name, load_dtype(name, dtype)).map_err(to_core);
         // Text is drawn from the model's own logits: MTP modules are not loaded.
         let model = ModelConfig { mtp: None, ..self.model().clone() };
-        Ok(Model::load(rank, &model, positions, dtype, &PipelineLayout::default(), &source)?)
+        let layout = PipelineLayout::default();
+        Ok(self.weights.load_model(rank, &model, (positions, dtype), &layout, &source)?)
     }
 
     /// The folder the weights are in.

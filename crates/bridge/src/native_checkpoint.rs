@@ -7,7 +7,7 @@ use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
 use crate::problems::Problem;
 use ferrotron_core::checkpoint::{Loaded, load};
 use ferrotron_core::model::ModelConfig;
-use ferrotron_core::train::model_of;
+use ferrotron_core::train::{model_of, to_f32};
 use ferrotron_tensor::DType;
 use std::path::Path;
 
@@ -108,6 +108,23 @@ impl NativeCheckpoint {
         let mut out = zeros(logical, bytes.len() / from.size() * dtype.size())?;
         cast(&bytes, from, &mut out, dtype);
         Ok(out)
+    }
+
+    /// Whether routers of the model subtract quantiles from their logits: it was trained with quantile balancing.
+    pub(crate) fn has_quantiles(&self) -> bool {
+        self.loaded.tensors().any(|t| t.name.starts_with(PREFIX) && t.name.ends_with(".moe.quantiles"))
+    }
+
+    /// The quantiles of an MoE layer, f32 `[E]`, if its router subtracts any.
+    pub(crate) fn quantiles(&self, layer: &str) -> Result<Option<Vec<f32>>> {
+        let name = format!("{PREFIX}{layer}.quantiles");
+        let Some(found) = self.loaded.get(&name) else { return Ok(None) };
+        let experts = self.model.moe.as_ref().map_or(0, |m| m.experts);
+        if found.dtype.native() != Some(DType::F32) || found.shape != [experts] {
+            let what = format!("{} {:?}, but the model needs f32 [{experts}]", found.dtype, found.shape);
+            return Err(Error::tensor(&name, what));
+        }
+        Ok(Some(to_f32(DType::F32, &self.loaded.read(&name)?)?))
     }
 
     /// A buffer of the model that the checkpoint does not have.

@@ -10,10 +10,15 @@ use crate::logical::LogicalTensor;
 use crate::native_checkpoint::NativeCheckpoint;
 use crate::peft::{ADAPTER_CONFIG, Adapters, PeftConfig};
 use ferrotron_core::checkpoint::{Loaded, latest, load};
-use ferrotron_core::model::{ModelConfig, set_expert_biases};
+use ferrotron_core::model::{
+    Model, ModelConfig, ModelOptions, PipelineLayout, set_expert_biases, set_quantiles,
+};
 use ferrotron_core::train::{CHECKPOINTS, CONFIG, SavedAdapters, Trainer, adapters_of, model_of, to_f32};
+use ferrotron_engine::Rank;
+use ferrotron_engine::moe::{MoeTraining, RoutingMethod};
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The location of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -247,6 +252,39 @@ impl Weights {
         }
     }
 
+    /// Whether routers of the model subtract quantiles from their logits: it was trained with quantile balancing.
+    pub(crate) fn has_quantiles(&self) -> bool {
+        matches!(self.base(), Weights::Checkpoint(native) if native.has_quantiles())
+    }
+
+    /// The quantiles of an MoE layer, if its router subtracts any.
+    fn quantiles(&self, layer: &str) -> ferrotron_core::Result<Option<Vec<f32>>> {
+        match self.base() {
+            Weights::Checkpoint(native) => native.quantiles(layer).map_err(to_core),
+            _ => Ok(None),
+        }
+    }
+
+    /// [`Model::load`] of these weights, as `source` reads them. Where the model was trained with quantile balancing, its routers
+    /// select experts by the same quantiles.
+    pub(crate) fn load_model(
+        &self,
+        rank: Rank,
+        config: &ModelConfig,
+        (positions, dtype): (usize, DType),
+        layout: &PipelineLayout,
+        source: &dyn Fn(&str) -> ferrotron_core::Result<Vec<u8>>,
+    ) -> ferrotron_core::Result<Model> {
+        let mut options = ModelOptions::default();
+        if self.has_quantiles() {
+            let routing_method = RoutingMethod::Quantiles { keep: 1.0 };
+            options.moe_training = Arc::new(MoeTraining { routing_method, ..MoeTraining::default() });
+        }
+        let model = Model::load_with(rank, config, positions, dtype, (layout, &options), source)?;
+        set_quantiles(&model.rank, &model.step_state, &|layer| self.quantiles(layer))?;
+        Ok(model)
+    }
+
     /// Loads the weights into a trainer.
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
         if let Weights::Adapted(a) = self
@@ -255,6 +293,14 @@ impl Weights {
             a.base.fill(trainer)?;
             return trainer.import_adapters(&|name| a.values(name).map_err(to_core));
         }
+        // Merged into their base model, adapters are used with its quantiles.
+        let quantiles =
+            matches!(trainer.model.decoder.moe_training().routing_method, RoutingMethod::Quantiles { .. });
+        if self.has_quantiles() && trainer.model.has_adapters() && !quantiles {
+            let what = "the base model was trained with quantile balancing, and its routers subtract quantiles; set moe.balance = \
+                        \"quantile\" for its adapters, too";
+            return Err(ferrotron_core::Error::Invalid(what.into()));
+        }
         let source = |name: &str| to_f32(DType::F32, &self.read_finite(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
         // A recipe may enable expert biases that the weights lack: they start from zero.
@@ -262,7 +308,8 @@ impl Weights {
             let known = self.buffers().iter().any(|t| t.name == name);
             let experts = trainer.model.decoder.config().moe.as_ref().map_or(0, |m| m.experts);
             if known { source(name) } else { Ok(vec![0.0; experts]) }
-        })
+        })?;
+        set_quantiles(&trainer.rank, &trainer.model.step_state, &|layer| self.quantiles(layer))
     }
 }
 

@@ -139,6 +139,21 @@ pub fn set_expert_biases(
     Ok(())
 }
 
+/// Sets the quantiles that routers subtract: `source(layer)` returns f32 values `[E]`, none where there are none.
+pub fn set_quantiles(
+    rank: &Rank,
+    step_state: &StepState,
+    source: &dyn Fn(&str) -> Result<Option<Vec<f32>>>,
+) -> Result<()> {
+    let Some(moe) = step_state.moe() else { return Ok(()) };
+    for (i, spec) in moe.specs().iter().enumerate().filter(|(_, m)| m.quantiles) {
+        if let Some(values) = source(&spec.name)? {
+            rank.compute.upload_into(&moe.quantiles.narrow(0, i, 1)?, &values)?;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -29,7 +29,7 @@ pub use config::{ModelConfig, ModelSizes};
 pub use decoder::{Decoder, Input, InputOptions, ModelOptions, MtpInput};
 pub use description::{LinearInfo, logical_buffers, logical_parts, logical_specs, module_of};
 pub use layer_split::{LayerPlacement, LayerSplit, Stage};
-pub use loaded::{Model, set_expert_biases};
+pub use loaded::{Model, set_expert_biases, set_quantiles};
 pub use moe_config::MoeConfig;
 pub(crate) use moe_config::moe_layer_index;
 pub use mtp_config::{MtpConfig, MtpTraining};

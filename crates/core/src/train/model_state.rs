@@ -38,6 +38,11 @@ impl ModelState {
         let adapters = SavedAdapters::of(rank, r)?;
         Ok(ModelState { decoder, params, step_state, grads, options, adapters })
     }
+
+    /// Whether adapters of a frozen base model are trained.
+    pub fn has_adapters(&self) -> bool {
+        self.adapters.is_some()
+    }
 }
 
 /// What `parallel.zero` and `parallel.fsdp_outer` shard over the data-parallel replicas, and what of it is in host memory.

@@ -117,7 +117,9 @@ pub(super) fn forward(
         }
         weights.push(SavedTensor::small(&w));
     }
-    if let RoutingMethod::Quantiles { .. } = training.routing_method {
+    if let RoutingMethod::Quantiles { keep } = training.routing_method
+        && keep < 1.0
+    {
         let [t, e] = [logits.shape()[0], of.experts];
         let group = &p.rank.tp_cp_group;
         let all = p.rank.activation(&[t * group.size(), e], logits.dtype())?;

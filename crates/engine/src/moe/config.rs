@@ -69,7 +69,7 @@ pub enum RoutingMethod {
     Sinkhorn,
     /// Top-k of the logits minus each expert's quantile, a running mean over steps.
     Quantiles {
-        /// Weight of the old quantile in the running mean.
+        /// Weight of the old quantile in the running mean; with 1 quantiles stay, and none are estimated.
         keep: f32,
     },
 }
