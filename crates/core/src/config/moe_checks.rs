@@ -27,9 +27,7 @@ impl Recipe {
         if quantile {
             self.check_quantile(r, moe)?;
         }
-        if r.config.data.packing == Packing::PaddingFree {
-            self.check_padding_free(quantile)?;
-        }
+        self.check_equal_messages(r)?;
         if routing_methods > 0 && moe.expert_bias {
             return self.refuse(
                 "moe.expert_bias",
@@ -121,15 +119,19 @@ impl Recipe {
         Ok(())
     }
 
-    /// Refuses what needs micro-batches of equal length.
-    fn check_padding_free(&self, quantile: bool) -> Result<()> {
-        if quantile {
-            let what = "quantile needs micro-batches of equal length; use data.packing = \"documents\", or other balancing";
-            return self.refuse("moe.balance", what);
-        }
-        if self.config.moe.pad_to_capacity {
+    /// Refuses messages of a fixed size between ranks whose micro-batches differ in length.
+    fn check_equal_messages(&self, r: &Resolved) -> Result<()> {
+        let (m, layout, data) = (&self.config.moe, r.config.parallel.layout(), &r.config.data);
+        if data.packing == Packing::PaddingFree && m.pad_to_capacity {
             let what = "with data.packing = \"padding_free\" micro-batches differ in length, and so would the capacities of the \
                         ranks that exchange tokens; leave one of them out";
+            return self.refuse("moe.pad_to_capacity", what);
+        }
+        let documents = data.reset_at_documents || data.packing != Packing::None;
+        let exchanges = layout.ep * layout.etp() > 1 && m.dispatcher == DispatcherType::AllToAll;
+        if m.pad_to_capacity && m.capacity_per_rank && r.config.parallel.cp > 1 && documents && exchanges {
+            let what = "needs micro-batches of equal length, and parallel.cp pads every document, so that the ranks that exchange \
+                        tokens would have different capacities; leave one of them out";
             return self.refuse("moe.pad_to_capacity", what);
         }
         Ok(())

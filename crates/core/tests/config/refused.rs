@@ -181,6 +181,11 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "parallel.cp pads every document",
         ),
         (
+            "moe.experts = 4\nmoe.capacity = 1.25\nmoe.capacity_per_rank = true\nmoe.pad_to_capacity = true\n\
+             data.reset_at_documents = true\nparallel.cp = 2\nparallel.dp = 2\nparallel.ep = 4",
+            "moe.pad_to_capacity: needs micro-batches of equal length, and parallel.cp pads every document",
+        ),
+        (
             "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
             "moe.pad_to_capacity",
         ),
