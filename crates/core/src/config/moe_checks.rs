@@ -1,10 +1,13 @@
 //! What `[moe]` and the keys that go with it cannot be set to.
 
 use super::moe::{BalancingWord, balancing_word};
-use super::{DispatcherType, MoeSection, Packing, PipelineSchedule, QuantRecipe, Recipe, Resolved};
+use super::{
+    DispatcherType, MoeSection, Packing, PipelineSchedule, QuantRecipe, Recipe, Resolved, RouterPrecision,
+};
 use crate::error::Result;
 use crate::model::moe_config::MoeConfig;
 use ferrotron_engine::moe::RoutingMethod;
+use ferrotron_tensor::DType;
 
 /// The words of `moe.log`.
 const LOGGED: [&str; 7] = ["losses", "imbalance", "entropy", "dropped", "loads", "per_layer", "all"];
@@ -96,6 +99,10 @@ impl Recipe {
         // Padding rows are routed too: sequences are padded for cp, and the rows of a rank for tp.
         let seq = if p.cp > 1 { r.plan.seq_len.next_multiple_of(2 * p.cp) } else { r.plan.seq_len };
         let tokens = (r.plan.micro_batch * seq / p.cp).next_multiple_of(p.tp) * p.cp;
+        if m.router_dtype == RouterPrecision::Model && r.config.precision.dtype.dtype() != DType::F32 {
+            let what = "quantile compares f32 logits; leave it out, or use other balancing";
+            return self.refuse("moe.router_dtype", what);
+        }
         if moe.groups.is_some() {
             return self
                 .refuse("moe.balance", "quantile does not support expert groups; leave moe.groups out");

@@ -186,6 +186,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "moe.pad_to_capacity: needs micro-batches of equal length, and parallel.cp pads every document",
         ),
         (
+            "moe.experts = 4\nmoe.balance = \"quantile\"\nmoe.router_dtype = \"model\"\nprecision.dtype = \"bf16\"",
+            "moe.router_dtype: quantile compares f32 logits",
+        ),
+        (
             "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
             "moe.pad_to_capacity",
         ),
