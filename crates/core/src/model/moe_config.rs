@@ -2,7 +2,7 @@
 
 use super::config::{Activation, ModelConfig};
 use ferrotron_engine::moe::MoeShape;
-use ferrotron_kernels::{Act, GroupLimit, RouterParams, ScoreFunction};
+use ferrotron_kernels::{Act, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams, ScoreFunction};
 use ferrotron_tensor::DType;
 use serde::{Deserialize, Serialize};
 
@@ -186,9 +186,12 @@ impl ModelConfig {
     pub(super) fn check_moe(&self, bad: &mut Vec<String>) {
         const MAX_SIZE: usize = 1 << 20;
         let Some(m) = &self.moe else { return };
-        for (name, size) in [("moe.experts", m.experts), ("moe.topk", m.topk), ("moe.ffn", m.ffn)] {
-            if size == 0 || size > MAX_SIZE {
-                bad.push(format!("{name} is {size}, it must be 1 to {MAX_SIZE}"));
+        // What the router's kernels take.
+        let sizes =
+            [("moe.experts", m.experts, MAX_EXPERTS), ("moe.topk", m.topk, MAX_TOPK), ("moe.ffn", m.ffn, MAX_SIZE)];
+        for (name, size, most) in sizes {
+            if size == 0 || size > most {
+                bad.push(format!("{name} is {size}, it must be 1 to {most}"));
             }
         }
         for (name, size) in [("moe.latent", m.latent), ("moe.shared_ffn", m.shared_ffn)] {

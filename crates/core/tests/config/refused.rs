@@ -158,6 +158,8 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
         ("moe.experts = 4\nmoe.topk = 1", "the router learns nothing"),
+        ("moe.experts = 2048", "moe.experts is 2048, it must be 1 to 1024"),
+        ("moe.experts = 64\nmoe.topk = 40", "moe.topk is 40, it must be 1 to 32"),
         (
             "moe.experts = 4\nmoe.topk = 1\nmoe.balance = \"sinkhorn\"\nmoe.score_function = \"softmax\"",
             "the router learns nothing",
