@@ -92,7 +92,7 @@ pub trait LoadBalancingKernels {
     fn accumulate_f64(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()>;
 
     /// Quantile balancing: `beta = decay·beta + (1 − decay)·mean·estimate`, then the mean of `beta` over experts is subtracted;
-    /// f32 `[E]`.
+    /// f32 `[E]`. An estimate with a value that is not finite changes nothing: a running mean would keep it for good.
     fn update_quantiles(
         &self,
         s: &Stream,

@@ -70,11 +70,13 @@ extern "C" __global__ void accumulate_f64(const MoeArgs p) {
     if (at < p.n) reinterpret_cast<double*>(p.b)[at] += reinterpret_cast<const double*>(p.a)[at];
 }
 
-// beta = x·beta + (1 − x)·y·found, minus its mean. a: found f32 [n], b: beta f32 [n]. One thread, because there is one
+// beta = x·beta + (1 − x)·y·found, minus its mean; unchanged where found is not finite. a: found f32 [n], b: beta f32 [n]. One thread, because there is one
 // value per expert once a step, and the sum has a fixed order.
 extern "C" __global__ void update_quantiles(const MoeArgs p) {
     const float* found = reinterpret_cast<const float*>(p.a);
     float* beta = reinterpret_cast<float*>(p.b);
+    for (i64 i = 0; i < p.n; i++)
+        if (!isfinite(found[i])) return;
     double sum = 0.0;
     for (i64 i = 0; i < p.n; i++) {
         beta[i] = p.x * beta[i] + (1.0f - p.x) * p.y * found[i];

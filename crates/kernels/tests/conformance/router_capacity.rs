@@ -156,6 +156,24 @@ fn quantiles_match_sorted_columns() {
     });
 }
 
+/// A running mean would keep a NaN of one step for good, and every token would go to the first experts.
+#[test]
+fn quantiles_that_are_not_finite_change_nothing() {
+    for h in devices() {
+        let beta = [0.25, -0.5, 0.75, -0.5];
+        for (keep, bad) in [(0.0, f64::NAN), (0.5, f64::NAN), (0.5, f64::INFINITY)] {
+            let found = h.tensor(DType::F32, &[4], &[1.0, bad, 2.0, 3.0]);
+            let table = h.tensor(DType::F32, &[4], &beta);
+            h.k.update_quantiles(&h.s, keep, 1.0, &found, &table).unwrap();
+            assert_eq!(h.host(&table), beta, "{} {keep} {bad}", h.name);
+        }
+        let found = h.tensor(DType::F32, &[4], &[1.0, 2.0, 3.0, 2.0]);
+        let table = h.tensor(DType::F32, &[4], &beta);
+        h.k.update_quantiles(&h.s, 0.5, 0.5, &found, &table).unwrap();
+        assert_eq!(h.host(&table), [-0.125, -0.25, 0.625, -0.25], "{}", h.name);
+    }
+}
+
 /// Iterates to convergence, by definition.
 fn balanced(x: &[f64], n: usize, experts: usize) -> Vec<f64> {
     let cost: Vec<f64> = x.iter().map(|x| x.exp()).collect();

@@ -122,6 +122,9 @@ impl LoadBalancingKernels for CpuKernels {
         check::elements(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;
         s.launch(OP, &[read(found), write(beta)], |l| {
             let (found, beta) = (l.slice::<f32>(0)?, l.slice_mut::<f32>(1)?);
+            if found.iter().any(|f| !f.is_finite()) {
+                return Ok(());
+            }
             beta.iter_mut().zip(found).for_each(|(b, f)| *b = keep * *b + (1.0 - keep) * mean * f);
             let middle = beta.iter().map(|b| f64::from(*b)).sum::<f64>() / n.max(1) as f64;
             beta.iter_mut().for_each(|b| *b -= middle as f32);
