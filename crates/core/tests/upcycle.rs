@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 use ferrotron_core::model::generate::to_host;
+use ferrotron_core::model::config::Activation;
 use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout, logical_parts};
 use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
@@ -93,6 +94,28 @@ fn split_experts_are_close_to_the_dense_model() {
         });
         let apart = |x: &[f32]| x.iter().zip(&theirs).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
         assert!(apart(&wrong) > 4.0 * apart(&ours), "{text}: {} {}", apart(&wrong), apart(&ours));
+    }
+}
+
+/// A factor on the weights comes out of squared ReLU as its cube, so that outputs are exact, as they are not for other activations.
+#[test]
+fn split_experts_of_squared_relu_match_the_dense_model() {
+    let mut c = dense(false);
+    c.activation = Activation::SquaredRelu;
+    for (text, cube) in [("experts=8,granularity=4,topk=4", 4.0), ("experts=6,granularity=3,topk=3", 3.0)] {
+        let u = text.parse::<UpcycleConfig>().unwrap().apply(&c).unwrap();
+        assert!((u.scale().powi(3) - cube).abs() < 1e-12, "{text}: {}", u.scale());
+        // Larger than initial ones, whose MLPs hardly reach the logits.
+        let weight = |name: &str| -> Vec<f32> {
+            let factor = if name.contains(".mlp.") { 10.0 } else { 1.0 };
+            weights(&c, name).iter().map(|x| x * factor).collect()
+        };
+        let source = |name: &str| Ok(weight(name));
+        let ours = logits(u.model(), &|name| u.values(name, &source).unwrap());
+        let theirs = logits(&c, &weight);
+        let most = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let largest = theirs.iter().fold(0.0, |m: f32, x| m.max(x.abs()));
+        assert!(most <= 1e-5 * largest, "{text}: {most} of {largest}");
     }
 }
 

@@ -90,8 +90,12 @@ impl Recipe {
     fn check_quantile(&self, r: &Resolved, moe: &MoeConfig) -> Result<()> {
         let m = &self.config.moe;
         let p = &r.config.parallel;
-        let documents = r.config.data.reset_at_documents || r.config.data.packing != Packing::None;
-        if p.cp > 1 && documents {
+        if r.config.data.packing != Packing::None {
+            let what = "quantile needs micro-batches of equal length without padding, which it would count; leave data.packing out, \
+                        or use other balancing";
+            return self.refuse("moe.balance", what);
+        }
+        if p.cp > 1 && r.config.data.reset_at_documents {
             let what = "quantile needs micro-batches of equal length, and parallel.cp pads every document; leave one of them \
                         out";
             return self.refuse("moe.balance", what);

@@ -4,10 +4,16 @@
 //! E experts make r = E/g groups. Expert e holds slice e mod g of the MLP: rows of gate and up, the same columns of
 //! down. The router has r random rows, each repeated g times, so that a token is routed to whole groups. Routing
 //! probabilities scale the sum of the slices by 1/α, where α = g with a softmax over the top-k logits and r·g²/k with
-//! a softmax over all experts; expert weights are scaled by α^⅓ (α^½ without a gate) to compensate. With α = 1 the
+//! a softmax over all experts; expert weights are scaled by α^⅓ (α^½ without a gate, but for squared ReLU) to
+//! compensate. With α = 1 the
 //! new model computes what the dense one does.
 
+<<<<<<< HEAD
 use super::moe_config::MoeConfig;
+=======
+use super::config::Activation;
+use super::moe_config::{MoeConfig, ScoreKind};
+>>>>>>> 46d638a7 (upcycle: scale split experts of squared ReLU by the cube root)
 use super::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::initial_values;
@@ -81,7 +87,9 @@ impl Upcycled {
         let UpcycleConfig { experts, topk, granularity, pre_softmax, .. } = self.config;
         let (g, k, r) = (granularity as f64, topk as f64, (experts / granularity.max(1)) as f64);
         let alpha = if pre_softmax { r * g * g / k } else { g };
-        if self.dense.gated { alpha.cbrt() } else { alpha.sqrt() }
+        // Squared ReLU grows with the square of its input, as a gated product does.
+        let cubic = self.dense.gated || self.dense.activation == Activation::SquaredRelu;
+        if cubic { alpha.cbrt() } else { alpha.sqrt() }
     }
 
     /// The dense tensor that a tensor of the MoE model is made of; none for routers.
