@@ -5,15 +5,10 @@
 //! down. The router has r random rows, each repeated g times, so that a token is routed to whole groups. Routing
 //! probabilities scale the sum of the slices by 1/α, where α = g with a softmax over the top-k logits and r·g²/k with
 //! a softmax over all experts; expert weights are scaled by α^⅓ (α^½ without a gate, but for squared ReLU) to
-//! compensate. With α = 1 the
-//! new model computes what the dense one does.
+//! compensate. With α = 1 the new model computes what the dense one does.
 
-<<<<<<< HEAD
-use super::moe_config::MoeConfig;
-=======
 use super::config::Activation;
-use super::moe_config::{MoeConfig, ScoreKind};
->>>>>>> 46d638a7 (upcycle: scale split experts of squared ReLU by the cube root)
+use super::moe_config::MoeConfig;
 use super::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::initial_values;

@@ -154,6 +154,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "data.packing = \"documents\"\ndata.path = \"embedded\"",
             "data.packing: the embedded corpus is one text",
         ),
+        (
+            "data.packing = \"documents\"\ndata.path = \"a\"\nmoe.experts = 4\nmoe.balance = \"quantile\"",
+            "moe.balance: quantile needs micro-batches of equal length without padding",
+        ),
         ("data.packing = true", "data.packing"),
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.pp = 2", "pipeline stages"),
