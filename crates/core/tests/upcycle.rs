@@ -1,8 +1,8 @@
 //! Upcycling: MoE models from dense ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
-use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::config::Activation;
+use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout, logical_parts};
 use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};

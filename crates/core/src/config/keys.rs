@@ -121,7 +121,7 @@ keys! {
         bias_rate: f64 = 1e-3, "moe_router_bias_update_rate", "bias_update_speed";
         /// Capacity factor: most tokens per expert as a multiple of the mean; unset means dropless.
         capacity: Option<f64> = None, "moe_expert_capacity_factor", "capacity_factor";
-        /// Which tokens an expert over its capacity keeps: the most probable ones, or the first.
+        /// Which tokens an expert over its capacity keeps: the most probable ones, or the first of every sequence.
         drop_policy: DropPolicy = DropPolicy::Probable, "moe_token_drop_policy";
         /// Pad each expert's input with zeros to its capacity.
         pad_to_capacity: bool = false, "moe_pad_expert_input_to_capacity";

@@ -142,7 +142,9 @@ impl Recipe {
             // A run that stored no chunk computed all logits at once, and resumes so.
             self.config.train.loss_chunk.get_or_insert(0);
             // Runs stored the score function of the architecture where Sinkhorn trained with another; it is derived again.
-            if self.config.moe.balance.0.iter().any(|word| word == "sinkhorn") && self.config.model.hf.is_none() {
+            if self.config.moe.balance.0.iter().any(|word| word == "sinkhorn")
+                && self.config.model.hf.is_none()
+            {
                 (self.config.moe.score_function, self.config.moe.pre_softmax) = (None, None);
             }
         }

@@ -228,7 +228,7 @@ impl Decoder {
         padding: Option<&[bool]>,
     ) -> Result<Option<MoeInput>> {
         let moe = self.config.moe.is_some();
-        let input = || MoeInput::new(rank, layout, tokens, padding, self.moe_training.dispatcher);
+        let input = || MoeInput::new(rank, layout, tokens, padding, &self.moe_training);
         moe.then(input).transpose()
     }
 

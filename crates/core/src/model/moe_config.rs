@@ -187,8 +187,11 @@ impl ModelConfig {
         const MAX_SIZE: usize = 1 << 20;
         let Some(m) = &self.moe else { return };
         // What the router's kernels take.
-        let sizes =
-            [("moe.experts", m.experts, MAX_EXPERTS), ("moe.topk", m.topk, MAX_TOPK), ("moe.ffn", m.ffn, MAX_SIZE)];
+        let sizes = [
+            ("moe.experts", m.experts, MAX_EXPERTS),
+            ("moe.topk", m.topk, MAX_TOPK),
+            ("moe.ffn", m.ffn, MAX_SIZE),
+        ];
         for (name, size, most) in sizes {
             if size == 0 || size > most {
                 bad.push(format!("{name} is {size}, it must be 1 to {most}"));

@@ -92,12 +92,7 @@ impl GraphInputs {
         };
         let (start, rows) = (moe_at(&self.shape, self.depth, &self.tokens, i), moe.segments.numel());
         let row = |row: usize| self.all.narrow(0, start + row * pitch(&self.tokens), rows);
-        Ok(Some(MoeInput {
-            segments: row(0)?,
-            sequence_ids: row(1)?,
-            token_index: row(2)?,
-            ..moe.clone()
-        }))
+        Ok(Some(MoeInput { segments: row(0)?, sequence_ids: row(1)?, token_index: row(2)?, ..moe.clone() }))
     }
 
     /// f32 `[scalars::COUNT]`
@@ -221,7 +216,7 @@ fn words(
 mod tests {
     use super::*;
     use ferrotron_engine::GroupRank;
-    use ferrotron_engine::moe::Dispatcher;
+    use ferrotron_engine::moe::MoeTraining;
 
     #[test]
     fn words_are_what_views_read() {
@@ -281,7 +276,7 @@ mod tests {
         let rank = Rank::cpu(1, 1).unwrap();
         let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: Some(8) };
         let mut inputs = GraphInputs::new(&rank, shape, 1, true).unwrap();
-        let mine = MoeInput::new(&rank, &shape.layout(), &inputs.tokens, None, Dispatcher::AllToAll);
+        let mine = MoeInput::new(&rank, &shape.layout(), &inputs.tokens, None, &MoeTraining::default());
         inputs.moe = Some(mine.unwrap());
         let mut words = vec![0; scalars_at(&shape, 1, &inputs.tokens) + scalars::COUNT + 1];
         let batches = [
@@ -302,7 +297,7 @@ mod tests {
             let moe = made.moe.unwrap();
             let tokens = rank.tokens(layout).unwrap();
             let alone =
-                MoeInput::new(&rank, layout, &tokens, padding.as_deref(), Dispatcher::AllToAll).unwrap();
+                MoeInput::new(&rank, layout, &tokens, padding.as_deref(), &MoeTraining::default()).unwrap();
             assert_eq!(i32s(&moe.segments), i32s(&alone.segments));
             assert_eq!(i32s(&moe.sequence_ids), i32s(&alone.sequence_ids));
             assert_eq!(i32s(&moe.token_index), i32s(&alone.token_index));

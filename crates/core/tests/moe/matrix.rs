@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 /// The recipe keys that all layouts of a matrix row share.
-const VARIANTS: [(&str, &[&str]); 7] = [
+const VARIANTS: [(&str, &[&str]); 8] = [
     ("plain", &[]),
     ("aux", &["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"]),
     ("global", &["moe.balance=[\"global_aux\"]", "moe.jitter=0.1"]),
@@ -21,6 +21,8 @@ const VARIANTS: [(&str, &[&str]); 7] = [
         "first",
         &["moe.capacity=1.0", "moe.drop_policy=first", "moe.latent=24", "data.reset_at_documents=true"],
     ),
+    // Rows of several sequences, not in token order.
+    ("rows", &["moe.capacity=1.0", "moe.drop_policy=first", "train.micro_batch=2", "train.global_batch=32"]),
     ("bf16", &["precision.dtype=bf16", "moe.force_balance=0"]),
 ];
 

@@ -37,7 +37,9 @@ fn losses(set: &[&str]) -> [f64; 2] {
 
 #[test]
 fn a_model_trained_with_sinkhorn_is_used_as_it_was_trained() {
-    for set in [&["moe.topk=1"][..], &["moe.topk=1", "moe.pre_softmax=true"], &["moe.topk=2"], &["moe.topk=4"]] {
+    for set in
+        [&["moe.topk=1"][..], &["moe.topk=1", "moe.pre_softmax=true"], &["moe.topk=2"], &["moe.topk=4"]]
+    {
         let [trained, used] = losses(&[&["moe.balance=sinkhorn"], set].concat());
         assert!((trained - used).abs() < 1e-6 * trained, "{set:?}: {used} instead of {trained}");
     }

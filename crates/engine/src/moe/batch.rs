@@ -1,6 +1,7 @@
 //! What MoE layers need to know of a micro-batch: which rows are tokens, and their place in the batch.
 
-use super::Dispatcher;
+use super::capacity::is_of_rank;
+use super::{Capacity, Dispatcher, MoeTraining};
 use crate::attention::Layout;
 use crate::{GroupRank, Rank, StepContext, StepNumber, Tokens};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
@@ -21,13 +22,14 @@ pub struct MoeInput {
     pub tokens: usize,
     /// i32 `[rows]`: index of each row's token in the micro-batch; 0 for padding.
     pub token_index: Tensor,
-    /// Order of the tp×cp ranks' rows by token; None on one rank.
+    /// The order in which tokens are dropped over capacity; none where rows are in it, or nothing is dropped.
     pub order: Option<TokenOrder>,
     /// Rows of each rank of the expert group, for the all-gather dispatcher.
     pub rows_per_rank: Vec<usize>,
 }
 
-/// Permutation between rows of the tp×cp ranks, one rank after another, and token order.
+/// Permutation between rows and token order: as in Megatron Core, the first tokens of all sequences come before their second ones.
+/// The rows are those of the tp×cp ranks, one rank after another, or of this rank where the capacity is of each rank.
 #[derive(Clone)]
 pub struct TokenOrder {
     /// i32 `[all]`: for each position in token order, the row it comes from.
@@ -92,13 +94,13 @@ impl MoeInput {
         layout: &Layout,
         tokens: &Tokens,
         padding: Option<&[bool]>,
-        dispatcher: Dispatcher,
+        training: &MoeTraining,
     ) -> Result<MoeInput> {
-        let MoeRows { rows, sequences, tokens } = MoeRows::new(rank, layout, tokens, padding)?;
+        let MoeRows { rows, sequences, tokens: count } = MoeRows::new(rank, layout, tokens, padding)?;
         let n = rows[0].len();
         let [segments, sequence_ids, token_index] =
             rows.map(|values| rank.compute.upload(&values, &[n], Category::Activations));
-        let rows_per_rank = match (dispatcher, rank.etp_ep_group.size()) {
+        let rows_per_rank = match (training.dispatcher, rank.etp_ep_group.size()) {
             (Dispatcher::AllGather, 2..) => {
                 let all = rank.etp_ep_group.all_gather_bytes(&(n as u64).to_le_bytes(), "rows per rank")?;
                 let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(0, u64::from_le_bytes) as usize;
@@ -111,9 +113,9 @@ impl MoeInput {
             sequence_ids: sequence_ids?,
             sequences,
             packed: matches!(layout, Layout::Packed { .. }),
-            tokens,
+            tokens: count,
             token_index: token_index?,
-            order: order(rank, layout, n)?,
+            order: training.capacity.map_or(Ok(None), |c| order(rank, c, (layout, tokens), n))?,
             rows_per_rank,
         })
     }
@@ -125,25 +127,39 @@ fn own_rows(rank: &Rank, tokens: &Tokens) -> Vec<Option<usize>> {
     tokens.rows()[rank.tp.rank() * n..][..n].to_vec()
 }
 
-/// Token order of all tp×cp ranks' rows; every rank can compute which tokens the others hold.
-fn order(rank: &Rank, layout: &Layout, rows: usize) -> Result<Option<TokenOrder>> {
-    if rank.tp_cp_group.size() == 1 {
+/// Order in which a capacity drops the tokens of rows; every rank can compute which tokens the others hold.
+fn order(
+    rank: &Rank,
+    capacity: Capacity,
+    (layout, tokens): (&Layout, &Tokens),
+    rows: usize,
+) -> Result<Option<TokenOrder>> {
+    let place = |t: usize| match *layout {
+        Layout::Rows { count, len } => t % len * count + t / len,
+        Layout::Packed { .. } => t,
+    };
+    let (tp, cp) = (rank.tp.size(), rank.cp.size());
+    let (all, first) = if is_of_rank(capacity, rank) {
+        (own_rows(rank, tokens), 0)
+    } else {
+        // tp is the fastest axis of the group.
+        let mut all: Vec<Option<usize>> = Vec::with_capacity(rows * tp * cp);
+        for c in 0..cp {
+            // Every rank has as many rows.
+            let of = Tokens::new(layout, GroupRank { rank: c, size: cp }, tp)?;
+            all.extend(of.padded_to(rows * tp).rows());
+        }
+        (all, rank.tp_cp_group.rank() * rows)
+    };
+    if all.len() == rows && all.iter().flatten().map(|t| place(*t)).is_sorted() {
         return Ok(None);
     }
-    let (tp, cp) = (rank.tp.size(), rank.cp.size());
-    // tp is the fastest axis of the group.
-    let mut all: Vec<Option<usize>> = Vec::with_capacity(rows * tp * cp);
-    for c in 0..cp {
-        // Every rank has as many rows.
-        all.extend(Tokens::new(layout, GroupRank { rank: c, size: cp }, tp)?.padded_to(rows * tp).rows());
-    }
     let mut sorted: Vec<usize> = (0..all.len()).collect();
-    sorted.sort_by_key(|row| all[*row].unwrap_or(usize::MAX));
+    sorted.sort_by_key(|row| all[*row].map_or(usize::MAX, &place));
     let mut places = vec![0i32; all.len()];
     for (place, row) in sorted.iter().enumerate() {
         places[*row] = place as i32;
     }
-    let first = rank.tp_cp_group.rank() * rows;
     let to_tokens: Vec<i32> = sorted.iter().map(|row| *row as i32).collect();
     let s = &rank.compute;
     Ok(Some(TokenOrder {

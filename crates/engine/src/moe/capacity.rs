@@ -3,7 +3,7 @@
 use super::Capacity;
 use super::router::TopK;
 use super::state::{MoeLayerId, MoeState};
-use crate::StepContext;
+use crate::{Rank, StepContext};
 use ferrotron_kernels::{CapacityDrop, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
@@ -23,32 +23,33 @@ pub(super) fn apply(
     let row = state.row(&state.dropped, id)?;
     let dropped = if p.recomputing { &fresh } else { &row };
     let (group, tokens) = (&p.rank.tp_cp_group, p.moe.map_or(t, |m| m.input.tokens));
-    if c.per_rank || group.size() == 1 {
-        let bound = capacity(if c.per_rank { t } else { tokens }, n, experts, c.factor);
-        k.drop_over_capacity(
-            s,
-            &CapacityDrop {
-                capacity: bound,
-                experts,
-                by_probability: c.by_probability,
-                index: &index,
-                probs: &probs,
-                dropped,
-            },
-        )?;
-        return Ok(TopK { index, probs });
-    }
-    // The bound is over the tokens of all tp×cp ranks in token order: gather the routing, drop, keep the own rows.
-    const LABEL: &str = "routing of all tokens";
-    let empty = |mine: &Tensor| p.rank.activation(&[t * group.size(), n], mine.dtype());
-    let (all_index, all_probs) = (empty(&index)?, empty(&probs)?);
-    group.all_gather_coalesced(s, &[(&index, &all_index, LABEL), (&probs, &all_probs, LABEL)])?;
-    let Some(order) = p.moe.and_then(|m| m.input.order.as_ref()) else {
-        return shape_error(
-            "capacity",
-            "with tp or cp, MoE capacity needs a description of the micro-batch (StepContext::moe)",
-        );
+    let drop = |index: &Tensor, probs: &Tensor, dropped: &Tensor| {
+        let capacity = capacity(if c.per_rank { t } else { tokens }, n, experts, c.factor);
+        let by_probability = c.by_probability;
+        k.drop_over_capacity(s, &CapacityDrop { capacity, experts, by_probability, index, probs, dropped })
     };
+    let order = p.moe.and_then(|m| m.input.order.as_ref());
+    let (order, all_index, all_probs) = match (order, is_of_rank(c, p.rank)) {
+        (None, true) => {
+            drop(&index, &probs, dropped)?;
+            return Ok(TopK { index, probs });
+        }
+        (Some(order), true) => (order, index.clone(), probs.clone()),
+        (Some(order), false) => {
+            const LABEL: &str = "routing of all tokens";
+            let empty = |mine: &Tensor| p.rank.activation(&[t * group.size(), n], mine.dtype());
+            let (all_index, all_probs) = (empty(&index)?, empty(&probs)?);
+            group.all_gather_coalesced(s, &[(&index, &all_index, LABEL), (&probs, &all_probs, LABEL)])?;
+            (order, all_index, all_probs)
+        }
+        (None, false) => {
+            return shape_error(
+                "capacity",
+                "with tp or cp, MoE capacity needs a description of the micro-batch (StepContext::moe)",
+            );
+        }
+    };
+    // Put the routing in token order, drop, take the own rows back.
     let (sorted_index, sorted_probs) = (
         p.rank.activation(all_index.shape(), DType::I32)?,
         p.rank.activation(all_probs.shape(), DType::F32)?,
@@ -57,23 +58,17 @@ pub(super) fn apply(
     let bits = |t: &Tensor| t.view_dtype(DType::F32);
     k.gather_rows(s, &bits(&all_index)?, &order.to_tokens, 1, &bits(&sorted_index)?)?;
     k.gather_rows(s, &all_probs, &order.to_tokens, 1, &sorted_probs)?;
-    // Every rank sees all drops; one counts them.
-    let dropped = if group.rank() == 0 { dropped } else { &fresh };
-    let bound = capacity(tokens, n, experts, c.factor);
-    k.drop_over_capacity(
-        s,
-        &CapacityDrop {
-            capacity: bound,
-            experts,
-            by_probability: c.by_probability,
-            index: &sorted_index,
-            probs: &sorted_probs,
-            dropped,
-        },
-    )?;
+    // Where every rank sees all drops, one counts them.
+    let counts = is_of_rank(c, p.rank) || group.rank() == 0;
+    drop(&sorted_index, &sorted_probs, if counts { dropped } else { &fresh })?;
     k.gather_rows(s, &bits(&sorted_index)?, &order.mine, 1, &bits(&index)?)?;
     k.gather_rows(s, &sorted_probs, &order.mine, 1, &probs)?;
     Ok(TopK { index, probs })
+}
+
+/// Whether each rank drops tokens by itself, without the routing of others.
+pub(super) fn is_of_rank(c: Capacity, rank: &Rank) -> bool {
+    c.per_rank || rank.tp_cp_group.size() == 1
 }
 
 fn copy(p: &StepContext, t: &Tensor) -> Result<Tensor> {

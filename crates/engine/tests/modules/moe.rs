@@ -1,13 +1,16 @@
-//! An MoE pass that ends early: buffers of a running all-to-all are not reused before it has ended.
+//! MoE passes: which tokens a capacity drops; one that ends early, whose buffers of a running all-to-all are not reused before it
+//! has ended.
 
 use super::support::*;
 use ferrotron_comm::World;
-use ferrotron_engine::moe::{Moe, MoeShape};
-use ferrotron_engine::{Declarations, Params, Rank, StepContext, StepState};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::moe::{Capacity, Moe, MoeBatch, MoeInput, MoeShape, MoeTraining};
+use ferrotron_engine::{Declarations, Params, Rank, StepContext, StepNumber, StepState};
 use ferrotron_kernels::{Act, RouterParams, ScoreFunction};
 use ferrotron_tensor::{DType, Instrumentation, Result, Tensor};
 use std::future::Future;
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
@@ -86,4 +89,52 @@ fn abandoned_all_to_all_is_waited_for_before_its_buffers_are_reused() {
             scope.spawn(|| run(world));
         });
     });
+}
+
+/// Of two sequences whose tokens all go to one expert, with room for half of them, the first tokens of both stay, as in Megatron
+/// Core; of packed documents the first rows do.
+#[test]
+fn capacity_by_position_keeps_the_first_tokens_of_every_sequence() {
+    let cases = [
+        (Layout::Rows { count: 2, len: 4 }, [0, 1, 4, 5]),
+        (Layout::Rows { count: 4, len: 2 }, [0, 2, 4, 6]),
+        (Layout::Rows { count: 1, len: 8 }, [0, 1, 2, 3]),
+        (Layout::Packed { offsets: vec![0, 4, 8] }, [0, 1, 2, 3]),
+    ];
+    for (layout, kept) in cases {
+        for per_rank in [false, true] {
+            let rank = Rank::cpu(1, 1).unwrap();
+            let capacity = Capacity { factor: 1.0, by_probability: false, pad: false, per_rank };
+            let training = MoeTraining { capacity: Some(capacity), ..MoeTraining::default() };
+            let mut d = Declarations::of(&rank).with_moe_training(&Arc::new(training.clone()));
+            let moe = Moe::declare(&mut d, "moe", 0, &MoeShape { experts: 2, topk: 1, ..shape() }).unwrap();
+            let layers = d.moe_layers().to_vec();
+            let params = Params::allocate(&rank, d.finish(), DType::F32).unwrap();
+            let state = StepState::new(&rank, &params, &layers).unwrap();
+            for (i, (spec, t)) in params.specs().iter().zip(params.values()).enumerate() {
+                let mut values = numbers(i as u64 + 1, t.numel());
+                if spec.parts[0].name == "moe.router.weight" {
+                    // All logits of the second expert are the larger ones.
+                    values = (0..t.numel()).map(|i| if i < HIDDEN { -1.0 } else { 1.0 }).collect();
+                }
+                write(&rank, t, &values);
+            }
+            let x = rank.activation(&[8, HIDDEN], DType::F32).unwrap();
+            write(&rank, &x, &(0..8 * HIDDEN).map(|i| 1.0 + i as f64 / 100.0).collect::<Vec<_>>());
+            let tokens = rank.tokens(&layout).unwrap();
+            let input = MoeInput::new(&rank, &layout, &tokens, None, &training).unwrap();
+            let batch = MoeBatch {
+                input: &input,
+                step: StepNumber::Known(0),
+                rows: &input.token_index,
+                micro_batch_weight: 1.0,
+            };
+            let p = StepContext { moe: Some(batch), ..StepContext::new(&rank, &params, &state) };
+            let (y, _) = ferrotron_engine::run_to_completion(moe.forward(&p, &x)).unwrap();
+            let y = host(&rank, &y);
+            let stay: Vec<usize> =
+                (0..8).filter(|t| y[t * HIDDEN..][..HIDDEN].iter().any(|y| *y != 0.0)).collect();
+            assert_eq!(stay, kept, "{layout:?}, per rank: {per_rank}");
+        }
+    }
 }
