@@ -123,7 +123,7 @@ keys! {
         capacity: Option<f64> = None, "moe_expert_capacity_factor", "capacity_factor";
         /// Which tokens an expert over its capacity keeps: the most probable ones, or the first of every sequence.
         drop_policy: DropPolicy = DropPolicy::Probable, "moe_token_drop_policy";
-        /// Pad each expert's input with zeros to its capacity.
+        /// Pad each expert's input with zeros to its capacity, so that messages have a fixed size; with moe.capacity_per_rank.
         pad_to_capacity: bool = false, "moe_pad_expert_input_to_capacity";
         /// Apply the capacity per rank, as Megatron Core does, instead of per micro-batch; results then depend on the layout.
         capacity_per_rank: bool = false, "moe_capacity_per_rank";
