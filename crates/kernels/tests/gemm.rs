@@ -268,7 +268,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let f32_in = Case::<f32, f32>::new(&mut random, size, &mut Random::unit);
         for isa in Isa::all() {
             let results = [1, 2, 3, 16].map(|count| {
-                let cpu = CpuContext::new(&threads(count), isa);
+                let threads = threads(count);
+                let cpu = CpuContext::new(&threads, isa);
                 let bits = |v: Vec<f32>| v.into_iter().map(f32::to_bits).collect::<Vec<_>>();
                 (
                     bf16::gemm(&bf16_out, cpu).into_iter().map(bf16::to_bits).collect::<Vec<_>>(),
@@ -285,7 +286,8 @@ fn results_do_not_depend_on_the_number_of_threads() {
 #[should_panic(expected = "B has 5 elements")]
 fn a_short_operand_panics() {
     let shape = GemmShape { m: 2, n: 2, k: 3, trans_a: false, trans_b: false, lda: 3, ldb: 2, ldc: 2 };
-    let cpu = CpuContext::new(&threads(1), Isa::Portable);
+    let threads = threads(1);
+    let cpu = CpuContext::new(&threads, Isa::Portable);
     gemm_f32(cpu, shape, &[0.0; 6], &[0.0; 5], Epilogue::OVERWRITE, &mut [0.0; 4]);
 }
 

@@ -74,7 +74,8 @@ fn normal_values_have_normal_moments_and_do_not_depend_on_chunks() {
     let n = 200_001;
     let whole = everywhere(|cpu| draw(cpu, 0, n));
     for (first, len) in [(0, 10), (1, 1), (17, 50), (99_999, 100_002), (5, 0)] {
-        let cpu = CpuContext::new(&Threads::new(2).unwrap(), Isa::detect());
+        let threads = Threads::new(2).unwrap();
+        let cpu = CpuContext::new(&threads, Isa::detect());
         let part = draw(cpu, first, len);
         assert_eq!(part, whole[first..first + len]);
     }
