@@ -3,7 +3,7 @@
 use crate::args::Global;
 use crate::format;
 use crate::output;
-use crate::signal::Say;
+use crate::signal::PrintLine;
 use ferrotron_core::events::{Ending, Event, Operand, Precision, Restart, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::cell::Cell;
@@ -93,7 +93,7 @@ impl Progress {
     }
 
     /// Shows lines beside the progress, from any thread; nothing with `--json`.
-    pub fn say(&self) -> Say {
+    pub fn say(&self) -> PrintLine {
         match &self.view {
             View::Json => Box::new(|_| {}),
             View::Bar(bar) => {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Shows a line to the user.
-pub type Say = Box<dyn Fn(&str) + Send>;
+pub type PrintLine = Box<dyn Fn(&str) + Send>;
 
 /// What signals have asked for. Clones share it.
 #[derive(Clone)]
@@ -23,7 +23,7 @@ struct Shared {
     step: AtomicU64,
     /// Other processes are being waited for: there is nothing to finish or save yet.
     joining: AtomicBool,
-    say: Mutex<Say>,
+    say: Mutex<PrintLine>,
     /// When the run ends by itself.
     limit: OnceLock<TimeLimit>,
     /// That has been told.
@@ -31,7 +31,7 @@ struct Shared {
 }
 
 impl Signals {
-    /// Installs the handlers, and a thread that answers with [`Signals::set_say`]; until then on standard error.
+    /// Installs the handlers, and a thread that answers with [`Signals::set_printer`]; until then on standard error.
     pub fn listen() -> anyhow::Result<Signals> {
         let (stop, save) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
         let mut ending = vec![SIGINT, SIGTERM];
@@ -43,7 +43,7 @@ impl Signals {
             flag::register(*signal, Arc::clone(&stop))?;
         }
         flag::register(SIGUSR1, Arc::clone(&save))?;
-        let say: Say = Box::new(|line| output::note(line));
+        let say: PrintLine = Box::new(|line| output::note(line));
         let shared = Arc::new(Shared {
             stop,
             save,
@@ -109,7 +109,7 @@ impl Signals {
     }
 
     /// How signals are answered from here on.
-    pub fn set_say(&self, say: Say) {
+    pub fn set_printer(&self, say: PrintLine) {
         *self.0.say.lock().unwrap_or_else(PoisonError::into_inner) = say;
     }
 }
@@ -147,7 +147,7 @@ mod tests {
     fn signals_ask_and_are_answered() {
         let signals = Signals::listen().unwrap();
         let (said, heard) = std::sync::mpsc::channel();
-        signals.set_say(Box::new(move |line| said.send(line.to_string()).unwrap()));
+        signals.set_printer(Box::new(move |line| said.send(line.to_string()).unwrap()));
         signals.set_step(9);
         assert!(!signals.stop_requested() && !signals.take_save_request());
         let raise = |signal| {

@@ -276,7 +276,7 @@ const KEYS: [&str; 12] = [
 
 #[test]
 fn golden_permutations() {
-    let homes = devices();
+    let all_devices = devices();
     for area in Area::all("permute") {
         area.known_files(|file| ["permute.json", "permute.safetensors"].contains(&file));
         let (json, all) = (area.json("permute.json"), area.tensors("permute.safetensors"));
@@ -288,7 +288,7 @@ fn golden_permutations() {
             report.case(name, || {
                 only_keys(name, case, &KEYS);
                 let t = CaseTensors { all: &all, case: name };
-                for h in &homes {
+                for h in &all_devices {
                     match text(case, "kind") {
                         "mask" | "drop_and_pad" => mask(h, case, t),
                         "chunk_sort" => chunk_sort(h, case, t),

@@ -521,7 +521,7 @@ fn expert_capacity(row: &Value) {
 
 #[test]
 fn golden_router() {
-    let homes = devices();
+    let all_devices = devices();
     for area in Area::all("router") {
         let stem = |file: &str| {
             let stem = file.strip_suffix(".json").or(file.strip_suffix(".safetensors"))?;
@@ -538,7 +538,7 @@ fn golden_router() {
                 let name = text(case, "name");
                 report.case(&format!("{file} {name}"), || {
                     only_keys(name, case, keys(kind));
-                    for h in &homes {
+                    for h in &all_devices {
                         let c = Case { h, t: &t, json: case, name: name.into() };
                         match *kind {
                             "topk" => top_k(&c, "logits"),
@@ -558,7 +558,7 @@ fn golden_router() {
             }
             for (i, update) in list(&json, "bias_updates").iter().enumerate() {
                 report.case(&format!("{file} bias_updates {i}"), || {
-                    homes.iter().for_each(|h| bias_update(h, update));
+                    all_devices.iter().for_each(|h| bias_update(h, update));
                 });
             }
             for (i, row) in list(&json, "capacity_table").iter().enumerate() {

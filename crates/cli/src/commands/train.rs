@@ -87,7 +87,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let out = args.out(&recipe);
     let signals = Signals::listen()?;
     if global.json || !global.launch.leads() {
-        signals.set_say(Box::new(|_| {}));
+        signals.set_printer(Box::new(|_| {}));
     }
     let slurm_end = std::env::var(SLURM_END).ok();
     if let Some(limit) = TimeLimit::of(&resolved.config, global.started, slurm_end.as_deref()) {

@@ -59,11 +59,11 @@ pub(super) fn clean(dir: &Path) -> Result<()> {
         if name.starts_with(TEMPORARY) {
             discard(&path);
         } else if let Some(step) = name.strip_prefix(REPLACED) {
-            let home = dir.join(step);
-            if step_of(OsStr::new(step)).is_none() || home.exists() {
+            let target = dir.join(step);
+            if step_of(OsStr::new(step)).is_none() || target.exists() {
                 delete(dir, &path)?;
             } else {
-                rename(&path, &home)?;
+                rename(&path, &target)?;
             }
         }
     }
@@ -88,13 +88,13 @@ pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
 /// Renames a complete temporary folder to the checkpoint `name`, replacing an earlier one.
 pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf> {
     sync_folder(temporary)?;
-    let home = dir.join(name);
+    let target = dir.join(name);
     let aside = dir.join(format!("{REPLACED}{name}"));
-    let replaces = home.exists();
+    let replaces = target.exists();
     if replaces {
-        rename(&home, &aside)?;
+        rename(&target, &aside)?;
     }
-    let done = rename(temporary, &home).and_then(|()| sync_folder(dir));
+    let done = rename(temporary, &target).and_then(|()| sync_folder(dir));
     if replaces {
         match done {
             // Not only removed: what cannot be would be restored once this step is pruned.
@@ -104,11 +104,11 @@ pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf
                 }
             }
             // Best effort: the error at hand is more useful, and `clean` restores it later as well.
-            Err(_) if !home.exists() => drop(rename(&aside, &home)),
+            Err(_) if !target.exists() => drop(rename(&aside, &target)),
             Err(_) => {}
         }
     }
-    done.map(|()| home)
+    done.map(|()| target)
 }
 
 /// The link to the checkpoint with the lowest validation loss.

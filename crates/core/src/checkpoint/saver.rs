@@ -376,9 +376,9 @@ fn complete(
     written: WrittenParts,
 ) -> Result<()> {
     write::write_manifest(temporary, step, state, written)?;
-    let home = folder::commit(dir, temporary, &folder::name(step))?;
+    let target = folder::commit(dir, temporary, &folder::name(step))?;
     // It is a checkpoint now, whatever becomes of older ones.
-    if let Some(Err(e)) = keep.map(|keep| folder::prune(dir, keep, &home)) {
+    if let Some(Err(e)) = keep.map(|keep| folder::prune(dir, keep, &target)) {
         tracing::warn!(shown = true, "an old checkpoint stays: {e}");
     }
     Ok(())

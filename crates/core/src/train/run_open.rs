@@ -104,34 +104,34 @@ impl Run {
     /// [`Run::open`] with more options. Whatever fails, the folder's run is as it was.
     pub fn open_with(rank: Rank, resolved: Resolved, dir: &Path, options: OpenOptions) -> Result<Run> {
         let first = rank.world.rank() == 0;
-        let together = rank.world.all();
+        let world_group = rank.world.all();
         let digests = match first && options.data.is_some() {
             true => digest::digests(&resolved)?,
             false => Vec::new(),
         };
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
-        let mut saver = Run::saver(dir, &resolved, &together)?;
+        let mut saver = Run::saver(dir, &resolved, &world_group)?;
         if first && options.resumes_from_best() && resolved.config.checkpoint.best {
             restore_best_link(&dir.join(CHECKPOINTS), newest_best(dir)?)?;
         }
         // Leftovers of an interrupted save are removed before any rank looks for the newest checkpoint. A run that was begun
         // in place of another and has no checkpoint yet begins in its place again.
         let is_back = folder.as_ref().is_some_and(|f| f.restored);
-        let is_back = together.all_gather_bytes(&[u8::from(is_back)], "the run folder is ready")?;
+        let is_back = world_group.all_gather_bytes(&[u8::from(is_back)], "the run folder is ready")?;
         let fresh = options.fresh && (!options.begun || is_back.first().is_some_and(|b| b == &[1]));
         let mut trainer = Trainer::new(rank, &resolved)?;
         trainer.record = Some(record);
         trainer.hooks.faults.remember_in(dir, options.fresh && !options.begun);
-        let mut start = Start::choose(dir, &resolved, &together, &options, fresh)?;
+        let mut start = Start::choose(dir, &resolved, &world_group, &options, fresh)?;
         let verifying = start.verifying();
-        let (resumed, gemms) = start.restore(&mut trainer, &resolved, &together, &options)?;
+        let (resumed, gemms) = start.restore(&mut trainer, &resolved, &world_group, &options)?;
         let step = trainer.step();
         let restarted = options.restarted.as_ref().filter(|_| verifying.is_none());
         let restarted = restarted.map(|r| r.event(step, start.origin(step)));
         let in_folder = folder.as_mut().filter(|_| !fresh).and_then(RunFolder::gemm_table);
         let mut notes = trainer.resume_gemm_choices(gemms, in_folder)?;
-        together.barrier("the checkpoint is read")?;
+        world_group.barrier("the checkpoint is read")?;
         let flops_per_token = resolved.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let fault = &resolved.config.fault;
@@ -143,7 +143,7 @@ impl Run {
             if fresh {
                 drop(saver);
                 folder.set_aside()?;
-                saver = Run::saver(dir, &resolved, &together)?;
+                saver = Run::saver(dir, &resolved, &world_group)?;
             }
             if options.resumes_from_best() {
                 notes.extend(delete_later_checkpoints(dir, step)?);
@@ -193,9 +193,9 @@ impl Run {
         Ok(run)
     }
 
-    fn saver(dir: &Path, resolved: &Resolved, together: &Communicator) -> Result<Saver> {
+    fn saver(dir: &Path, resolved: &Resolved, world_group: &Communicator) -> Result<Saver> {
         let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
-        Saver::on(&dir.join(CHECKPOINTS), keep, together)
+        Saver::on(&dir.join(CHECKPOINTS), keep, world_group)
     }
 
     /// Opens the log and writes the configuration. The folder's run has been read and found good.

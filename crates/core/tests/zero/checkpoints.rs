@@ -44,15 +44,15 @@ fn checkpoints_are_independent_of_zero() {
     ];
     for set in [&[][..], &["precision.dtype=bf16"], muon] {
         let case = |tp, dp, zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
-        let homes: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
+        let folders: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
         // Whatever the parts, the tensors are equal.
-        for (zero, dir) in homes.iter().enumerate() {
+        for (zero, dir) in folders.iter().enumerate() {
             train(&case(2, 2, zero), dir.path(), 2);
         }
-        let different = checkpoint::compare(&newest(homes[0].path()), &newest(homes[1].path())).unwrap();
+        let different = checkpoint::compare(&newest(folders[0].path()), &newest(folders[1].path())).unwrap();
         assert!(different.same(), "{different:?}");
         // Every ZeRO level reads what any other wrote.
-        let dir = homes[0].path();
+        let dir = folders[0].path();
         let saved =
             case(2, 2, 1).run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights()).swap_remove(0);
         for (tp, dp, zero) in [(1, 1, 1), (1, 4, 2), (2, 2, 0), (4, 2, 1), (1, 4, 1), (2, 2, 3), (1, 4, 3)] {
@@ -64,13 +64,13 @@ fn checkpoints_are_independent_of_zero() {
         // Moments too: resumed under another ZeRO level, the run ends with the same bits.
         let whole = tempfile::tempdir().unwrap();
         let straight = train(&case(2, 2, 1), whole.path(), 100);
-        assert!(train(&case(2, 2, 0), homes[1].path(), 100) == straight, "0 after 1");
-        assert!(train(&case(2, 2, 1), homes[0].path(), 100) == straight, "1 after 0");
+        assert!(train(&case(2, 2, 0), folders[1].path(), 100) == straight, "0 after 1");
+        assert!(train(&case(2, 2, 1), folders[0].path(), 100) == straight, "1 after 0");
         // ZeRO-3 adds the gradients of micro-batches in the order of ZeRO-2.
         let [two, three] = [2, 3].map(|zero| {
-            let home = tempfile::tempdir().unwrap();
-            train(&case(2, 2, zero), home.path(), 2);
-            (train(&case(2, 2, 5 - zero), home.path(), 100), home)
+            let folder = tempfile::tempdir().unwrap();
+            train(&case(2, 2, zero), folder.path(), 2);
+            (train(&case(2, 2, 5 - zero), folder.path(), 100), folder)
         });
         assert!(two.0 == three.0, "3 after 2, and 2 after 3");
         // HFSDP adds gradients in the order of HSDP.
@@ -81,10 +81,10 @@ fn checkpoints_are_independent_of_zero() {
         let [hsdp, hfsdp] =
             ["replicate", "optimizer"].map(|outer| format!("parallel.fsdp_outer={outer}").leak() as &str);
         let [after_hsdp, after_hfsdp] = [(hsdp, hfsdp), (hfsdp, hsdp)].map(|(one, two)| {
-            let home = tempfile::tempdir().unwrap();
-            train(&hybrid(one), home.path(), 2);
-            let saved = newest(home.path());
-            (train(&hybrid(two), home.path(), 100), saved, home)
+            let folder = tempfile::tempdir().unwrap();
+            train(&hybrid(one), folder.path(), 2);
+            let saved = newest(folder.path());
+            (train(&hybrid(two), folder.path(), 100), saved, folder)
         });
         assert!(after_hsdp.0 == after_hfsdp.0, "HFSDP after HSDP, and HSDP after HFSDP");
         for pair in

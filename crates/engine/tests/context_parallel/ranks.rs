@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// The device that all ranks share, and its kernels: the CPU or, with `FERROTRON_TEST_DEVICE=cuda`, a GPU.
-fn home() -> (Device, Arc<dyn Kernels>) {
+fn test_device() -> (Device, Arc<dyn Kernels>) {
     let (threads, watch) =
         (Threads::new(1).unwrap(), Instrumentation { race_check: true, ..Instrumentation::default() });
     match test_on_gpu() {
@@ -37,7 +37,7 @@ impl Grid {
     /// Runs `work` on every rank and returns the results in cp order.
     pub fn run<T: Send>(self, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         let Grid { cp, tp, overlap } = self;
-        let (device, kernels) = home();
+        let (device, kernels) = test_device();
         let run = |world: World| {
             let alone = Rank::alone(&device, kernels.clone(), 1).unwrap();
             let group = |name, groups: Vec<Vec<usize>>| {

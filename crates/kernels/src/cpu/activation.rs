@@ -12,7 +12,7 @@ use crate::Act;
 use ferrotron_tensor::{Float, Result};
 
 /// An activation: its value, derivative, and effect on the gate.
-pub(super) trait Curve: Copy + Sync {
+pub(super) trait Activation: Copy + Sync {
     fn value<F: Fma>(self, x: f32) -> f32;
     /// Value and derivative.
     fn slope<F: Fma>(self, x: f32) -> (f32, f32);
@@ -49,7 +49,7 @@ const FLAT: f32 = 20.0;
 const GELU_A: f32 = 1.595_769_2;
 const GELU_B: f32 = 0.071_354_814;
 
-impl Curve for GeluTanh {
+impl Activation for GeluTanh {
     #[inline(always)]
     fn value<F: Fma>(self, x: f32) -> f32 {
         let low = at_least(x, -FLAT);
@@ -66,7 +66,7 @@ impl Curve for GeluTanh {
     }
 }
 
-impl Curve for SquaredRelu {
+impl Activation for SquaredRelu {
     #[inline(always)]
     fn value<F: Fma>(self, x: f32) -> f32 {
         let positive = at_least(x, 0.0);
@@ -79,7 +79,7 @@ impl Curve for SquaredRelu {
     }
 }
 
-impl Curve for GeluErf {
+impl Activation for GeluErf {
     #[inline(always)]
     fn value<F: Fma>(self, x: f32) -> f32 {
         let low = at_least(x, -FLAT);
@@ -94,7 +94,7 @@ impl Curve for GeluErf {
     }
 }
 
-impl Curve for Silu {
+impl Activation for Silu {
     #[inline(always)]
     fn value<F: Fma>(self, x: f32) -> f32 {
         let low = at_least(x, SIGMOID_LOW);
@@ -117,7 +117,7 @@ impl ClampedSilu {
     }
 }
 
-impl Curve for ClampedSilu {
+impl Activation for ClampedSilu {
     #[inline(always)]
     fn value<F: Fma>(self, x: f32) -> f32 {
         let a = self.bounded(x);
@@ -141,7 +141,7 @@ impl Curve for ClampedSilu {
 }
 
 /// Dispatches an [`Act`] to its type.
-macro_rules! with_curve {
+macro_rules! with_activation {
     ($act:expr, $curve:ident => $body:expr) => {
         match $act {
             Act::GeluTanh => {
@@ -167,14 +167,14 @@ macro_rules! with_curve {
         }
     };
 }
-pub(super) use with_curve;
+pub(super) use with_activation;
 
 /// `y = act(x)`, any shape.
 pub fn activation<T: Float>(cpu: CpuContext, act: Act, x: &[T], y: &mut [T]) -> Result<()> {
     check_len("activation", "y", y.len(), x.len())?;
     cpu.threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
-        with_curve!(act, curve => forward(cpu.isa, curve, x, y));
+        with_activation!(act, curve => forward(cpu.isa, curve, x, y));
     });
     Ok(())
 }
@@ -191,7 +191,7 @@ pub fn activation_backward<T: Float>(
     check_len("activation_backward", "dx", dx.len(), x.len())?;
     cpu.threads.parallel_chunks(dx, PIECE, &|i, dx| {
         let (x, dy) = (&x[i * PIECE..][..dx.len()], &dy[i * PIECE..][..dx.len()]);
-        with_curve!(act, curve => backward(cpu.isa, curve, x, dy, dx));
+        with_activation!(act, curve => backward(cpu.isa, curve, x, dy, dx));
     });
     Ok(())
 }
@@ -204,7 +204,7 @@ pub fn gated<T: Float>(cpu: CpuContext, act: Act, f: usize, x: &[T], y: &mut [T]
     let piece = (PIECE / f.max(1)).max(1) * f;
     cpu.threads.parallel_chunks(y, piece, &|i, y| {
         let x = &x[2 * i * piece..][..2 * y.len()];
-        with_curve!(act, curve => gated_forward(cpu.isa, curve, f, x, y));
+        with_activation!(act, curve => gated_forward(cpu.isa, curve, f, x, y));
     });
     Ok(())
 }
@@ -225,13 +225,13 @@ pub fn gated_backward<T: Float>(
     let piece = (PIECE / f.max(1)).max(1) * f;
     cpu.threads.parallel_chunks(dx, 2 * piece, &|i, dx| {
         let (x, dy) = (&x[2 * i * piece..][..dx.len()], &dy[i * piece..][..dx.len() / 2]);
-        with_curve!(act, curve => gated_back(cpu.isa, curve, f, x, dy, dx));
+        with_activation!(act, curve => gated_back(cpu.isa, curve, f, x, dy, dx));
     });
     Ok(())
 }
 
 multiversion_fma! {
-    fn forward<F: Fma, T: Float, A: Curve>(act: A, x: &[T], y: &mut [T]) {
+    fn forward<F: Fma, T: Float, A: Activation>(act: A, x: &[T], y: &mut [T]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = T::from_f32(act.value::<F>(x.to_f32()));
         }
@@ -239,7 +239,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn backward<F: Fma, T: Float, A: Curve>(act: A, x: &[T], dy: &[T], dx: &mut [T]) {
+    fn backward<F: Fma, T: Float, A: Activation>(act: A, x: &[T], dy: &[T], dx: &mut [T]) {
         for ((dx, x), dy) in dx.iter_mut().zip(x).zip(dy) {
             *dx = T::from_f32(act.slope::<F>(x.to_f32()).1 * dy.to_f32());
         }
@@ -247,7 +247,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn gated_forward<F: Fma, T: Float, A: Curve>(act: A, f: usize, x: &[T], y: &mut [T]) {
+    fn gated_forward<F: Fma, T: Float, A: Activation>(act: A, f: usize, x: &[T], y: &mut [T]) {
         for (x, y) in x.chunks_exact(2 * f).zip(y.chunks_exact_mut(f)) {
             let (x1, x2) = x.split_at(f);
             for ((y, a), u) in y.iter_mut().zip(x1).zip(x2) {
@@ -258,7 +258,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn gated_back<F: Fma, T: Float, A: Curve>(act: A, f: usize, x: &[T], dy: &[T], dx: &mut [T]) {
+    fn gated_back<F: Fma, T: Float, A: Activation>(act: A, f: usize, x: &[T], dy: &[T], dx: &mut [T]) {
         for ((x, dy), dx) in x.chunks_exact(2 * f).zip(dy.chunks_exact(f)).zip(dx.chunks_exact_mut(2 * f)) {
             let (x1, x2) = x.split_at(f);
             let (dx1, dx2) = dx.split_at_mut(f);

@@ -1,7 +1,7 @@
 //! Activations weighted by routing probabilities, forward and backward. Arithmetic is in f32.
 
 use super::CpuContext;
-use super::activation::{Curve, with_curve};
+use super::activation::{Activation, with_activation};
 use super::math::multiversion_fma;
 use super::reduce::lane_dot;
 use super::rows::PIECE;
@@ -24,9 +24,9 @@ pub fn weighted<T: Float>(
             if *p == 0.0 {
                 y.fill(T::from_f32(0.0));
             } else if gated {
-                with_curve!(act, curve => gated_row(cpu.isa, curve, *p, x, y));
+                with_activation!(act, curve => gated_row(cpu.isa, curve, *p, x, y));
             } else {
-                with_curve!(act, curve => plain_row(cpu.isa, curve, *p, x, y));
+                with_activation!(act, curve => plain_row(cpu.isa, curve, *p, x, y));
             }
         }
     });
@@ -75,9 +75,9 @@ pub fn weighted_backward<T: Float>(
                 let (x, dy) = (&x[r * width..][..width], &dy[r * f..][..f]);
                 let row = RowGrad { x, dy, dx, values: &mut values };
                 *dp = if gated {
-                    with_curve!(act, curve => gated_row_back(cpu.isa, curve, probs[r], row))
+                    with_activation!(act, curve => gated_row_back(cpu.isa, curve, probs[r], row))
                 } else {
-                    with_curve!(act, curve => plain_row_back(cpu.isa, curve, probs[r], row))
+                    with_activation!(act, curve => plain_row_back(cpu.isa, curve, probs[r], row))
                 };
             }
         }
@@ -93,7 +93,7 @@ struct RowGrad<'a, T> {
 }
 
 multiversion_fma! {
-    fn gated_row<F: Fma, T: Float, A: Curve>(act: A, p: f32, x: &[T], y: &mut [T]) {
+    fn gated_row<F: Fma, T: Float, A: Activation>(act: A, p: f32, x: &[T], y: &mut [T]) {
         let (x1, x2) = x.split_at(y.len());
         for ((y, a), u) in y.iter_mut().zip(x1).zip(x2) {
             *y = T::from_f32(p * (act.value::<F>(a.to_f32()) * act.gate(u.to_f32())));
@@ -102,7 +102,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn plain_row<F: Fma, T: Float, A: Curve>(act: A, p: f32, x: &[T], y: &mut [T]) {
+    fn plain_row<F: Fma, T: Float, A: Activation>(act: A, p: f32, x: &[T], y: &mut [T]) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = T::from_f32(p * act.value::<F>(x.to_f32()));
         }
@@ -110,7 +110,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn gated_row_back<F: Fma, T: Float, A: Curve>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
+    fn gated_row_back<F: Fma, T: Float, A: Activation>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
         let RowGrad { x, dy, dx, values } = row;
         let (x1, x2) = x.split_at(dy.len());
         let (dx1, dx2) = dx.split_at_mut(dy.len());
@@ -128,7 +128,7 @@ multiversion_fma! {
 }
 
 multiversion_fma! {
-    fn plain_row_back<F: Fma, T: Float, A: Curve>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
+    fn plain_row_back<F: Fma, T: Float, A: Activation>(act: A, p: f32, row: RowGrad<'_, T>) -> f32 {
         let RowGrad { x, dy, dx, values } = row;
         for (((dx, v), dy), x) in dx.iter_mut().zip(values.iter_mut()).zip(dy).zip(x) {
             let (value, slope) = act.slope::<F>(x.to_f32());

@@ -59,7 +59,7 @@ impl Training<'_> {
             self.sources.notes.iter().for_each(output::note);
         }
         view.progress.start();
-        self.signals.set_say(view.progress.say());
+        self.signals.set_printer(view.progress.say());
         // The log has it already.
         match (&run.restarted, &run.resumed) {
             (Some(restart), _) => view.event(&Event::Restart(restart.clone())),

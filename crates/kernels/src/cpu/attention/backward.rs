@@ -9,10 +9,10 @@
 
 use super::block_gemm::{self, Engine, EngineKind, Left, Output, Plain, Right};
 use super::check::{self, Side};
-use super::mask::{Cover, Mask};
+use super::mask::{Mask, MaskCoverage};
 use super::scratch::{Buffer, Pool};
 use super::softmax::{self, ScoreBlock};
-use super::softmax_state::{SavedQueries, Sight};
+use super::softmax_state::{SavedQueries, VisibleRange};
 use super::tiles::{accumulate, dot, store_scaled};
 use super::transpose::transpose;
 use super::view::TokenHead;
@@ -289,7 +289,7 @@ fn differentiate<T: Float, E: Engine>(
         for head in heads.clone() {
             for from in (0..span.q_len).step_by(QUERIES) {
                 let block = QueryBlock { head, queries: from..span.q_len.min(from + QUERIES) };
-                if mask.cover(&block.queries, &chunk) == Cover::None {
+                if mask.cover(&block.queries, &chunk) == MaskCoverage::None {
                     if piece.share.is_empty() {
                         zero_queries(job, span, &block);
                     }
@@ -345,7 +345,7 @@ fn differentiate_block<T: Float, E: Engine>(
     engine.right_transposed(count, dv, &x.dout_tile, &mut x.dout_transposed);
     let dout = engine.right(count, dv, &x.dout_tile, &mut x.dout_right);
 
-    let sight = Sight::new(mask, queries);
+    let visible = VisibleRange::new(mask, queries);
     let mut saved = SavedQueries { lse: [0.0; QUERIES], delta: [0.0; QUERIES] };
     for (lane, i) in queries.clone().enumerate() {
         let lse = job.lse(span, head, i);
@@ -357,7 +357,7 @@ fn differentiate_block<T: Float, E: Engine>(
     for (b, first) in chunk.clone().step_by(KEYS).enumerate() {
         let keys = first..chunk.end.min(first + KEYS);
         let cover = mask.cover(queries, &keys);
-        if cover == Cover::None {
+        if cover == MaskCoverage::None {
             continue;
         }
         let rows = padded(keys.len());
@@ -370,11 +370,11 @@ fn differentiate_block<T: Float, E: Engine>(
         let scores = ScoreBlock {
             scale: shape.scale,
             softcap: shape.softcap,
-            masked: cover == Cover::Part || rows != keys.len() || lanes != count,
+            masked: cover == MaskCoverage::Part || rows != keys.len() || lanes != count,
             first_key: first as i32,
             keys: rows,
         };
-        softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &saved);
+        softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &visible, &saved);
         // Stage all operands first: a GEMM right after the stores of its operand would stall on them.
         let p = engine.block_left(rows, &x.s, &mut x.p_left);
         let ds = engine.block_left(rows, &x.dp, &mut x.ds_left);

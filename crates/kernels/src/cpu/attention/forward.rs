@@ -3,10 +3,10 @@
 
 use super::block_gemm::{self, Engine, EngineKind, Left, Output, Plain, Right};
 use super::check::{self, Side};
-use super::mask::{Cover, Mask};
+use super::mask::{Mask, MaskCoverage};
 use super::scratch::{Buffer, Pool};
 use super::softmax::{self, ScoreBlock};
-use super::softmax_state::{Past, Sight};
+use super::softmax_state::{OnlineSoftmax, VisibleRange};
 use super::tiles::store_scaled;
 use super::transpose::transpose;
 use super::view::TokenHead;
@@ -112,12 +112,12 @@ struct Block {
     /// Index among the blocks of the task.
     at: usize,
     queries: Range<usize>,
-    sight: Sight,
-    past: Past,
+    visible: VisibleRange,
+    past: OnlineSoftmax,
     /// Whether it has seen no key yet.
     fresh: bool,
     /// Visibility of the current keys.
-    cover: Cover,
+    cover: MaskCoverage,
 }
 
 impl Block {
@@ -126,7 +126,7 @@ impl Block {
     }
 
     fn sees(&self) -> bool {
-        self.cover != Cover::None
+        self.cover != MaskCoverage::None
     }
 }
 
@@ -149,8 +149,15 @@ fn attend<T: Float, E: Engine>(
         let src = inputs.q.from(TokenHead { batch, token: span.q_start + from, head });
         engine.stage(src, inputs.q.token, queries.len(), shape.d_qk, tile);
         engine.right_transposed(queries.len(), d, tile, &mut q[at * d * QUERIES..][..d * QUERIES]);
-        let sight = Sight::new(&mask, &queries);
-        blocks[at] = Some(Block { at, queries, sight, past: Past::new(), fresh: true, cover: Cover::None });
+        let visible = VisibleRange::new(&mask, &queries);
+        blocks[at] = Some(Block {
+            at,
+            queries,
+            visible,
+            past: OnlineSoftmax::new(),
+            fresh: true,
+            cover: MaskCoverage::None,
+        });
     }
     let seen = mask.keys(queries);
     for first in (seen.start / KEYS * KEYS..seen.end).step_by(KEYS) {
@@ -175,17 +182,17 @@ fn attend<T: Float, E: Engine>(
                 let scores = ScoreBlock {
                     scale: shape.scale,
                     softcap: shape.softcap,
-                    masked: block.cover == Cover::Part || ragged,
+                    masked: block.cover == MaskCoverage::Part || ragged,
                     first_key: first as i32,
                     keys: rows,
                 };
-                softmax::absorb(isa, scores, s, &block.sight, &mut block.past);
+                softmax::absorb(isa, scores, s, &block.visible, &mut block.past);
                 if shape.fp8 {
                     softmax::round_to_e4m3(isa, &mut s[..rows * QUERIES]);
                 }
-                if !block.fresh && block.past.moved() {
+                if !block.fresh && block.past.needs_rescale() {
                     let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
-                    softmax::scale_lanes(isa, out, &block.past.shrink);
+                    softmax::scale_lanes(isa, out, &block.past.rescale);
                 }
             }
             let mut weights = [None; TOGETHER];
@@ -230,7 +237,7 @@ fn finish<T: Float>(
         let at = TokenHead { batch: span.batch, token: span.q_start + i, head };
         // SAFETY: `check` found the row inside the buffer and in no other span, and this piece alone has it.
         let to = unsafe { job.out.row(at, shape.d_v) };
-        if block.fresh || block.sight.blind(lane) {
+        if block.fresh || block.visible.is_masked(lane) {
             to.fill(T::from_f32(0.0));
         } else {
             store_scaled(job.isa, &rows[lane * dv..][..shape.d_v], factor[lane], to);

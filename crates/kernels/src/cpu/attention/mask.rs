@@ -5,7 +5,7 @@ use std::ops::Range;
 
 /// Visibility of a block of scores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Cover {
+pub(super) enum MaskCoverage {
     /// Nothing.
     None,
     /// Some of it.
@@ -52,16 +52,16 @@ impl Mask {
     }
 
     /// How much of `queries` x `keys` (neither empty) is visible.
-    pub fn cover(&self, queries: &Range<usize>, keys: &Range<usize>) -> Cover {
+    pub fn cover(&self, queries: &Range<usize>, keys: &Range<usize>) -> MaskCoverage {
         let (from, to) = (keys.start as i64, keys.end as i64 - 1);
         let (first, first_last) = self.ends(queries.start);
         let (last_first, last) = self.ends(queries.end - 1);
         if to < first || from > last || first > last {
-            Cover::None
+            MaskCoverage::None
         } else if from >= last_first && to <= first_last {
-            Cover::All
+            MaskCoverage::All
         } else {
-            Cover::Part
+            MaskCoverage::Part
         }
     }
 
@@ -126,13 +126,13 @@ mod tests {
                         let pairs = q.clone().flat_map(|i| k.clone().map(move |j| (i, j)));
                         let seen = pairs.clone().filter(|(i, j)| sees(*i, *j)).count();
                         match mask.cover(&q, &k) {
-                            Cover::All => assert_eq!(seen, pairs.clone().count()),
-                            Cover::None => assert_eq!(seen, 0),
-                            Cover::Part => {}
+                            MaskCoverage::All => assert_eq!(seen, pairs.clone().count()),
+                            MaskCoverage::None => assert_eq!(seen, 0),
+                            MaskCoverage::Part => {}
                         }
                         assert!(seen == 0 || (all.start < k.end && all.end > k.start));
                         if seen == pairs.clone().count() {
-                            assert_eq!(mask.cover(&q, &k), Cover::All);
+                            assert_eq!(mask.cover(&q, &k), MaskCoverage::All);
                         }
                     }
                 }

@@ -4,7 +4,7 @@
 use super::QUERIES;
 use super::math::{exp2, exp2_any, fma, ln, tanh};
 use super::multiversion_fma::leveled;
-use super::softmax_state::{Past, SavedQueries, Sight};
+use super::softmax_state::{OnlineSoftmax, SavedQueries, VisibleRange};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// Queries worked on together: enough for two of the widest vectors.
@@ -28,16 +28,21 @@ pub(super) struct ScoreBlock {
 leveled! {
     /// Online softmax over one more block: `s` holds `q·k` and becomes `exp(score - max)`, 0 where masked. Updates the maxima and
     /// sums of `past`, and its factor that rescales earlier sums.
-    pub(super) fn absorb(scores: ScoreBlock, s: &mut [f32], sight: &Sight, past: &mut Past) = absorb_body;
+    pub(super) fn absorb(scores: ScoreBlock, s: &mut [f32], visible: &VisibleRange, past: &mut OnlineSoftmax) = absorb_body;
 }
 
 #[inline(always)]
-fn absorb_body<const FMA: bool>(scores: ScoreBlock, s: &mut [f32], sight: &Sight, past: &mut Past) {
+fn absorb_body<const FMA: bool>(
+    scores: ScoreBlock,
+    s: &mut [f32],
+    visible: &VisibleRange,
+    past: &mut OnlineSoftmax,
+) {
     match (scores.masked, scores.softcap.is_some()) {
-        (false, false) => absorb_as::<FMA, false, false>(scores, s, sight, past),
-        (false, true) => absorb_as::<FMA, false, true>(scores, s, sight, past),
-        (true, false) => absorb_as::<FMA, true, false>(scores, s, sight, past),
-        (true, true) => absorb_as::<FMA, true, true>(scores, s, sight, past),
+        (false, false) => absorb_as::<FMA, false, false>(scores, s, visible, past),
+        (false, true) => absorb_as::<FMA, false, true>(scores, s, visible, past),
+        (true, false) => absorb_as::<FMA, true, false>(scores, s, visible, past),
+        (true, true) => absorb_as::<FMA, true, true>(scores, s, visible, past),
     }
 }
 
@@ -45,12 +50,12 @@ fn absorb_body<const FMA: bool>(scores: ScoreBlock, s: &mut [f32], sight: &Sight
 fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
     scores: ScoreBlock,
     s: &mut [f32],
-    sight: &Sight,
-    past: &mut Past,
+    visible: &VisibleRange,
+    past: &mut OnlineSoftmax,
 ) {
     let (factor, cap) = (scores.scale * LOG2_E, scores.softcap.unwrap_or(1.0));
     for g in (0..QUERIES).step_by(GROUP) {
-        let (lo, hi) = (group(&sight.lo, g), group(&sight.hi, g));
+        let (lo, hi) = (group(&visible.lo, g), group(&visible.hi, g));
         let mut top = *group(&past.max, g);
         for (row, j) in s.chunks_exact_mut(QUERIES).take(scores.keys).zip(scores.first_key..) {
             let row = group_mut(row, g);
@@ -72,7 +77,7 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
         let mut base = [0.0f32; GROUP];
         let mut sum = [0.0f32; GROUP];
         let (max, total, shrink) =
-            (group_mut(&mut past.max, g), group_mut(&mut past.sum, g), group_mut(&mut past.shrink, g));
+            (group_mut(&mut past.max, g), group_mut(&mut past.sum, g), group_mut(&mut past.rescale, g));
         for i in 0..GROUP {
             base[i] = if top[i] == f32::NEG_INFINITY { 0.0 } else { top[i] };
             shrink[i] = exp2::<FMA>(max[i] - base[i]);
@@ -118,7 +123,7 @@ leveled! {
     /// Backward of one block: `s` holds `q·k` and becomes probabilities, `dp` holds `dout·v` and becomes the
     /// gradient of `q·k` before the scale.
     pub(super) fn differentiate(
-        scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], sight: &Sight, saved: &SavedQueries,
+        scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], visible: &VisibleRange, saved: &SavedQueries,
     ) = differentiate_body;
 }
 
@@ -127,14 +132,14 @@ fn differentiate_body<const FMA: bool>(
     scores: ScoreBlock,
     s: &mut [f32],
     dp: &mut [f32],
-    sight: &Sight,
+    visible: &VisibleRange,
     saved: &SavedQueries,
 ) {
     match (scores.masked, scores.softcap.is_some()) {
-        (false, false) => differentiate_as::<FMA, false, false>(scores, s, dp, sight, saved),
-        (false, true) => differentiate_as::<FMA, false, true>(scores, s, dp, sight, saved),
-        (true, false) => differentiate_as::<FMA, true, false>(scores, s, dp, sight, saved),
-        (true, true) => differentiate_as::<FMA, true, true>(scores, s, dp, sight, saved),
+        (false, false) => differentiate_as::<FMA, false, false>(scores, s, dp, visible, saved),
+        (false, true) => differentiate_as::<FMA, false, true>(scores, s, dp, visible, saved),
+        (true, false) => differentiate_as::<FMA, true, false>(scores, s, dp, visible, saved),
+        (true, true) => differentiate_as::<FMA, true, true>(scores, s, dp, visible, saved),
     }
 }
 
@@ -143,12 +148,12 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
     scores: ScoreBlock,
     s: &mut [f32],
     dp: &mut [f32],
-    sight: &Sight,
+    visible: &VisibleRange,
     saved: &SavedQueries,
 ) {
     let (factor, cap) = (scores.scale * LOG2_E, scores.softcap.unwrap_or(1.0));
     for g in (0..QUERIES).step_by(GROUP) {
-        let (lo, hi) = (group(&sight.lo, g), group(&sight.hi, g));
+        let (lo, hi) = (group(&visible.lo, g), group(&visible.hi, g));
         let (lse, delta) = (group(&saved.lse, g), group(&saved.delta, g));
         let rows = s.chunks_exact_mut(QUERIES).zip(dp.chunks_exact_mut(QUERIES)).take(scores.keys);
         for ((s, dp), j) in rows.zip(scores.first_key..) {
@@ -174,13 +179,13 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
 leveled! {
     /// After the last block: the log-sum-exp of each query, and the factor that turns its weighted sum of values into
     /// its output. The sink, one logit or -inf, is one more score that no value belongs to.
-    pub(super) fn conclude(past: &Past, sink: f32, lse: &mut [f32; QUERIES], factor: &mut [f32; QUERIES])
+    pub(super) fn conclude(past: &OnlineSoftmax, sink: f32, lse: &mut [f32; QUERIES], factor: &mut [f32; QUERIES])
         = conclude_body;
 }
 
 #[inline(always)]
 fn conclude_body<const FMA: bool>(
-    past: &Past,
+    past: &OnlineSoftmax,
     sink: f32,
     lse: &mut [f32; QUERIES],
     factor: &mut [f32; QUERIES],

@@ -7,23 +7,23 @@ use std::ops::Range;
 /// First and last key each query of a block sees; none when the first is greater.
 #[derive(Clone)]
 #[repr(align(64))]
-pub(super) struct Sight {
+pub(super) struct VisibleRange {
     /// First visible key.
     pub lo: [i32; QUERIES],
     /// Last visible key.
     pub hi: [i32; QUERIES],
 }
 
-impl Sight {
+impl VisibleRange {
     /// What `queries` see.
-    pub fn new(mask: &Mask, queries: &Range<usize>) -> Sight {
-        let mut sight = Sight { lo: [1; QUERIES], hi: [0; QUERIES] };
-        mask.lanes(queries, &mut sight.lo, &mut sight.hi);
-        sight
+    pub fn new(mask: &Mask, queries: &Range<usize>) -> VisibleRange {
+        let mut visible = VisibleRange { lo: [1; QUERIES], hi: [0; QUERIES] };
+        mask.lanes(queries, &mut visible.lo, &mut visible.hi);
+        visible
     }
 
     /// Does the query in this lane see no key at all?
-    pub fn blind(&self, lane: usize) -> bool {
+    pub fn is_masked(&self, lane: usize) -> bool {
         self.lo[lane] > self.hi[lane]
     }
 }
@@ -31,24 +31,24 @@ impl Sight {
 /// The running softmax of a block of queries.
 #[derive(Clone)]
 #[repr(align(64))]
-pub(super) struct Past {
+pub(super) struct OnlineSoftmax {
     /// Largest score so far, times log2 e.
     pub max: [f32; QUERIES],
     /// Σ exp(score) / exp(largest score) so far.
     pub sum: [f32; QUERIES],
     /// Factor that brings sums made before the last block to its maximum.
-    pub shrink: [f32; QUERIES],
+    pub rescale: [f32; QUERIES],
 }
 
-impl Past {
+impl OnlineSoftmax {
     /// Before any block.
-    pub fn new() -> Past {
-        Past { max: [f32::NEG_INFINITY; QUERIES], sum: [0.0; QUERIES], shrink: [1.0; QUERIES] }
+    pub fn new() -> OnlineSoftmax {
+        OnlineSoftmax { max: [f32::NEG_INFINITY; QUERIES], sum: [0.0; QUERIES], rescale: [1.0; QUERIES] }
     }
 
     /// Must earlier sums be rescaled after the last block?
-    pub fn moved(&self) -> bool {
-        self.shrink.iter().any(|s| *s != 1.0)
+    pub fn needs_rescale(&self) -> bool {
+        self.rescale.iter().any(|s| *s != 1.0)
     }
 }
 

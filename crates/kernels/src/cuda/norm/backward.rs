@@ -1,6 +1,6 @@
 //! Backward pass of LayerNorm and RMSNorm.
 
-use super::{Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
+use super::{RowGroups, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
 use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -52,7 +52,7 @@ kernel_args! {
 
 /// Partial sums of the gain's gradient: blocks that share the rows equally.
 pub(super) fn groups(dtype: DType, rows: usize, width: usize) -> usize {
-    let teams = Teams::of(dtype, width, MAX_CHUNKS, THREADS).map_or(1, |t| t.count);
+    let teams = RowGroups::of(dtype, width, MAX_CHUNKS, THREADS).map_or(1, |t| t.count);
     let all = rows.div_ceil(teams);
     all.div_ceil(all.div_ceil(PARTS).max(1))
 }
@@ -139,7 +139,7 @@ impl CudaKernels {
             }
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let mut fitting = None;
-            if let Some(teams) = Teams::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) {
+            if let Some(teams) = RowGroups::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) {
                 let (kernel, stages) = kernel_for_chunks(OP, dtype, norm.subtract_mean, teams.chunks)?;
                 let teams = teams.within(self.modules.shared_memory(), stages, 3);
                 fitting = teams.map(|teams| (teams, kernel, stages));

@@ -1,6 +1,6 @@
 //! LayerNorm and RMSNorm, optionally with a residual sum and the amax of the output.
 
-use super::{CENTRED, Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
+use super::{CENTRED, RowGroups, VECTORIZED, VECTORIZED_GAIN, optional, threads_for_any_width};
 use crate::cpu::rows::Rows;
 use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
@@ -25,14 +25,14 @@ fn threads(dtype: DType, width: usize, add: bool) -> usize {
 /// Threads of a block of RMSNorm alone, without a prefetch ring.
 const SHORT_THREADS: usize = 256;
 
-/// Teams of such a block, if they fill it, with as many chunks as a thread may have. The sums are those of other blocks.
-fn short_blocks(teams: Teams) -> Option<Teams> {
+/// RowGroups of such a block, if they fill it, with as many chunks as a thread may have. The sums are those of other blocks.
+fn short_blocks(teams: RowGroups) -> Option<RowGroups> {
     let fits = teams.chunks == MAX_CHUNKS && SHORT_THREADS.is_multiple_of(teams.lanes);
-    fits.then(|| Teams { count: SHORT_THREADS / teams.lanes, ..teams })
+    fits.then(|| RowGroups { count: SHORT_THREADS / teams.lanes, ..teams })
 }
 
 /// Blocks for so many rows: persistent ones with equal shares, or, with a residual sum, short ones.
-fn count(teams: Teams, rows: usize, add: bool) -> usize {
+fn count(teams: RowGroups, rows: usize, add: bool) -> usize {
     let all = rows.div_ceil(teams.count);
     let turns = match (add, teams.lanes > 32, teams.chunks) {
         (true, true, _) => 1,
@@ -183,7 +183,7 @@ impl CudaKernels {
                 a.flags |= VECTORIZED_GAIN;
             }
             let add = fused.is_some();
-            let teams = Teams::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
+            let teams = RowGroups::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
             let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let (tensors, mut fitting) = (if add { 2 } else { 1 }, None);
             let plain = !add && amax.is_none() && n.beta.is_none() && !norm.subtract_mean;
@@ -221,9 +221,9 @@ mod tests {
 
     #[test]
     fn short_blocks_keep_the_order_of_sums() {
-        let of = |width| Teams::of(DType::BF16, width, MAX_CHUNKS, 512);
-        assert_eq!(of(4096).and_then(short_blocks), Some(Teams { chunks: 4, lanes: 128, count: 2 }));
-        assert_eq!(of(1024).and_then(short_blocks), Some(Teams { chunks: 4, lanes: 32, count: 8 }));
+        let of = |width| RowGroups::of(DType::BF16, width, MAX_CHUNKS, 512);
+        assert_eq!(of(4096).and_then(short_blocks), Some(RowGroups { chunks: 4, lanes: 128, count: 2 }));
+        assert_eq!(of(1024).and_then(short_blocks), Some(RowGroups { chunks: 4, lanes: 32, count: 8 }));
         // 160 threads do not fill a block, and heads have fewer chunks.
         assert_eq!(of(5120).and_then(short_blocks), None);
         assert_eq!(of(128).and_then(short_blocks), None);

@@ -20,16 +20,16 @@ const STATIC_SHARED: usize = 2 << 10;
 /// The threads of a block in teams that have a row each, every thread with so many 16-byte chunks of it. Depends on
 /// the width alone.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Teams {
+struct RowGroups {
     chunks: usize,
     lanes: usize,
     count: usize,
 }
 
-impl Teams {
-    /// Teams in blocks of about `threads`, of up to `most` chunks a thread; none where rows are too wide, or not a
+impl RowGroups {
+    /// RowGroups in blocks of about `threads`, of up to `most` chunks a thread; none where rows are too wide, or not a
     /// multiple of a chunk.
-    fn of(dtype: DType, width: usize, most: usize, threads: usize) -> Option<Teams> {
+    fn of(dtype: DType, width: usize, most: usize, threads: usize) -> Option<RowGroups> {
         let vec_width = vec_width(dtype);
         if width == 0 || !width.is_multiple_of(vec_width) {
             return None;
@@ -46,7 +46,7 @@ impl Teams {
             .filter(|chunks| lanes(*chunks) <= 512)
             .min_by_key(|chunks| lanes(*chunks) * chunks)?;
         let lanes = lanes(chunks);
-        Some(Teams { chunks, lanes, count: (threads / lanes).max(1) })
+        Some(RowGroups { chunks, lanes, count: (threads / lanes).max(1) })
     }
 
     fn threads(self) -> usize {
@@ -55,7 +55,7 @@ impl Teams {
 
     /// The same with as many teams as have a prefetch ring of so many stages of so many tensors in the shared memory of a
     /// block; none where not even one has.
-    fn within(mut self, shared_memory: usize, stages: usize, tensors: usize) -> Option<Teams> {
+    fn within(mut self, shared_memory: usize, stages: usize, tensors: usize) -> Option<RowGroups> {
         let room = shared_memory.saturating_sub(STATIC_SHARED);
         while self.ring(stages, tensors) > room && self.count > 1 {
             self.count /= 2;
@@ -169,7 +169,7 @@ mod tests {
     fn teams_cover_their_rows() {
         for dtype in [DType::F32, DType::BF16] {
             for width in 1..20_000 {
-                let Some(t) = Teams::of(dtype, width, 3, 512) else { continue };
+                let Some(t) = RowGroups::of(dtype, width, 3, 512) else { continue };
                 let all = width / vec_width(dtype);
                 assert!(t.lanes * t.chunks >= all, "{width}: {t:?}");
                 assert!(t.lanes.is_multiple_of(32) || (t.lanes.is_power_of_two() && t.lanes < 32));
@@ -178,11 +178,20 @@ mod tests {
                 assert!(t.lanes <= 32 || t.count < 16, "{width}: {t:?}");
             }
         }
-        assert_eq!(Teams::of(DType::BF16, 768, 3, 512), Some(Teams { chunks: 3, lanes: 32, count: 16 }));
-        assert_eq!(Teams::of(DType::BF16, 4096, 3, 512), Some(Teams { chunks: 2, lanes: 256, count: 2 }));
-        assert_eq!(Teams::of(DType::BF16, 128, 3, 512), Some(Teams { chunks: 1, lanes: 16, count: 32 }));
-        assert_eq!(Teams::of(DType::BF16, 100, 3, 512), None);
-        assert_eq!(Teams::of(DType::BF16, 12_296, 3, 512), None);
+        assert_eq!(
+            RowGroups::of(DType::BF16, 768, 3, 512),
+            Some(RowGroups { chunks: 3, lanes: 32, count: 16 })
+        );
+        assert_eq!(
+            RowGroups::of(DType::BF16, 4096, 3, 512),
+            Some(RowGroups { chunks: 2, lanes: 256, count: 2 })
+        );
+        assert_eq!(
+            RowGroups::of(DType::BF16, 128, 3, 512),
+            Some(RowGroups { chunks: 1, lanes: 16, count: 32 })
+        );
+        assert_eq!(RowGroups::of(DType::BF16, 100, 3, 512), None);
+        assert_eq!(RowGroups::of(DType::BF16, 12_296, 3, 512), None);
     }
 
     /// Three tensors in four stages, as backward has at most.
@@ -190,9 +199,9 @@ mod tests {
     fn rings_fit_the_shared_memory_of_every_card() {
         for kib in [99, 163, 227] {
             for width in (8..20_000).step_by(8) {
-                let Some(t) = Teams::of(DType::BF16, width, 3, 512) else { continue };
+                let Some(t) = RowGroups::of(DType::BF16, width, 3, 512) else { continue };
                 let Some(fits) = t.within(kib << 10, 4, 3) else {
-                    assert!(Teams { count: 1, ..t }.ring(4, 3) > (kib - 2) << 10, "{width}: {t:?}");
+                    assert!(RowGroups { count: 1, ..t }.ring(4, 3) > (kib - 2) << 10, "{width}: {t:?}");
                     continue;
                 };
                 assert!(
