@@ -51,13 +51,13 @@ for k in range(5):
 out.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>'
            f'<text x="14" y="{TOP - 10}">training loss</text>')
 first = curves[0][2]
-for (name, points, end, count), colour in zip(curves, COLOURS):
+for (name, points, end, count), color in zip(curves, COLOURS):
     path = " ".join(f"{x(s):.1f},{y(v):.1f}" for s, v in points)
-    out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}"/>')
-    row = TOP + 14 + 17 * COLOURS.index(colour)
+    out.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{path}"/>')
+    row = TOP + 14 + 17 * COLOURS.index(color)
     apart = "" if end == first else f" ({end / first - 1:+.2%})"
     seeds = "" if count == 1 else f", {count} seeds"
-    out.append(f'<line x1="{WIDTH - 300}" x2="{WIDTH - 276}" y1="{row - 4}" y2="{row - 4}" stroke="{colour}" stroke-width="2"/>'
+    out.append(f'<line x1="{WIDTH - 300}" x2="{WIDTH - 276}" y1="{row - 4}" y2="{row - 4}" stroke="{color}" stroke-width="2"/>'
                f'<text x="{WIDTH - 270}" y="{row}">{name}: {end:.4f}{apart}{seeds}</text>')
     print(f"{name}: mean of the last 50 steps {end:.4f}{apart}{seeds}")
 pathlib.Path(sys.argv[1]).write_text("\n".join(out + ["</svg>"]) + "\n")

@@ -91,7 +91,7 @@ def main():
            f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
            f'<text x="{LEFT}" y="18" font-size="14">{html.escape(args.title or args.trace)}</text>']
     drawn = {}
-    for i, (lane, title, colour) in enumerate(LANES):
+    for i, (lane, title, color) in enumerate(LANES):
         y = TOP + i * (LANE + GAP)
         # Closer than half a pixel is one rectangle.
         inside = [(max(a, start), min(b, end)) for a, b in busy[lane] if b > start and a < end]
@@ -99,7 +99,7 @@ def main():
         out.append(f'<text x="{LEFT - 8}" y="{y + LANE / 2 + 4}" text-anchor="end">{title}</text>')
         out.append(f'<rect x="{LEFT}" y="{y}" width="{WIDTH - LEFT - 20}" height="{LANE}" fill="#f2f2f2"/>')
         for a, b in merged(inside, 0.5 / scale):
-            out.append(f'<rect x="{x(a):.1f}" y="{y}" width="{max(x(b) - x(a), 0.3):.1f}" height="{LANE}" fill="{colour}"/>')
+            out.append(f'<rect x="{x(a):.1f}" y="{y}" width="{max(x(b) - x(a), 0.3):.1f}" height="{LANE}" fill="{color}"/>')
     for a, b, name in layers:
         if b <= start or a >= end:
             continue

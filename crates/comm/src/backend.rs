@@ -4,7 +4,7 @@
 //! A collective is two calls: [`GroupBackend::exchange_descriptors`] sends this rank's descriptor to the others and
 //! collects theirs (or leaves that to [`crate::call_digest`]), and, if they agree, [`GroupBackend::run`] moves the data. Sends and receives are
 //! [`GroupBackend::post_sends`] and [`GroupBackend::complete_receives`]; each message carries its descriptor. Calls
-//! of one rank on one group are serialised and come in the order of their sequence numbers. Groups of one rank never
+//! of one rank on one group are serialized and come in the order of their sequence numbers. Groups of one rank never
 //! reach a backend.
 
 use crate::flight_recorder::{FlightRecorder, OpRecord};

@@ -35,7 +35,7 @@ pub(crate) struct CommunicatorInner {
     pub(crate) backend: Option<Arc<dyn GroupBackend>>,
     pub(crate) job_backend: Arc<dyn JobBackend>,
     pub(crate) timeout: Timeout,
-    /// Held during a call: the calls of one rank on one group are serialised.
+    /// Held during a call: the calls of one rank on one group are serialized.
     pub(crate) counters: Mutex<Counters>,
     pub(crate) meter: VolumeMeter,
     /// Volume over all groups of this rank.

@@ -98,7 +98,7 @@ pub struct StepRates {
 pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + Sync + 'a;
 
 impl Optimizer {
-    /// Fresh state for `params`, whose specs name their groups. [`Optimizer::initialise`] or [`Optimizer::fill`] must set
+    /// Fresh state for `params`, whose specs name their groups. [`Optimizer::initialize`] or [`Optimizer::fill`] must set
     /// the weights afterwards.
     pub fn new(
         rank: &Rank,

@@ -234,7 +234,7 @@ proptest! {
 
     #[test]
     fn blends_follow_their_weights(weights in vec(0.01f64..1.0, 1..8), size in 1u64..500) {
-        let weights = split::normalise(&weights).unwrap();
+        let weights = split::normalize(&weights).unwrap();
         let index = BlendIndex::weighted(&weights, size).unwrap();
         for (m, w) in weights.iter().enumerate() {
             let own: Vec<u64> = index.member.iter().zip(&index.sample)

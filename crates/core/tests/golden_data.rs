@@ -8,7 +8,7 @@ use ferrotron_core::config::DataSplit;
 use ferrotron_core::data::blend::{BlendIndex, SURPLUS, member_samples};
 use ferrotron_core::data::mt19937::Mt19937;
 use ferrotron_core::data::sampler::{Cyclic, Sequential, full_validation};
-use ferrotron_core::data::split::{normalise, split_matrix, split_range};
+use ferrotron_core::data::split::{normalize, split_matrix, split_range};
 use ferrotron_core::data::*;
 use golden::{Area, Tensors, as_count, count, flag, flag_or, list, number_or, numbers, only_keys, text};
 use serde_json::Value;
@@ -35,7 +35,7 @@ fn areas(file: &str) -> Vec<Area> {
 /// Shares of training, validation and test data as a run gets them from `data.split`.
 fn shares_of(split: &str) -> [f64; 3] {
     let split: DataSplit = toml::Value::from(split).try_into().unwrap();
-    normalise(&split.0).unwrap().try_into().unwrap()
+    normalize(&split.0).unwrap().try_into().unwrap()
 }
 
 fn uint(v: &Value) -> u64 {
@@ -317,7 +317,7 @@ fn blend(area: &Area, case: &Value, tensors: &Tensors) {
     };
     match text(case, "kind") {
         "weights" => {
-            let weights = normalise(&numbers(case, "weights")).unwrap();
+            let weights = normalize(&numbers(case, "weights")).unwrap();
             assert_eq!(weights, numbers(case, "normalised"));
             check(name, &BlendIndex::weighted(&weights, uint(&case["size"])).unwrap());
         }
@@ -350,7 +350,7 @@ fn gpt_blend(area: &Area, case: &Value, tensors: &Tensors, check: &dyn Fn(&str, 
         let lengths: Vec<u64> = blend.members().iter().map(|m| m.samples()).collect();
         assert_eq!(lengths, uints(theirs, "member_lengths"), "{name}");
         if let (Some(w), Some(target)) = (&weights, samples[k]) {
-            let asked = member_samples(&normalise(w).unwrap(), target, surplus);
+            let asked = member_samples(&normalize(w).unwrap(), target, surplus);
             assert_eq!(asked, uints(theirs, "member_num_samples"), "{name}");
         }
         check(&name, blend.index());

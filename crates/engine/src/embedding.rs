@@ -6,7 +6,7 @@ use ferrotron_comm::InFlight;
 use ferrotron_kernels::{EmbeddingBackward, EmbeddingForward};
 use ferrotron_tensor::{Result, Tensor};
 
-/// Sizes and initialisation of an embedding.
+/// Sizes and initialization of an embedding.
 #[derive(Clone, Copy, Debug)]
 pub struct EmbeddingConfig {
     /// Vocabulary size (V).

@@ -18,7 +18,7 @@ use ferrotron_tensor::{DType, Result, Tensor};
 /// On a GPU, GEMMs over a full vocabulary see it padded to a multiple of this.
 const PAD_VOCAB_TO: usize = 64;
 
-/// Sizes and initialisation of an LM head.
+/// Sizes and initialization of an LM head.
 #[derive(Clone, Copy, Debug)]
 pub struct LmHeadConfig {
     /// Vocabulary size (V).

@@ -22,7 +22,7 @@ pub struct ParamId(pub usize);
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct UnitId(pub usize);
 
-/// Initialiser.
+/// Initializer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Normal with mean 0 and this standard deviation, drawn by (seed, name, element index).
@@ -38,7 +38,7 @@ pub struct Part {
     pub name: String,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
-    /// Initialiser.
+    /// Initializer.
     pub init: Init,
     /// How tensor-parallel ranks may shard it.
     pub split: Split,

@@ -31,7 +31,7 @@ impl MemoryPiece {
     }
 }
 
-/// The source of a device's memory. All memory of the host is initialised: zero when it is mapped.
+/// The source of a device's memory. All memory of the host is initialized: zero when it is mapped.
 #[derive(Clone)]
 pub(crate) struct Backing {
     source: Source,

@@ -100,7 +100,7 @@ impl Mpi {
         Ok(OPEN.get_or_init(|| mpi))
     }
 
-    /// Initialises MPI with MPI_THREAD_MULTIPLE. Fails if it was initialised before in this process.
+    /// Initializes MPI with MPI_THREAD_MULTIPLE. Fails if it was initialized before in this process.
     pub(super) fn start(&self) -> Result<()> {
         let mut provided = 0;
         // SAFETY: the pointers are to locals; MPI_Init_thread accepts null for "no arguments".
@@ -108,7 +108,7 @@ impl Mpi {
             let mut before = 0;
             self.check("MPI_Initialized", (self.initialized)(&mut before))?;
             if before != 0 {
-                let what = "MPI was already initialised in this process; create one World only".to_string();
+                let what = "MPI was already initialized in this process; create one World only".to_string();
                 return Err(Error::Library { library: NAME, what });
             }
             let code = (self.init)(std::ptr::null_mut(), std::ptr::null_mut(), MULTIPLE, &mut provided);
@@ -125,7 +125,7 @@ impl Mpi {
     /// Duplicates MPI_COMM_WORLD, with errors returned as codes. Collective over all ranks.
     pub(super) fn dup_world(&self) -> Result<Handle> {
         let mut comm = std::ptr::null_mut();
-        // SAFETY: MPI is initialised; the handle of the world is its address.
+        // SAFETY: MPI is initialized; the handle of the world is its address.
         unsafe {
             self.check("MPI_Comm_dup", (self.comm_dup)(self.world as Handle, &mut comm))?;
             let code = (self.set_errhandler)(comm, self.errors_return as Handle);
@@ -137,7 +137,7 @@ impl Mpi {
     /// This process's rank, and the number of ranks.
     pub(super) fn rank_and_size(&self) -> Result<(usize, usize)> {
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: MPI is initialised; the pointers are to locals.
+        // SAFETY: MPI is initialized; the pointers are to locals.
         unsafe {
             self.check("MPI_Comm_rank", (self.comm_rank)(self.world as Handle, &mut rank))?;
             self.check("MPI_Comm_size", (self.comm_size)(self.world as Handle, &mut size))?;
@@ -216,7 +216,7 @@ impl Mpi {
 
     /// Terminates every process of the job.
     pub(super) fn abort(&self) {
-        // SAFETY: may be called at any time after initialisation.
+        // SAFETY: may be called at any time after initialization.
         unsafe { (self.abort)(self.world as Handle, 1) };
     }
 

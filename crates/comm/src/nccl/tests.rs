@@ -1,4 +1,4 @@
-//! NCCL with one rank on the first GPU: it initialises, splits, and every operation is a copy or does nothing. Prints
+//! NCCL with one rank on the first GPU: it initializes, splits, and every operation is a copy or does nothing. Prints
 //! SKIPPED where there is no GPU or no NCCL.
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -56,7 +56,7 @@ pub(super) fn segment_bytes(n: usize) -> usize {
     Layout::new(n).bytes()
 }
 
-/// All rings of a group, as seen by one member. Calls of one member are serialised.
+/// All rings of a group, as seen by one member. Calls of one member are serialized.
 pub(super) struct Rings {
     layout: Layout,
     me: usize,

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::split::normalise;
+use super::split::normalize;
 use super::{Batches, GptConfig, GptDataset, Row};
 use crate::{Error, Result};
 
@@ -86,7 +86,7 @@ pub struct Blend {
 }
 
 impl Blend {
-    /// `size` samples in proportion to `weights`, which are normalised here.
+    /// `size` samples in proportion to `weights`, which are normalized here.
     pub fn weighted(members: Vec<Box<dyn Batches>>, weights: &[f64], size: u64) -> Result<Self> {
         same_seq(&members)?;
         if weights.len() != members.len() || size == 0 {
@@ -96,7 +96,7 @@ impl Blend {
                 weights.len()
             )));
         }
-        let index = BlendIndex::weighted(&normalise(weights)?, size)?;
+        let index = BlendIndex::weighted(&normalize(weights)?, size)?;
         Ok(Self { members, index })
     }
 
@@ -120,7 +120,7 @@ impl Blend {
         surplus: f64,
         config: &GptConfig,
     ) -> Result<[Option<Self>; 3]> {
-        let weights = weights.map(normalise).transpose()?;
+        let weights = weights.map(normalize).transpose()?;
         if weights.as_ref().is_some_and(|w| w.len() != prefixes.len()) {
             return Err(Error::Invalid(format!("{} datasets need as many weights", prefixes.len())));
         }

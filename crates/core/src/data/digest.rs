@@ -13,7 +13,7 @@ const WHOLE_BYTES: u64 = 64 << 20;
 /// A larger one is read in this many blocks, evenly spread, the first and the last included.
 const BLOCKS: u64 = 1024;
 const BLOCK_BYTES: u64 = 64 << 10;
-/// Samples by which the order of the data is recognised.
+/// Samples by which the order of the data is recognized.
 const ORDER_SAMPLES: u64 = 16;
 
 /// What a dataset holds: CRC-32C of the whole `.idx`, and of the `.bin` up to 64 MiB; of a larger `.bin` 1,024 blocks of

@@ -124,7 +124,7 @@ impl GptDataset {
         Ok(Self { data, config, index })
     }
 
-    /// The splits of `prefix` with a non-zero share. `shares` add up to 1; see [`super::split::normalise`].
+    /// The splits of `prefix` with a non-zero share. `shares` add up to 1; see [`super::split::normalize`].
     pub fn splits(
         prefix: impl AsRef<Path>,
         shares: &[f64; 3],

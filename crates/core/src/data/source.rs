@@ -1,7 +1,7 @@
 //! Opens the data that a recipe names.
 
 use super::blend::{SURPLUS, member_samples};
-use super::split::{normalise, split_matrix, split_range};
+use super::split::{normalize, split_matrix, split_range};
 use super::validation::ValidationBlend;
 use super::{
     Batches, Blend, DatasetInfo, DocumentRange, GptConfig, GptDataset, IndexedDataset, Packed, RowCounts,
@@ -72,7 +72,7 @@ pub fn open(r: &Resolved) -> Result<Sources> {
     let (mut train, mut eval): (Vec<Box<dyn Batches>>, Vec<_>) = Default::default();
     let (mut epoch_tokens, mut filled) = (0u64, [0.0; 2]);
     let mut lengths: Vec<Lengths> = Vec::new();
-    let paths = d.path.0.iter().zip(&r.pairs).zip(normalise(&weights(r))?);
+    let paths = d.path.0.iter().zip(&r.pairs).zip(normalize(&weights(r))?);
     for ((prefix, tokenized), weight) in paths {
         let data = Arc::new(IndexedDataset::open(tokenized)?);
         let chat = DatasetInfo::of(&data)?.is_some_and(|info| info.chat);
@@ -114,7 +114,7 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         Blend::weighted(train, &weights(r), r.plan.samples)?
     } else {
         // Slightly more than asked for, since members round up as Megatron's do.
-        let weights = normalise(&weights(r))?;
+        let weights = normalize(&weights(r))?;
         Blend::weighted(train, &weights, member_samples(&weights, r.plan.samples, 0.0).iter().sum())?
     };
     let train = Box::new(train);
@@ -342,7 +342,7 @@ fn weights(r: &Resolved) -> Vec<f64> {
 
 /// Shares of training and validation. A split that is not read gets none, since a small corpus may have none to spare.
 fn shares(r: &Resolved) -> Result<[f64; 3]> {
-    let shares = normalise(&r.config.data.split.0)?;
+    let shares = normalize(&r.config.data.split.0)?;
     Ok([shares[0], if r.config.eval.every > 0 { shares[1] } else { 0.0 }, 0.0])
 }
 

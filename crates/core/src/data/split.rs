@@ -26,7 +26,7 @@ impl Split {
     }
 }
 
-/// Sum in numpy's order, on which the last bit of normalised weights depends: sequential below 8 values, eight
+/// Sum in numpy's order, on which the last bit of normalized weights depends: sequential below 8 values, eight
 /// partial sums up to 128, recursive halves beyond.
 fn numpy_sum(v: &[f64]) -> f64 {
     if v.len() < 8 {
@@ -49,17 +49,17 @@ fn numpy_sum(v: &[f64]) -> f64 {
 }
 
 /// Weights divided by their sum. They must be finite, non-negative and not all zero.
-pub fn normalise(weights: &[f64]) -> Result<Vec<f64>> {
+pub fn normalize(weights: &[f64]) -> Result<Vec<f64>> {
     let sum = numpy_sum(weights);
     if weights.iter().any(|w| !w.is_finite() || *w < 0.0) || !(sum.is_finite() && sum > 0.0) {
         return Err(Error::Invalid(format!(
-            "weights {weights:?} cannot be normalised: give non-negative numbers, at least one above zero"
+            "weights {weights:?} cannot be normalized: give non-negative numbers, at least one above zero"
         )));
     }
     Ok(weights.iter().map(|w| w / sum).collect())
 }
 
-/// The numbers of `a,b,c` or `a/b/c`, not normalised.
+/// The numbers of `a,b,c` or `a/b/c`, not normalized.
 pub fn parse_shares(text: &str) -> Result<Vec<f64>, ParseFloatError> {
     text.split([',', '/']).map(|part| part.trim().parse()).collect()
 }
@@ -103,7 +103,7 @@ mod tests {
             assert!(read(bad).is_err(), "{bad}");
         }
         for bad in ["-1,2", "0,0,0"] {
-            assert!(normalise(&read(bad).unwrap().0).is_err(), "{bad}");
+            assert!(normalize(&read(bad).unwrap().0).is_err(), "{bad}");
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Validation data of a blend: every member keeps its own samples, so that a loss can be given for each.
 
-use super::split::normalise;
+use super::split::normalize;
 use super::{Batches, Member, Row};
 use crate::{Error, Result};
 
@@ -10,9 +10,9 @@ pub struct ValidationBlend {
 }
 
 impl ValidationBlend {
-    /// Members by name, weight and samples. Weights are normalised over them.
+    /// Members by name, weight and samples. Weights are normalized over them.
     pub fn new(members: Vec<(String, f64, Box<dyn Batches>)>) -> Result<Self> {
-        let weights = normalise(&members.iter().map(|(_, w, _)| *w).collect::<Vec<_>>())?;
+        let weights = normalize(&members.iter().map(|(_, w, _)| *w).collect::<Vec<_>>())?;
         if members.is_empty() {
             return Err(Error::Invalid("a validation blend without members".into()));
         }

@@ -15,7 +15,7 @@ const ELEMENTS_AHEAD: usize = 1 << 28;
 
 impl Optimizer {
     /// Draws the declared initial values of the master weights on the device and copies them to the model's weights.
-    pub fn initialise(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
+    pub fn initialize(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
         self.reads.wait(rank)?;
         self.wait_state(rank)?;

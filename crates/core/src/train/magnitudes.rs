@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 /// Sets every m to the norms of the rows of its weight; B is zero. Collective: ranks share rows and shards of weights.
-pub(super) fn initialise_magnitudes(rank: &Rank, model: &ModelState, optimizer: &Optimizer) -> Result<()> {
+pub(super) fn initialize_magnitudes(rank: &Rank, model: &ModelState, optimizer: &Optimizer) -> Result<()> {
     let (params, specs) = (&model.params, model.params.specs());
     let magnitudes: Vec<(usize, &ParamSpec)> =
         specs.iter().enumerate().filter(|(_, s)| s.parts.iter().any(|p| p.name.ends_with(LORA_M))).collect();

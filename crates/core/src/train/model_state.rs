@@ -24,7 +24,7 @@ pub struct ModelState {
 }
 
 impl ModelState {
-    /// Allocates the model of a recipe. Parameters are not initialised yet.
+    /// Allocates the model of a recipe. Parameters are not initialized yet.
     pub(super) fn new(rank: &Rank, r: &Resolved, sharding: ShardingStrategy) -> Result<ModelState> {
         let options = ModelOptions { policy: quant_policy(rank, r)?, ..r.model_options() };
         let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };

@@ -9,7 +9,7 @@ pub use step::{InFlightStep, StepReport};
 use super::best_eval::BestEval;
 use super::gemm_choices::GemmTable;
 use super::hooks::StepHooks;
-use super::magnitudes::initialise_magnitudes;
+use super::magnitudes::initialize_magnitudes;
 use super::micro_batch::upload;
 use super::model_state::{self, ModelState};
 use super::moe_metrics::StepMetrics;
@@ -83,8 +83,8 @@ impl Trainer {
         };
         let optimizer =
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
-        optimizer.initialise(&rank, &model.params, &model.step_state)?;
-        initialise_magnitudes(&rank, &model, &optimizer)?;
+        optimizer.initialize(&rank, &model.params, &model.step_state)?;
+        initialize_magnitudes(&rank, &model, &optimizer)?;
         let runner = StepRunner::new(&rank, r)?;
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);

@@ -1,6 +1,6 @@
 //! Weights and gradients by their logical names, on the host.
 
-use super::magnitudes::initialise_magnitudes;
+use super::magnitudes::initialize_magnitudes;
 use super::{Trainer, gather};
 use crate::{Error, Result};
 use ferrotron_engine::Part;
@@ -28,7 +28,7 @@ impl Trainer {
     /// the new rows.
     pub fn import(&self, source: &Source) -> Result<()> {
         self.fill(false, source)?;
-        initialise_magnitudes(&self.rank, &self.model, &self.optimizer)
+        initialize_magnitudes(&self.rank, &self.model, &self.optimizer)
     }
 
     /// Sets the logical tensors of adapters, such as `layers.0.attn.q.lora_a.weight`.

@@ -35,7 +35,7 @@ fn rows_of(of: &[i32], s: usize) -> impl Iterator<Item = usize> {
 }
 
 fn balance_gradient(score: ScoreFunction, x: &[f64], w: &[f64]) -> Vec<f64> {
-    let y = normalised(score, x);
+    let y = normalized(score, x);
     let mean = dot(&y, w);
     let sum = if is_softmax(score) { 1.0 } else { x.iter().map(|x| alone(score, *x)).sum::<f64>() + 1e-20 };
     let d = |e: usize| match score {
@@ -52,7 +52,7 @@ fn balance_gradient(score: ScoreFunction, x: &[f64], w: &[f64]) -> Vec<f64> {
 fn aux_loss_gradients_match_finite_differences() {
     for score in SCORES {
         let (x, w) = (numbers(DType::F32, 1, 9), numbers(DType::F32, 2, 9));
-        let wanted = differences(&x, |x| dot(&normalised(score, x), &w));
+        let wanted = differences(&x, |x| dot(&normalized(score, x), &w));
         same(&format!("{score:?}"), DType::F32, &balance_gradient(score, &x, &w), &wanted, 1e-8);
         let wanted = differences(&x, |x| logsumexp(x).powi(2));
         let ours: Vec<f64> = softmax(&x).iter().map(|y| 2.0 * logsumexp(&x) * y).collect();
@@ -85,7 +85,7 @@ fn aux_loss_statistics_per_segment() {
                     let (mut wanted, mut times) = (vec![0.0; count * experts], vec![0i64; count * experts]);
                     for s in 0..count {
                         for t in rows_of(&of, s) {
-                            let y = normalised(score, row(t));
+                            let y = normalized(score, row(t));
                             (0..experts).for_each(|e| wanted[s * experts + e] += y[e]);
                             ranked(row(t))[..k].iter().for_each(|e| times[s * experts + e] += 1);
                         }

@@ -41,7 +41,7 @@ pub fn logsumexp(x: &[f64]) -> f64 {
 }
 
 /// Normalized scores over all experts, as used by the auxiliary loss.
-pub fn normalised(score: ScoreFunction, x: &[f64]) -> Vec<f64> {
+pub fn normalized(score: ScoreFunction, x: &[f64]) -> Vec<f64> {
     if is_softmax(score) {
         return softmax(x);
     }

@@ -61,7 +61,7 @@ pub(crate) fn check(op: &'static str, status: CUresult) -> Result<()> {
     Err(Error::Cuda { op, what: format!("{what} ({status:?})") })
 }
 
-/// Initialises the driver and returns its CUDA version.
+/// Initializes the driver and returns its CUDA version.
 fn init_driver() -> Result<u32> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {

@@ -100,7 +100,7 @@ fn scaled(y: f64, log: bool) -> Option<f64> {
     }
 }
 
-/// Braille cells: a bit per dot, and the colour of the last curve through the cell.
+/// Braille cells: a bit per dot, and the color of the last curve through the cell.
 struct Dots {
     width: usize,
     height: usize,

@@ -1,8 +1,8 @@
-//! A grid of characters with colours, and what a terminal must be sent to show it.
+//! A grid of characters with colors, and what a terminal must be sent to show it.
 
 use unicode_width::UnicodeWidthChar;
 
-/// The colour of a cell: one of 256, or the terminal's own.
+/// The color of a cell: one of 256, or the terminal's own.
 pub type Color = Option<u8>;
 
 /// Colours of runs, distinct on dark and light backgrounds.
@@ -22,7 +22,7 @@ impl Style {
     /// More prominent.
     pub const BOLD: Style = Style { color: None, bold: true, dim: false };
 
-    /// In a colour.
+    /// In a color.
     pub fn of(color: u8) -> Style {
         Style { color: Some(color), ..Style::default() }
     }
@@ -117,7 +117,7 @@ impl Screen {
         &self.cells[y * self.width..][..self.width]
     }
 
-    /// As lines of text without colours.
+    /// As lines of text without colors.
     pub fn plain(&self) -> String {
         let line =
             |y| self.row(y).iter().filter_map(|c| c.char).collect::<String>().trim_end().to_string() + "\n";
@@ -127,7 +127,7 @@ impl Screen {
     /// What a terminal that shows `before` is sent to show this; everything if it is none or has another size.
     pub fn escapes(&self, before: Option<&Screen>) -> String {
         let before = before.filter(|b| (b.width, b.height) == (self.width, self.height));
-        // Synchronized output, which terminals that do not know it ignore; colours off, no wrap at the last column.
+        // Synchronized output, which terminals that do not know it ignore; colors off, no wrap at the last column.
         let mut out = String::from("\x1b[?2026h\x1b[0m");
         if before.is_none() {
             out += "\x1b[2J";

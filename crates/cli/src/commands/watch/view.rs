@@ -62,7 +62,7 @@ const METRICS: [Metric; 7] = [
     Metric { title: "TFLOP/s", column: "tflops", format: short, log: false },
 ];
 
-/// The colour of a run.
+/// The color of a run.
 fn color(i: usize) -> u8 {
     RUNS[i % RUNS.len()]
 }

@@ -42,7 +42,7 @@ const FILLS: [(&str, &str, &str); 15] = [
     ("over", "#d62728", "#ff5c5c"),
 ];
 
-/// Hue, saturation of the passes' colours; chunks differ in lightness.
+/// Hue, saturation of the passes' colors; chunks differ in lightness.
 const PASSES: [(OpKind, &str, f64, f64); 3] = [
     (OpKind::Forward, "f", 212.0, 0.62),
     (OpKind::BackwardInput, "i", 28.0, 0.85),
@@ -77,7 +77,7 @@ pub(super) fn sheet(chunks: usize) -> String {
     out + "}\n</style>\n"
 }
 
-/// What the colours mean; only what the step has. Returns where it ends.
+/// What the colors mean; only what the step has. Returns where it ends.
 pub(super) fn legend(out: &mut String, trace: &StepTrace, top: f64) -> f64 {
     let chunks = chunks(trace);
     let mut items: Vec<(Vec<String>, String)> = Vec::new();
@@ -124,7 +124,7 @@ pub(super) fn is_shown(trace: &StepTrace, of: fn(&Seconds) -> f64) -> bool {
     ops.any(|op| op.parts.iter().any(|(_, s)| of(s) > 1e-3 * s.total()))
 }
 
-/// A colour of hue (degrees), saturation and lightness.
+/// A color of hue (degrees), saturation and lightness.
 fn hex(hue: f64, saturation: f64, lightness: f64) -> String {
     let a = saturation * lightness.min(1.0 - lightness);
     let channel = |n: f64| {

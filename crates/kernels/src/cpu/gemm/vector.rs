@@ -184,7 +184,7 @@ unsafe fn multiply(operands: PackedOperands<f32>, tile: *mut f32, accumulate: bo
                 }
             }
             for (i, sums) in sums.iter().enumerate() {
-                // SAFETY: 8 elements of row row+i < 32 of the tile, initialised if accumulated.
+                // SAFETY: 8 elements of row row+i < 32 of the tile, initialized if accumulated.
                 let out = unsafe { &mut *tile.add((row + i) * TILE + col).cast::<[f32; 8]>() };
                 for (o, s) in out.iter_mut().zip(sums) {
                     *o = if accumulate { *o + s } else { *s };

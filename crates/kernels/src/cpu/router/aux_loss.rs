@@ -1,6 +1,6 @@
 //! Auxiliary load-balancing losses: statistics, weights and gradient; and the expert bias of loss-free balancing.
 
-use super::scores::{normalised, unless_excluded};
+use super::scores::{normalized, unless_excluded};
 use super::top_k::{best, key, number};
 use super::{check_below, grain, take_row};
 use crate::ScoreFunction;
@@ -44,7 +44,7 @@ pub fn balance<T: Float>(
         let (mut x, mut y, mut keys) = (vec![0f32; experts], vec![0f32; experts], Vec::new());
         for t in pieces[i].1 {
             take_row(of.logits, *t, &mut x);
-            normalised(of.score, &x, &mut y);
+            normalized(of.score, &x, &mut y);
             part.iter_mut().zip(&y).for_each(|(p, y)| p.0 += f64::from(*y));
             keys.clear();
             keys.extend(x.iter().enumerate().map(|(e, x)| key(*x, e)));
@@ -80,7 +80,7 @@ pub fn aux_loss_backward<T: Float>(
             let Ok(segment) = usize::try_from(of.segments[t]) else { continue };
             let w = &weights[segment * experts..][..experts];
             take_row(of.logits, t, &mut x);
-            let sum = normalised(of.score, &x, &mut y);
+            let sum = normalized(of.score, &x, &mut y);
             let mean = w.iter().zip(&y).map(|(w, y)| f64::from(*w) * f64::from(*y)).sum::<f64>() as f32;
             for (e, to) in dlogits.iter_mut().enumerate() {
                 let from_mean = w[e] - mean;

@@ -58,7 +58,7 @@ pub(super) fn softmax(x: &[f32], y: &mut [f32]) {
 }
 
 /// Scores over all experts for an auxiliary loss: a softmax, or scores divided by their sum. Returns that sum (1 for a softmax).
-pub(super) fn normalised(score: ScoreFunction, x: &[f32], y: &mut [f32]) -> f32 {
+pub(super) fn normalized(score: ScoreFunction, x: &[f32], y: &mut [f32]) -> f32 {
     if score.is_softmax() {
         softmax(x, y);
         return 1.0;

@@ -80,7 +80,7 @@ template <int V, class T> __device__ __forceinline__ void balance(const AuxLossA
         current = segment;
         float x[V], y[V];
         load_row(reinterpret_cast<const T*>(a.logits) + t * a.experts, a.experts, x);
-        normalised(a.score, x, a.experts, y);
+        normalized(a.score, x, a.experts, y);
 #pragma unroll
         for (int s = 0; s < V; s++) sum[s] += y[s];
         u32 key[V];
@@ -133,7 +133,7 @@ template <int V, class T> __device__ __forceinline__ void aux_loss_backward(cons
         w[s] = c < a.experts ? weights[c] : 0.0f;
         old[s] = c < a.experts ? to_f32(out[c]) : 0.0f;
     }
-    const float sum = normalised(a.score, x, a.experts, y);
+    const float sum = normalized(a.score, x, a.experts, y);
     float mean = 0.0f;
 #pragma unroll
     for (int s = 0; s < V; s++) mean += w[s] * y[s];

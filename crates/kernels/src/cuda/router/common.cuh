@@ -112,7 +112,7 @@ template <int V> __device__ __forceinline__ float exponentials(const float (&x)[
 }
 
 // Scores normalized over all experts: a softmax, or each divided by their sum. Returns that sum (1 for a softmax).
-template <int V> __device__ __forceinline__ float normalised(i32 score, const float (&x)[V], i32 experts, float (&y)[V]) {
+template <int V> __device__ __forceinline__ float normalized(i32 score, const float (&x)[V], i32 experts, float (&y)[V]) {
     float sum = 0.0f;
     if (is_softmax(score)) {
         exponentials(x, experts, y, sum);

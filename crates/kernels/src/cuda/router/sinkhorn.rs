@@ -16,7 +16,7 @@ const ROUNDS: usize = 10_000;
 kernel_args! {
     header "args/router_sinkhorn.cuh", includes [];
 
-    /// Sinkhorn normalisation of exp(logits).
+    /// Sinkhorn normalization of exp(logits).
     struct SinkhornArgs {
         logits: u64,
         /// f32 `[tokens, experts]`.
