@@ -113,7 +113,7 @@ fn a_rank_slowed_by_a_fifth_is_named_within_20_steps() {
 
 #[test]
 #[ignore = "a minute alone on a quiet machine: it measures time"]
-fn nobody_is_named_in_500_even_steps() {
+fn no_false_stragglers_in_500_steps() {
     let dir = tempfile::tempdir().unwrap();
     let (sections, found) = train(dir.path(), &recipe(500, &["parallel.dp=4"]), None);
     assert_eq!(sections.len(), 50);

@@ -160,7 +160,7 @@ impl Measured {
         rows.push(vec![
             "peak memory".into(),
             format!(
-                "{} on the fullest rank, {} reserved",
+                "{} on the rank with the highest peak, {} reserved",
                 format_bytes(self.peak_bytes),
                 format_bytes(self.reserved_bytes)
             ),

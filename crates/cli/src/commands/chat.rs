@@ -39,7 +39,7 @@ pub struct Args {
     /// Run folder, checkpoint or Hugging Face folder
     #[arg(value_name = "MODEL")]
     pub model: PathBuf,
-    /// System prompt: what the model is told before the conversation
+    /// System prompt
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// Maximum number of tokens of an answer

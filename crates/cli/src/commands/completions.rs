@@ -19,7 +19,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = AFTER)]
 pub struct CompletionsArgs {
-    /// The shell
+    /// Shell to generate completions for
     #[arg(value_name = "SHELL")]
     pub shell: clap_complete::Shell,
 }

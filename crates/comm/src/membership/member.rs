@@ -326,7 +326,7 @@ impl Shared {
             tracing::info!(%address, "coordinates the job");
         }
         let secret = SecretSource::of(&self.job, address.port())?.read()?;
-        let secret = secret.ok_or_else(|| Error::Launch(format!("nobody listens at {at}")))?;
+        let secret = secret.ok_or_else(|| Error::Launch(format!("no coordinator listens at {at}")))?;
         let place = Place { address, secret };
         let stream = prove(&self.job, &place, Instant::now() + HANDSHAKE_TIMEOUT)
             .map_err(|what| Error::Launch(what.to_string()))?;

@@ -115,7 +115,7 @@ fn without_a_spare_the_restarted_process_is_waited_for() {
 }
 
 #[test]
-fn nobody_waits_for_ever() {
+fn waits_end_at_the_timeout() {
     // A process that is silent, or that does not leave its failed communication, is ended and replaced.
     let mut job = Job::running(policy(2), 3);
     job.now += Duration::from_secs(4);

@@ -56,7 +56,7 @@ fn a_stranger_with_the_greeting_is_no_rank() {
 }
 
 #[test]
-fn sixteen_bytes_end_no_job() {
+fn malformed_hellos_are_ignored() {
     meets_among(|at| {
         // What ended a job once: the greeting of a job of another size, or of a rank that does not exist.
         let (rank, size) = (9u32, 3u32);
@@ -71,7 +71,7 @@ fn sixteen_bytes_end_no_job() {
 }
 
 #[test]
-fn silent_and_slow_strangers_hold_nobody_up() {
+fn slow_handshakes_do_not_delay_ranks() {
     let at = &free();
     let (limit, over) = (Duration::from_secs(4), AtomicBool::new(false));
     std::thread::scope(|scope| {
@@ -154,7 +154,7 @@ fn another_version_with_the_secret_is_named() {
 }
 
 #[test]
-fn twins_are_named_and_a_rank_may_come_again() {
+fn duplicate_ranks_are_errors_and_reconnecting_is_not() {
     let at = &free();
     std::thread::scope(|scope| {
         let join = |r| move || meet(&rank(r, 3, at), after(20.0)).map(drop);

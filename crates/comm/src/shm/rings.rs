@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bell_rung_before_is_not_slept_through() {
+    fn no_wakeup_is_lost() {
         let (a, b) = pair();
         let seen = b.bell();
         assert_eq!(a.send(1, b"x").unwrap(), 1);

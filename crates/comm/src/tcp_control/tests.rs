@@ -106,7 +106,7 @@ fn bytes_of_any_length_are_gathered() {
 }
 
 #[test]
-fn who_does_not_come_is_named_and_failures_are_heard() {
+fn missing_ranks_are_named_and_failures_broadcast() {
     on_ranks(3, Duration::from_secs(1), |p| {
         let me = p.control().rank();
         // Otherwise the monitor ends this process, with all its tests, some seconds after the failure.
@@ -207,7 +207,7 @@ fn a_mailbox_takes_so_much_and_no_more() {
 }
 
 #[test]
-fn a_peer_that_does_not_read_holds_nobody_up_and_is_not_dead() {
+fn a_stalled_reader_neither_blocks_senders_nor_counts_as_dead() {
     let (zero, others) = connected(3);
     let kept: Vec<TcpStream> = [1, 2].map(|r| zero[&r].try_clone().unwrap()).into();
     let zero = TcpControl::over(0, 3, zero).unwrap();

@@ -169,7 +169,7 @@ keys! {
         /// Chat template: a Jinja file, or "none" to join prompt and completion as they are; unset means that of the tokenizer's
         /// folder.
         chat_template: Option<String> = None, "chat_template_path", "chat_template_jinja", "custom_chat_template";
-        /// What becomes of a conversation longer than data.seq_len tokens.
+        /// How to truncate conversations longer than data.seq_len tokens.
         truncation: Truncation = Truncation::KeepStart, "truncation_mode", "truncation_side", "truncation_method", "excess_length_strategy";
         /// Folder of tokenized text files; derived as FERROTRON_CACHE/data or the user's cache folder.
         cache: Option<String> = None, "data_cache_path", "dataset_prepared_path", "cache_dir";
@@ -250,7 +250,7 @@ keys! {
         batches: u64 = 8, "eval_iters", "limit_val_batches", "eval_batches";
         /// Early stopping: end the run after this many evaluations in a row without a lower loss; 0 means never.
         patience: u64 = 0, "early_stopping_patience", "early_stopping", "early_stopping_rounds";
-        /// How much lower than before a loss must be to count for eval.patience.
+        /// Minimum decrease of the validation loss that counts as an improvement for eval.patience.
         min_delta: f64 = 0.0, "early_stopping_threshold", "early_stopping_min_delta";
     }
 
@@ -452,14 +452,14 @@ keys! {
         rank_failures: u64 = 3, "max_rank_failures";
         /// Soft time limit in seconds: a rank that has not joined the restart by then is replaced.
         soft_timeout: f64 = 60.0, "inprocess_soft_timeout", "soft_timeout_seconds";
-        /// Hard time limit in seconds: a process that has not left its failed communication by then is ended by force.
+        /// Hard time limit in seconds: a process that has not aborted its failed communicators by then is killed.
         hard_timeout: f64 = 90.0, "inprocess_hard_timeout", "hard_timeout_seconds";
-        /// Seconds of silence after which a process is taken for stopped, and replaced.
+        /// Heartbeat timeout in seconds: a process that is silent for longer is declared dead, and replaced.
         heartbeat_timeout: f64 = 15.0, "heartbeat_timeout", "rank_heartbeat_timeout", "initial_rank_heartbeat_timeout";
         /// Least timeout that a run learns, in seconds: once steps, evaluations or saves were seen often enough, a rank waits for
         /// others ten times the longest of them, at least this (saves: five times this) and at most --timeout; 0 means --timeout always.
         min_timeout: f64 = 60.0, "calculated_timeouts", "section_timeouts", "safety_factor", "rank_section_timeouts";
-        /// Seconds before the second restart without a step between; doubled for each further one, up to 60.
+        /// Delay in seconds before restarting again when no step was completed since the last restart; doubled each time, up to 60.
         backoff: f64 = 1.0, "restart_delay", "monitor_interval";
         /// Without a spare and a restarted process: go on with fewer data-parallel replicas and the same global batch. Sums are
         /// then taken in another order, so that the last bits differ.

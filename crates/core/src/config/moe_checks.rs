@@ -154,7 +154,7 @@ impl Recipe {
         if r.moe_training().capacity.is_some() && has_routing_method {
             return self.refuse(
                 "moe.capacity",
-                "goes with the losses of moe.balance or none, not with sinkhorn and quantile",
+                "is not supported with moe.balance = \"sinkhorn\" or \"quantile\"",
             );
         }
         if m.capacity.is_some_and(|c| c <= 0.0) {

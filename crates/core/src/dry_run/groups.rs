@@ -132,7 +132,7 @@ impl GroupTable {
     /// The group that ranks gave a number.
     pub fn by_index(&self, index: u64) -> Result<usize> {
         let found = self.by_index.get(&index).copied();
-        found.ok_or_else(|| wrong(format!("a call is on group {index}, which nobody has created")))
+        found.ok_or_else(|| wrong(format!("a call is on group {index}, which no rank has created")))
     }
 
     /// Members of a group.

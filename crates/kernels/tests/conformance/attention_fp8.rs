@@ -161,7 +161,7 @@ fn fp8_attention_matches_attention_on_dequantized_inputs() {
 fn long_sequences_accumulate_in_f32() {
     for h in devices() {
         if !is_hopper(&h) {
-            eprintln!("SKIPPED on {}: only Hopper cards attend to bytes", h.name);
+            eprintln!("SKIPPED on {}: FP8 attention kernels need Hopper", h.name);
             continue;
         }
         let (tokens, d) = (6000, 128);
