@@ -188,7 +188,12 @@ impl FileLock {
             Ok(()) => {
                 let holder = format!("process {}{}\n", std::process::id(), host_name());
                 // Only for the message of the next one who tries: a full disk must not keep a run from starting.
-                drop(file.set_len(0).and_then(|()| file.write_all(holder.as_bytes())));
+                // Other hosts see what is on the server.
+                drop(
+                    file.set_len(0)
+                        .and_then(|()| file.write_all(holder.as_bytes()))
+                        .and_then(|()| file.sync_data()),
+                );
                 Ok(FileLock { file: Some(file) })
             }
             Err(TryLockError::WouldBlock) => {

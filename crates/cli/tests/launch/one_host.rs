@@ -110,6 +110,24 @@ fn a_stopped_rank_is_named_within_the_timeout_and_the_run_resumes() {
     struck("-STOP", 1, TIMEOUT as f64 + 8.0).resumes();
 }
 
+/// Hosts with folders of their own: the run ends before its first step, not at its first checkpoint.
+#[test]
+fn folders_that_ranks_do_not_share_are_refused() {
+    let scene = Scene::new();
+    let port = free_port();
+    let folders = [scene.out(), scene.dir.path().join("elsewhere")];
+    let start = |(rank, out): (usize, &std::path::PathBuf)| by_variables(&scene.args(out), rank, 2, port);
+    let ended = all(folders.iter().enumerate().map(start).collect());
+    assert!(ended.iter().all(|e| e.code.is_some_and(|code| code != 0)), "{ended:?}");
+    let said = &ended[0].err;
+    assert!(
+        said.contains("rank 1 does not see the run folder") && said.contains("all hosts share"),
+        "{said}"
+    );
+    assert!(!said.contains("step 1"), "{said}");
+    assert!(folders.iter().all(|dir| files(&dir.join("checkpoints")).is_empty()));
+}
+
 #[test]
 fn a_port_that_is_taken_is_named() {
     let scene = Scene::new();

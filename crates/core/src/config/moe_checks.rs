@@ -152,10 +152,8 @@ impl Recipe {
     fn check_capacity(&self, r: &Resolved, has_routing_method: bool) -> Result<()> {
         let m = &self.config.moe;
         if r.moe_training().capacity.is_some() && has_routing_method {
-            return self.refuse(
-                "moe.capacity",
-                "is not supported with moe.balance = \"sinkhorn\" or \"quantile\"",
-            );
+            return self
+                .refuse("moe.capacity", "is not supported with moe.balance = \"sinkhorn\" or \"quantile\"");
         }
         if m.capacity.is_some_and(|c| c <= 0.0) {
             return self.refuse("moe.capacity", "must be above 0; leave it out for dropless routing");

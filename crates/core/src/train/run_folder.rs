@@ -12,9 +12,11 @@
 use super::gemm_choices::GemmTable;
 use crate::config::{Resolved, STORED_CONFIG};
 use crate::{Error, Result, checkpoint, events, fs};
+use ferrotron_comm::Communicator;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Folder of checkpoints inside a run folder.
 pub const CHECKPOINTS: &str = "checkpoints";
@@ -40,6 +42,38 @@ pub fn is_running(dir: &Path) -> bool {
 /// Keeps runs out of the folder `dir` until the lock is dropped.
 pub fn lock_run(dir: &Path) -> Result<fs::FileLock> {
     fs::FileLock::take(&dir.join(LOCK))
+}
+
+/// Bytes of the lock file that are read at most.
+const MAX_LOCK: u64 = 4096;
+/// Attempts to see what rank 0 has written, and the pause between them: network file systems show changes of other hosts late.
+const ATTEMPTS: usize = 30;
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// Fails unless all ranks see the folder `dir` that rank 0 has locked, where each writes its part of checkpoints. Collective.
+pub(super) fn require_shared(dir: &Path, ranks: &Communicator) -> Result<()> {
+    let lock = || {
+        // Opening a folder asks the server of a network file system what is in it.
+        drop(std::fs::read_dir(dir));
+        fs::read_limited(&dir.join(LOCK), MAX_LOCK).unwrap_or_default()
+    };
+    let own = if ranks.rank() == 0 { lock() } else { Vec::new() };
+    let holder = ranks.all_gather_bytes(&own, "the run folder is locked")?.swap_remove(0);
+    for attempt in 1.. {
+        let sees = u8::from(fs::is_regular_file(&dir.join(LOCK)) && lock() == holder);
+        let all = ranks.all_gather_bytes(&[sees], "all ranks see the run folder")?;
+        let Some(blind) = all.iter().position(|sees| sees != &[1]) else { break };
+        if attempt == ATTEMPTS {
+            let what = format!(
+                "{}: rank {blind} does not see the run folder that rank 0 has locked{}; keep it on a file system that all hosts share",
+                dir.display(),
+                fs::host_name()
+            );
+            return Err(Error::Invalid(what));
+        }
+        std::thread::sleep(PAUSE);
+    }
+    Ok(())
 }
 
 /// A run folder that this process has locked.

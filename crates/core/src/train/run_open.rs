@@ -4,7 +4,7 @@ use super::Trainer;
 use super::energy::Energy;
 use super::record::RunRecord;
 use super::run::{Run, RunFolderWriter};
-use super::run_folder::{CHECKPOINTS, RunFolder};
+use super::run_folder::{CHECKPOINTS, RunFolder, require_shared};
 use super::run_resume::{newest_best, restore_best_link};
 use super::run_start::Start;
 use super::snapshots::Snapshots;
@@ -111,6 +111,7 @@ impl Run {
         };
         let record = RunRecord::new(&resolved, digests);
         let mut folder = first.then(|| RunFolder::open(dir, options.restarted.is_some())).transpose()?;
+        require_shared(dir, &world_group)?;
         let mut saver = Run::saver(dir, &resolved, &world_group)?;
         if first && options.resumes_from_best() && resolved.config.checkpoint.best {
             restore_best_link(&dir.join(CHECKPOINTS), newest_best(dir)?)?;

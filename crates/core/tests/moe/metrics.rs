@@ -187,8 +187,8 @@ impl Batches for Documents {
     fn row(&self, n: u64, row: &mut Row) -> ferrotron_core::Result<()> {
         for len in self.lengths {
             row.starts.push(row.tokens.len());
-            let token =
-                |i: usize| ((n as usize * 7919 + row.tokens.len() + i) * 2_654_435_761 >> 7) as i32 % 259;
+            let first = n as usize * 7919 + row.tokens.len();
+            let token = |i: usize| (((first + i) * 2_654_435_761) >> 7) as i32 & 255;
             let tokens: Vec<i32> = (0..*len).map(token).collect();
             row.labels.extend(tokens.iter().skip(1).chain(&[3]));
             row.tokens.extend(tokens);
