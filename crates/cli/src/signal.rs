@@ -1,5 +1,8 @@
 //! Signals of a run. SIGINT (Ctrl-C), SIGTERM and SIGHUP finish the step, save a checkpoint and end the run; a second Ctrl-C
 //! ends it at once. SIGUSR1 saves a checkpoint and the run goes on. Each is answered when it arrives.
+//!
+//! A terminal sends Ctrl-C to its whole foreground process group, and `launch`, `torchrun` and `timeout` then forward theirs:
+//! ranks get SIGINT twice for one Ctrl-C.
 
 use crate::output;
 use ferrotron_core::fault::time_limit::TimeLimit;
@@ -8,6 +11,10 @@ use signal_hook::flag;
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+/// SIGINT again within this time is the first one, forwarded by a launcher.
+const FORWARDED: Duration = Duration::from_millis(500);
 
 /// Shows a line to the user.
 pub type PrintLine = Box<dyn Fn(&str) + Send>;
@@ -56,9 +63,15 @@ impl Signals {
         let mut arrived = signal_hook::iterator::Signals::new([&ending[..], &[SIGUSR1]].concat())?;
         let answering = Arc::clone(&shared);
         let answer = move || {
-            let mut asked = false;
+            // When the run was first asked to end.
+            let mut asked: Option<Instant> = None;
             for signal in arrived.forever() {
-                if signal == SIGINT && asked {
+                if signal == SIGINT
+                    && let Some(first) = asked
+                {
+                    if first.elapsed() < FORWARDED {
+                        continue;
+                    }
                     answering.say("stopped at once; the same command resumes from the last checkpoint");
                     if std::io::stderr().is_terminal() {
                         output::note(""); // the progress bar's line ends here
@@ -69,7 +82,9 @@ impl Signals {
                     answering.say("stopped while joining the job; nothing was to be saved");
                     signal_hook::low_level::exit(128 + signal);
                 }
-                asked |= signal != SIGUSR1;
+                if signal != SIGUSR1 {
+                    asked.get_or_insert_with(Instant::now);
+                }
                 answering.say(&answer(signal, answering.step.load(Ordering::Relaxed)));
             }
         };
@@ -161,6 +176,9 @@ mod tests {
         assert!(signals.stop_requested() && signals.clone().stop_requested());
         // Schedulers may send it twice: only Ctrl-C ends at once.
         raise(SIGTERM);
+        // A forwarded Ctrl-C is not the second one: this process goes on, and the next signal is answered.
+        signal_hook::low_level::raise(SIGINT).unwrap();
+        assert_eq!(raise(SIGUSR1), "SIGUSR1: saving after step 9");
         assert_eq!(answer(SIGINT, 9), "finishing step 9 and saving; press Ctrl-C again to stop now");
         assert!(!is_ignored(SIGTERM));
     }

@@ -6,6 +6,7 @@
 mod support;
 
 use serde_json::Value;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -45,6 +46,8 @@ impl Job {
         }
         let log = std::fs::File::create(dir.join(format!("{out}.log"))).unwrap();
         command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log);
+        // As a shell starts a job in a terminal.
+        command.process_group(0);
         Job(command.spawn().unwrap())
     }
 
@@ -198,6 +201,22 @@ fn a_signal_to_the_launcher_saves_and_ends_all_processes() {
     assert_eq!(Job::start(dir, "b", 3, &[], &["--spares", "1"]).wait(&dir.join("b.log")), 0);
     let ends = ["a", "b"].map(|run| files(&dir.join(run).join("checkpoints/step-00000120")));
     assert!(ends[0] == ends[1]);
+}
+
+/// A terminal sends Ctrl-C to the launcher and to its processes, to which the launcher forwards it as well.
+#[test]
+fn ctrl_c_in_a_terminal_saves_and_ends_all_processes() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut job = Job::start(dir, "a", 2, &[], &["--steps", "100000", "--set", "checkpoint.every=0"]);
+    wait_for_step(&dir.join("a"), 5);
+    let group = format!("-{}", job.0.id());
+    assert!(Command::new("kill").args(["-INT", "--", &group]).status().unwrap().success());
+    let code = job.wait(&dir.join("a.log"));
+    let log = std::fs::read_to_string(dir.join("a.log")).unwrap();
+    assert_eq!(code, 0, "{log}");
+    assert!(log.contains("press Ctrl-C again") && log.contains("interrupted after step"), "{log}");
+    assert!(!files(&dir.join("a/checkpoints")).is_empty(), "{log}");
 }
 
 /// The job's `--timeout` is a minute and a half; a rank that hangs in an ordinary step is not waited for so long.

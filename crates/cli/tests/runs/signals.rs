@@ -81,6 +81,8 @@ fn ctrl_c_is_answered_and_the_second_ends_at_once() {
         answer.starts_with("finishing step ") && answer.ends_with("press Ctrl-C again to stop now"),
         "{answer}"
     );
+    // Sooner it would be taken for the same one, forwarded by a launcher.
+    std::thread::sleep(std::time::Duration::from_millis(600));
     signal("INT", child.id());
     let status = child.wait().unwrap();
     // Slow machines end by the second Ctrl-C; fast ones may have saved by then.
