@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
 use crate::tokenizer::Tokenizer;
 use ferrotron_core::config::DataFormat;
-use ferrotron_core::data::input::{InputReader, expand, is_json_lines};
+use ferrotron_core::data::input::{InputReader, expand, extension, is_json_lines};
 use ferrotron_core::data::{self, BuildSummary, IndexedDataset, Input, TextFormat, TokenType};
 use ferrotron_core::fs::{TargetLock, is_regular_file, parent};
 use std::io::{BufRead, Read};
@@ -150,6 +150,7 @@ pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Resu
                 let what = "is a file of a .bin/.idx pair, which is tokenized already; give the pair's prefix as training data";
                 return Err(Error::config(&path.display().to_string(), what));
             }
+            refuse_records(&path, format)?;
             let format = match (is_json_lines(&path), format) {
                 (false, _) => TextFormat::Whole,
                 (true, DataFormat::Chat) => TextFormat::Chat,
@@ -166,6 +167,28 @@ pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Resu
 fn is_of_a_pair(path: &Path) -> bool {
     let pair = pair_paths(path);
     pair.iter().any(|p| p == path) && pair.iter().all(|p| p.exists())
+}
+
+/// Refuses a file of records whose name is not that of JSON lines: it would be one document, with its braces and quotes.
+fn refuse_records(path: &Path, format: DataFormat) -> Result<()> {
+    const LINES: &str = "rename it to .jsonl if every line is a JSON object, or write a list as lines with `jq -c '.[]' FILE > FILE.jsonl`";
+    let extension = extension(path);
+    let what = match format {
+        _ if is_json_lines(path) => return Ok(()),
+        DataFormat::Chat => {
+            format!("data.format is \"chat\", and conversations are lines of a .jsonl or .ndjson file; {LINES}")
+        }
+        DataFormat::Auto if extension == "json" => {
+            format!("would be one document, with its braces and quotes; {LINES}; to train on it as it is, rename it to .txt")
+        }
+        DataFormat::Auto if matches!(extension.as_str(), "csv" | "tsv") => {
+            "would be one document, with its separators and quotes; write its rows as lines of JSON objects into a .jsonl file; to \
+             train on it as it is, rename it to .txt"
+                .into()
+        }
+        DataFormat::Auto | DataFormat::Text => return Ok(()),
+    };
+    Err(Error::damaged(path, what))
 }
 
 /// Is the first line of a file that is not blank a conversation?

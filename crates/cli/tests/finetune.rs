@@ -177,6 +177,14 @@ fn refusals_say_the_way_out() {
     assert!(e.contains("has no key \"text\""), "{e}");
     let e = f.refuses(&["--data", &f.at("nowhere.jsonl")]);
     assert!(e.contains("there is no file, folder or .bin/.idx pair") && e.contains("data build"), "{e}");
+    // A list of conversations, and lines under another ending, are not one text.
+    let (list, other) = (f.at("list.json"), f.at("lines.txt"));
+    std::fs::write(&list, "[{\"messages\": []}]").unwrap();
+    std::fs::copy(&chats, &other).unwrap();
+    for (path, set) in [(&list, "data.format=auto"), (&list, "data.format=chat"), (&other, "data.format=chat")] {
+        let e = f.refuses(&["--data", path, "--set", set]);
+        assert!(e.contains(path.as_str()) && e.contains("jq -c") && e.contains("rename it to .jsonl"), "{e}");
+    }
     let bad = f.at("bad.jsonl");
     std::fs::write(&bad, "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}\n{\"messages\": []}\n")
         .unwrap();

@@ -17,7 +17,8 @@ PREFIX.dataset.json beside it names the tokenizer, which `train` compares with i
 itself, into a cache.
 
 Inputs are files, folders (every .jsonl, .ndjson, .txt and .text in them) and globs, also compressed (.gz, .zst). Each line of a
-.jsonl file is one document, whose text is in the field --field; every other file is one document. Lines with \"messages\",
+.jsonl file is one document, whose text is in the field --field; every other file is one document (.json, .csv and .tsv only with
+--format text). Lines with \"messages\",
 \"conversations\" (ShareGPT) or \"prompt\" and \"completion\" are conversations: the tokenizer's chat template renders them, and
 only the assistant's turns have a loss. `train`
 shuffles documents and holds some of them out for validation, so use many documents rather than one large one. The same input
