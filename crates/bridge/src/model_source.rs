@@ -6,7 +6,7 @@ use crate::forward::check_dtype;
 use crate::generation_config::GENERATION_CONFIG;
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{ModelLocation, Weights, open_model, to_core};
+use crate::weights::{ModelLocation, Weights, locate_model, open_model, to_core};
 use ferrotron_core::config::{Config, Recipe};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
 use ferrotron_core::train::CONFIG;
@@ -16,6 +16,9 @@ use std::path::{Path, PathBuf};
 
 /// Folder inside a converted checkpoint for the files that the Hugging Face folder had beside its weights.
 pub(crate) const COMPANIONS: &str = "hf";
+
+/// Most runs, each trained from the one before, through which a tokenizer is looked for.
+pub(crate) const MAX_RUNS: usize = 100;
 
 /// The files that name a model's beginning and end tokens by their ids.
 const GENERATION_FILES: [&str; 2] = [GENERATION_CONFIG, "config.json"];
@@ -48,12 +51,7 @@ impl ModelSource {
     /// Finds and checks a Hugging Face folder, a checkpoint, or the newest checkpoint of a run folder.
     pub fn open(path: &Path) -> Result<ModelSource> {
         let (place, weights) = open_model(path)?;
-        let config = match &place {
-            ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
-                Some(Recipe::read_stored(&run.join(CONFIG))?.config)
-            }
-            _ => None,
-        };
+        let config = run_config(&place)?;
         Ok(ModelSource { place, weights, config })
     }
 
@@ -82,20 +80,7 @@ impl ModelSource {
 
     /// The folder or file of its tokenizer: its own, the one converted with it, or the one its recipe names.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
-        let with_tokenizer = |dir: &PathBuf| dir.join("tokenizer.json").is_file();
-        match (&self.place, &self.config) {
-            (ModelLocation::HuggingFace(dir), _) => Some(dir.clone()),
-            (ModelLocation::Peft { folder, base }, _) => {
-                Some(if with_tokenizer(folder) { folder.clone() } else { base.clone() })
-            }
-            (ModelLocation::Checkpoint { folder, .. }, config) => {
-                let named = config.as_ref().and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
-                let first = config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
-                let first = first.into_iter().flat_map(|dir| [dir.join(COMPANIONS), dir]);
-                let mut own = std::iter::once(folder.join(COMPANIONS)).chain(first).filter(with_tokenizer);
-                named.or_else(|| own.next())
-            }
-        }
+        tokenizer_of(&self.place, self.config.as_ref(), MAX_RUNS)
     }
 
     /// The folder with the files that belong to the model beside its weights, if there is one.
@@ -214,6 +199,48 @@ impl TextIo {
             (false, _) => Ok(ids.into_iter().map(|id| id as i32).collect()),
         }
     }
+}
+
+/// The configuration of the run that a checkpoint belongs to.
+fn run_config(place: &ModelLocation) -> Result<Option<Config>> {
+    match place {
+        ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
+            Ok(Some(Recipe::read_stored(&run.join(CONFIG))?.config))
+        }
+        _ => Ok(None),
+    }
+}
+
+/// The folder or file of a model's tokenizer: its own, the one converted with it, the one that its recipe names, or that of
+/// the model that it was trained from.
+fn tokenizer_of(place: &ModelLocation, config: Option<&Config>, runs: usize) -> Option<PathBuf> {
+    match place {
+        ModelLocation::HuggingFace(dir) => Some(dir.clone()),
+        ModelLocation::Peft { folder, base } => {
+            Some(if has_tokenizer(folder) { folder.clone() } else { base.clone() })
+        }
+        ModelLocation::Checkpoint { folder, .. } => {
+            let named = config.and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
+            let converted = || Some(folder.join(COMPANIONS)).filter(|dir| has_tokenizer(dir));
+            let first = || tokenizer_of_start(Path::new(config?.model.hf.as_ref()?), runs);
+            named.or_else(converted).or_else(first)
+        }
+    }
+}
+
+/// The tokenizer of the model in `path` that a run starts from, if there is one; it may be another run's model.
+pub(crate) fn tokenizer_of_start(path: &Path, runs: usize) -> Option<PathBuf> {
+    let own = [path.to_path_buf(), path.join(COMPANIONS)];
+    own.into_iter().find(|dir| has_tokenizer(dir)).or_else(|| {
+        let (runs, place) = (runs.checked_sub(1)?, locate_model(path).ok()?);
+        let found = tokenizer_of(&place, run_config(&place).ok()?.as_ref(), runs)?;
+        // One that is named and gone is an error where it is opened.
+        (!found.is_dir() || has_tokenizer(&found)).then_some(found)
+    })
+}
+
+fn has_tokenizer(dir: &Path) -> bool {
+    dir.join("tokenizer.json").is_file()
 }
 
 /// Opens a tokenizer by the folder of its `tokenizer.json`, or by a file of that format.

@@ -1,7 +1,7 @@
 //! Resolves recipes that name Hugging Face folders, checkpoints or tokenizers.
 
 use crate::error::{Error, Result};
-use crate::model_source::{COMPANIONS, tokenizer_at};
+use crate::model_source::{MAX_RUNS, tokenizer_at, tokenizer_of_start};
 use crate::peft::{Adapters, alpha};
 use crate::tokenized;
 pub use crate::tokenized::Untokenized;
@@ -164,9 +164,7 @@ pub fn tokenizer_path(c: &Config) -> Option<PathBuf> {
     match (&c.data.tokenizer, &c.model.hf) {
         (Some(named), _) => Some(PathBuf::from(named)),
         // A folder without a tokenizer is fine: the recipe then names the one of its data.
-        (None, Some(hf)) => [PathBuf::from(hf), Path::new(hf).join(COMPANIONS)]
-            .into_iter()
-            .find(|dir| dir.join("tokenizer.json").is_file()),
+        (None, Some(hf)) => tokenizer_of_start(Path::new(hf), MAX_RUNS),
         (None, None) => None,
     }
 }

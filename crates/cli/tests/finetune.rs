@@ -130,6 +130,25 @@ fn a_pair_of_data_build_and_its_files_train_alike() {
     assert_eq!(cached(), 2);
 }
 
+/// A run names its tokenizer and template by the model it was trained from, through any number of runs.
+#[test]
+fn a_run_is_trained_further_with_its_tokenizer_and_chat_template() {
+    let f = Fixture::new();
+    let data = ["--data", &f.at("chats.jsonl"), "--steps", "2"].map(String::from);
+    let data: Vec<&str> = data.iter().map(String::as_str).collect();
+    f.trains(&data);
+    for (from, to) in [("out", "second"), ("second", "third")] {
+        let (hf, out) = (format!("model.hf={}", f.at(from)), f.at(to));
+        let text = f.trains(&[&data[..], &["--set", &hf, "--out", &out]].concat());
+        assert!(text.contains("loss on"), "{text}");
+    }
+    let [first, third] = ["out", "third"].map(|run| {
+        let data = f.at("chats.jsonl");
+        json(&["eval", &f.at(run), "--data", &data, "--limit", "3"])["data"][0]["tokens"].clone()
+    });
+    assert_eq!(first, third);
+}
+
 #[test]
 fn padding_free_batches_count_conversations_and_their_tokens() {
     let f = Fixture::new();
