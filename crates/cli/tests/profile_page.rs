@@ -90,6 +90,9 @@ fn two_ranks_in_a_browser() {
     let text = ok(&[&args[..], &more, &moe].concat());
     let (report, trace) = (out.join("profile.html"), out.join("profile.trace.json"));
     assert!(text.contains("profile: ") && text.contains("profile.html") && trace.is_file(), "{text}");
+    // Measuring the roofline takes a gigabyte; these steps do not.
+    let memory = text.lines().find(|l| l.contains("peak memory")).unwrap();
+    assert!(memory.contains("MiB ("), "{memory}");
     let all = check(&report, 2, 3, &["grouped GEMMs", "token permutation"]);
     assert_eq!(all["subject"]["untraced_steps"], 2);
     let groups = all["profile"]["communication"].as_array().unwrap();

@@ -81,8 +81,8 @@ pub fn text(run: &Run, outcome: &Outcome, started: Instant, sample: Option<&str>
         let each = groups.collect::<String>();
         row("communication", format!("{} sent per step by rank 0{each}", format_bytes(sent as usize)));
     }
-    let memory = run.trainer.rank.device().memory();
-    let [peak, reserved] = [memory.total_peak, memory.reserved_peak].map(format_bytes);
+    // The device's own account has since counted what a profile measures, and the sample.
+    let [peak, reserved] = outcome.peak_memory.map(format_bytes);
     row("peak memory", format!("{peak} ({reserved} reserved)"));
     row("run folder", run.dir().display().to_string());
     out += &format!("\n{}", output::table(&rows));

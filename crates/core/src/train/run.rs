@@ -63,6 +63,8 @@ pub struct Outcome {
     pub loss: Option<f64>,
     /// Loss of the last evaluation, if there was one.
     pub eval: Option<f64>,
+    /// Peak bytes of device memory in use and reserved, up to the end of the last step.
+    pub peak_memory: [usize; 2],
 }
 
 /// A training run in a folder.

@@ -60,8 +60,11 @@ impl Run {
             first: None,
             loss: None,
             eval: None,
+            peak_memory: [0; 2],
         };
         let trained = self.train_steps(data, eval, observer, &mut out);
+        let memory = self.trainer.rank.device().memory();
+        out.peak_memory = [memory.total_peak, memory.reserved_peak];
         self.trainer.rank.world.set_timeout(None);
         match trained {
             Ok(()) => self.finish_saves(out.finished, observer)?,
