@@ -47,7 +47,11 @@ impl TraceArgs {
         let files = [(self.trace.as_ref(), "write the trace"), (report, "write the profile")];
         for (file, what) in files.into_iter().filter(|_| global.launch.leads()) {
             if let Some(file) = file {
-                std::fs::File::create(file).map_err(|e| Error::io_doing(file, what, e))?;
+                // What an earlier run wrote stays until there is something to replace it.
+                let is_new = !file.exists();
+                let open = std::fs::OpenOptions::new().append(true).create(true).open(file);
+                open.and_then(|_| if is_new { std::fs::remove_file(file) } else { Ok(()) })
+                    .map_err(|e| Error::io_doing(file, what, e))?;
             }
         }
         Ok(Global { trace: self.is_on(), ..global.clone() })
@@ -108,7 +112,7 @@ impl TraceArgs {
         let Some(trace) = trace else { return Ok(None) };
         let file = self.trace.clone().or_else(|| Some(report.as_ref()?.with_extension("trace.json")));
         let file = file.unwrap_or_default();
-        if self.is_on() {
+        if self.is_on() && !trace.is_empty() {
             std::fs::write(&file, trace.chrome_json())
                 .map_err(|e| Error::io_doing(&file, "write the trace", e))?;
         }
@@ -238,7 +242,7 @@ impl Summary {
     pub fn text(&self) -> String {
         let t = &self.trace;
         if t.is_empty() {
-            return format!("\nno step was traced: {} is empty\n", self.file.display());
+            return format!("\nno step was traced: {} was not written\n", self.file.display());
         }
         let mut out = format!(
             "\ntrace: {} ({:.1} ms of {}; open it in ui.perfetto.dev)\n",

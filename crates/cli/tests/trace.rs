@@ -93,11 +93,28 @@ fn a_benchmark_shows_steps_beside_the_timed_ones() {
 }
 
 #[test]
+fn a_run_without_a_step_keeps_the_trace_of_the_one_before() {
+    let (dir, recipe) = folder();
+    let (out, file) = (dir.path().join("run"), dir.path().join("t.json"));
+    let train = ["train", path(&recipe), "--out", path(&out), "--device", "cpu", "--trace", path(&file)];
+    ok(&train);
+    let traced = std::fs::read(&file).unwrap();
+    assert!(!events(&file).is_empty());
+    let text = ok(&train);
+    assert!(text.contains("no step was traced"), "{text}");
+    assert!(std::fs::read(&file).unwrap() == traced);
+}
+
+#[test]
 fn a_file_that_cannot_be_written_is_found_first() {
     let (dir, recipe) = folder();
     let (out, file) = (dir.path().join("run"), dir.path().join("no/folder.json"));
     let error = fails(&["train", path(&recipe), "--out", path(&out), "--trace", path(&file)], 1);
     assert!(error.contains("folder.json: cannot write the trace"), "{error}");
     assert!(!out.exists());
+    // The check leaves nothing behind where a run does not begin.
+    let file = dir.path().join("t.json");
+    fails(&["train", path(&recipe), "--out", path(&out), "--trace", path(&file), "--set", "data.path=none"], 1);
+    assert!(!file.exists());
     fails(&["train", path(&recipe), "--trace", path(&file), "--trace-steps", "0"], 2);
 }
