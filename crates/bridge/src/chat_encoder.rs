@@ -36,7 +36,7 @@ impl<'a> ChatEncoder<'a> {
 
     fn chat(&self, input: &ChatInput) -> Result<Vec<Span>, String> {
         let template = self.template.as_ref().ok_or(
-            "is a conversation, but the tokenizer's folder has no chat template; give a Jinja file by data.chat_template",
+            "is a conversation, but the tokenizer's folder has no chat template; give a Jinja file with --chat-template, in training with data.chat_template",
         )?;
         let chat = template.render_assistant(input).map_err(|e| e.to_string())?;
         let (ids, inside) =

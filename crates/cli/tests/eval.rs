@@ -143,6 +143,14 @@ fn of_conversations_the_assistants_turns_are_scored() {
     }
     let one = json(&["eval", path(&model), "--data", path(&file), "--limit", "1"]);
     assert_eq!((&one["data"][0]["tokens"], &one["data"][0]["documents"]), (&6.into(), &1.into()));
+    // A run of bytes has no folder of a template: it is given.
+    let error = fails(&["eval", path(&run), "--data", path(&file)], 1);
+    assert!(error.contains("--chat-template"), "{error}");
+    let given = model.join("chat_template.jinja");
+    let given = json(&["eval", path(&run), "--data", path(&file), "--limit", "1", "--chat-template", path(&given)]);
+    assert_eq!(given["data"][0]["tokens"], 6);
+    // Only questions have prompts and samples.
+    fails(&["eval", path(&run), "--data", path(&file), "--log-samples", "none.jsonl"], 2);
 }
 
 #[test]

@@ -26,9 +26,16 @@ pub struct Document {
 }
 
 /// Reads at most `limit` documents behind a path, folder or glob: a line of a `.jsonl` is a text under `field` or a
-/// conversation, every other file is one text. Empty ones are left out.
-pub fn documents(path: &Path, text: &TextIo, field: &str, limit: Option<usize>) -> Result<Vec<Document>> {
-    let encoder = ChatEncoder::new(&text.tokenizer, text.chat_dir.as_deref(), None)?;
+/// conversation, every other file is one text. Empty ones are left out. `template` is a chat template's file; without it that
+/// of the model's folder counts.
+pub fn documents(
+    path: &Path,
+    text: &TextIo,
+    field: &str,
+    template: Option<&str>,
+    limit: Option<usize>,
+) -> Result<Vec<Document>> {
+    let encoder = ChatEncoder::new(&text.tokenizer, text.chat_dir.as_deref(), template)?;
     let (mut out, limit) = (Vec::new(), limit.unwrap_or(usize::MAX));
     for input in inputs(&[PathBuf::from(path)], DataFormat::Auto, field)? {
         let mut reader = InputReader::open(&input.path)?;

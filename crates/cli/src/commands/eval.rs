@@ -70,10 +70,10 @@ pub struct Args {
     #[arg(long, value_name = "NAME", default_value = "text")]
     pub field: String,
     /// Prompt of a record with a question; {question} stands for it [default: "Question: {question}\nAnswer:"]
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", requires = "tasks")]
     pub prompt: Option<String>,
     /// Write the score of every choice of every question to this file, as JSON lines
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "tasks")]
     pub log_samples: Option<PathBuf>,
     /// Compute precision: f32, bf16 or f16 [default: the model's if bf16, otherwise f32]
     #[arg(long, value_name = "DTYPE")]
@@ -81,6 +81,9 @@ pub struct Args {
     /// Folder with tokenizer.json, or the file itself [default: the model's own]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
+    /// Chat template, a Jinja file [default: that of the model's folder]
+    #[arg(long, value_name = "FILE")]
+    pub chat_template: Option<String>,
     /// Parallel layout: tp splits the model, dp shares the work, ep spreads experts; such as tp=2,dp=4
     #[arg(long, value_name = "LAYOUT", default_value = "", hide_default_value = true)]
     pub layout: Layout,
@@ -195,7 +198,7 @@ fn all_work(args: &Args, text: &TextIo, length: usize) -> Result<Vec<Work>> {
     let mut out = Vec::new();
     let name = |path: &Path| path.display().to_string();
     for path in &args.data {
-        let documents = documents(path, text, &args.field, args.limit)?;
+        let documents = documents(path, text, &args.field, args.chat_template.as_deref(), args.limit)?;
         let start = text.start.ok_or_else(|| {
             UsageError::new(
                 "the tokenizer has neither a beginning nor an end of text, which documents start from",
