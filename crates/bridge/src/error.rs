@@ -111,6 +111,12 @@ impl Error {
         Error::Config { origin: origin.into(), what: what.into() }
     }
 
+    /// A key of a recipe whose value cannot be used.
+    pub(crate) fn key(key: &str, what: impl Into<String>) -> Error {
+        let (key, what) = (Some(key.into()), what.into());
+        ferrotron_core::Error::Config { file: None, line: None, key, what, hint: None }.into()
+    }
+
     pub(crate) fn unsupported(origin: &str, what: impl Into<String>) -> Error {
         Error::Unsupported { origin: origin.into(), what: what.into() }
     }

@@ -56,9 +56,8 @@ fn resolve_lengths(
 fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) -> Result<Weights> {
     let wrong = |what: String| Err(Error::config(&folder.display().to_string(), what));
     let Some(base) = base else {
-        return wrong(
-            "lora.adapter needs the base model of the adapters; name its folder with model.hf".into(),
-        );
+        let what = "needs the base model of the adapters; name its folder with model.hf";
+        return Err(Error::key("lora.adapter", what));
     };
     let config = base.hf_config()?;
     let adapters = Adapters::from_peft(&folder, &config)?;

@@ -81,7 +81,9 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
         };
     }
     if !path.exists() {
-        return wrong("does not exist");
+        return wrong(
+            "does not exist; for a name on the Hugging Face hub, `hf download NAME --local-dir DIR` makes a folder",
+        );
     }
     wrong(
         "holds no model: it is neither a Hugging Face folder (config.json), a PEFT folder (adapter_config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
