@@ -163,6 +163,15 @@ fn steps_done_again_replace_the_earlier_ones() {
 }
 
 #[test]
+fn a_run_that_goes_on_for_longer_has_the_steps_of_its_resume() {
+    let start = RunStart { steps: 4, ..RunStart::default() };
+    let change = Change { key: "train.steps".into(), old: "4".into(), new: "10".into() };
+    let resume = Resume { step: 4, changes: vec![change], ..Resume::default() };
+    let events = [Event::RunStart(start), step(4), Event::Resume(resume), step(5)];
+    assert_eq!(history(&lines(events)).start.unwrap().steps, 10);
+}
+
+#[test]
 fn a_resumed_or_replaced_log_is_read_anew() {
     let dir = tempfile::tempdir().unwrap();
     let mut log = EventLog::create(dir.path().join(FILE_NAME).as_path()).unwrap();

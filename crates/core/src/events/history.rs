@@ -167,6 +167,12 @@ impl RunHistory {
         self.last_time = line.time;
         // A resumed run drops its end from the log; one that goes on without that has not ended either.
         self.end = None;
+        // A run may go on for longer than it was begun, or end sooner.
+        if let (Event::Resume(resume), Some(start)) = (&line.event, &mut self.start)
+            && let Some(change) = resume.changes.iter().find(|c| c.key == "train.steps")
+        {
+            start.steps = change.new.parse().unwrap_or(start.steps);
+        }
         match line.event {
             Event::RunStart(start) => self.start = Some(start),
             Event::Eval(eval) => self.evals.push(eval),
