@@ -21,6 +21,7 @@ pub fn check(r: &Resolved, tokenizer: Option<&TokenizerInfo>) -> Result<Vec<Stri
         let data = IndexedDataset::open(prefix)?;
         match DatasetInfo::of(&data)? {
             Some(info) => {
+                covers(&info, tokenizer, r)?;
                 within(&data, 0, info.largest_id.into(), r.model.vocab)?;
                 if r.config.data.check_tokenizer {
                     notes.extend(same_tokenizer(&data, &info.tokenizer, tokenizer, r.model.vocab)?);
@@ -39,6 +40,27 @@ pub fn check(r: &Resolved, tokenizer: Option<&TokenizerInfo>) -> Result<Vec<Stri
         }
     }
     Ok(notes)
+}
+
+/// A tokenizer that the run and its data share, and that has more ids than the model: the model is the one to change.
+fn covers(info: &DatasetInfo, run: Option<&TokenizerInfo>, r: &Resolved) -> Result<()> {
+    let (ids, vocab) = (info.tokenizer.vocab, r.model.vocab);
+    let is_shared = match run {
+        Some(run) => run.digest == info.tokenizer.digest,
+        None => info.tokenizer.digest.is_none(),
+    };
+    if !is_shared || (info.largest_id as usize) < vocab {
+        return Ok(());
+    }
+    let way_out = match &r.config.model.hf {
+        Some(_) => "take the tokenizer of the model's folder (leave data.tokenizer out)".into(),
+        None => format!("set it to {ids}"),
+    };
+    let what = format!(
+        "the data holds token {}, outside the vocabulary of {vocab}: its tokenizer has {ids} ids; {way_out}",
+        info.largest_id
+    );
+    Err(Error::Config { file: None, line: None, key: Some("model.vocab".into()), what, hint: None })
 }
 
 fn within(data: &IndexedDataset, smallest: i64, largest: i64, vocab: usize) -> Result<()> {
@@ -67,8 +89,8 @@ fn same_tokenizer(
         Err(Error::damaged(
             data.path(),
             format!(
-                "was made with {}, but {with}; build it again with `ferrotron data build --tokenizer`, or set \
-                 data.check_tokenizer=false to train on it as it is",
+                "was made with {}, but {with}; name its tokenizer with data.tokenizer (a pair of `data build`: build it again \
+                 with --tokenizer), or set data.check_tokenizer=false to train on it as it is",
                 made_with.describe()
             ),
         ))
