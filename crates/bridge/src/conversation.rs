@@ -1,6 +1,7 @@
 //! Conversations as JSON lines: `messages`, ShareGPT `conversations`, or `prompt` and `completion`.
 
 use crate::chat::ChatInput;
+use ferrotron_core::data::build::no_object;
 use minijinja::context;
 use minijinja::value::{Value, ValueKind};
 
@@ -45,7 +46,7 @@ pub fn is_conversation(line: &str) -> bool {
 
 /// Reads a line. The keys `tools` and `chat_template_kwargs` beside a conversation go to the template.
 pub fn parse(line: &str) -> Result<Record, String> {
-    let record: Value = serde_json::from_str(line).map_err(|e| format!("is not a JSON object ({e})"))?;
+    let record: Value = serde_json::from_str(line).map_err(|e| no_object(&e))?;
     if record.kind() != ValueKind::Map {
         return Err("is not a JSON object".into());
     }

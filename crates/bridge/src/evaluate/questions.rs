@@ -6,7 +6,7 @@ use super::SequenceLoss;
 use super::windows::continuation;
 use crate::error::{Error, Result};
 use crate::model_source::TextIo;
-use ferrotron_core::data::build::read_line;
+use ferrotron_core::data::build::{no_object, read_line};
 use ferrotron_core::data::input::InputReader;
 use ferrotron_core::model::Sequence;
 use serde_json::{Map, Value};
@@ -85,8 +85,7 @@ pub fn questions(path: &Path, prompt: &str, limit: Option<usize>) -> Result<Vec<
 /// ARC's `question`, `choices` of `text` and `label`, `answerKey`; HellaSwag's `ctx` or `ctx_a` and `ctx_b`, `endings`,
 /// `label`. `context` in place of `question` is continued as it is.
 fn parse(line: &str, prompt: &str) -> Result<Question, String> {
-    let record: Map<String, Value> =
-        serde_json::from_str(line).map_err(|e| format!("is not a JSON object ({e})"))?;
+    let record: Map<String, Value> = serde_json::from_str(line).map_err(|e| no_object(&e))?;
     let text = |key: &str| record.get(key).and_then(Value::as_str);
     if let Some(endings) = record.get("endings") {
         let choices = strings(endings, "endings")?.iter().map(|s| wikihow(s)).collect();

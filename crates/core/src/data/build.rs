@@ -340,6 +340,14 @@ pub fn read_line(reader: &mut InputReader, path: &Path, number: u64) -> Result<O
     Ok(Some(text.trim_end_matches(['\n', '\r']).to_owned()))
 }
 
+/// What is wrong with a line that is no JSON object. The error's own "line 1" is the line itself, whatever its number in
+/// the file, and is left out.
+pub fn no_object(e: &serde_json::Error) -> String {
+    let why = e.to_string().replace(" at line 1 column ", " at column ");
+    let hint = if e.is_eof() { "; every line of the file holds a whole object" } else { "" };
+    format!("is not a JSON object ({why}){hint}")
+}
+
 /// The text of the document on a line; empty for a blank line.
 pub fn document_text(line: &str, format: &TextFormat) -> Result<String, String> {
     let TextFormat::JsonLines { key } = format else { return Ok(line.to_owned()) };
@@ -347,7 +355,7 @@ pub fn document_text(line: &str, format: &TextFormat) -> Result<String, String> 
         return Ok(String::new());
     }
     let mut object: serde_json::Map<String, serde_json::Value> =
-        serde_json::from_str(line).map_err(|e| format!("is not a JSON object ({e})"))?;
+        serde_json::from_str(line).map_err(|e| no_object(&e))?;
     match object.remove(key) {
         Some(serde_json::Value::String(text)) => Ok(text),
         Some(_) => Err(format!("\"{key}\" is not a string")),
