@@ -85,7 +85,7 @@ fn traced(
 
 /// Times steps. None on ranks other than 0.
 fn measure(args: &Train, global: &Global, resolved: &Resolved, rank: &Rank) -> Result<Option<Measured>> {
-    let (document, steps) = (args.packed.map(usize::from), args.steps.max(1));
+    let (document, steps) = (args.packed.map(usize::from), args.steps);
     let time = |r: &Resolved| bench::train(rank.clone(), r, args.warmup, steps, document, global.started);
     let b = time(resolved)?;
     let even = balanced(args, resolved)?.map(|r| time(&r)).transpose()?;

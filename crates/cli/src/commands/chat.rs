@@ -87,7 +87,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let dtype = found.compute_dtype(args.dtype.map(Precision::dtype))?;
     let layout = args.layout.grid();
-    if layout.world()? != layout.tp {
+    if layout.world()? != layout.tp || layout.vp != 1 {
         return Err(UsageError::new("chat supports tensor parallelism only; use --layout tp=N").into());
     }
     let one = |rank: Rank| -> Result<Vec<Value>> {

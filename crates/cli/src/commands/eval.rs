@@ -122,8 +122,8 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let text = found.text(args.tokenizer.as_deref())?;
     let dtype = found.compute_dtype(args.dtype.map(Precision::dtype))?;
     let layout = args.layout.grid();
-    if layout.cp != 1 || layout.pp != 1 {
-        let what = "evaluation needs whole sequences and a whole model: cp=1 and pp=1";
+    if layout.cp != 1 || layout.pp != 1 || layout.vp != 1 {
+        let what = "evaluation needs whole sequences and a whole model: cp=1, pp=1 and vp=1";
         return Err(UsageError::new(what)
             .hint("use --layout tp=N to split the model, dp=N to share the work")
             .into());

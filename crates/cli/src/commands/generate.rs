@@ -64,6 +64,9 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    if args.tokens == 0 {
+        return Err(UsageError::new("--tokens must be at least 1").into());
+    }
     let sampling = args.sampling.sampling()?;
     let prompt = read_prompt(&args.prompt)?;
     let found = ModelSource::open(&args.model)?;
@@ -71,7 +74,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let ids = text.prompt(&prompt, args.chat)?;
     let dtype = found.compute_dtype(args.dtype.map(Precision::dtype))?;
     let layout = args.layout.grid();
-    if layout.world()? != layout.tp {
+    if layout.world()? != layout.tp || layout.vp != 1 {
         return Err(UsageError::new("generation supports tensor parallelism only; use --layout tp=N").into());
     }
     let one = |rank: Rank| -> Result<(Vec<i32>, String, f64)> {

@@ -42,6 +42,9 @@ impl Measured {
 
 /// Runs the command.
 pub(super) fn run(args: &Train, global: &Global) -> Result<ExitCode> {
+    if args.steps == 0 || args.peak.is_some_and(|peak| peak.is_nan() || peak <= 0.0) {
+        return Err(output::UsageError::new("--steps must be at least 1, and --peak above 0").into());
+    }
     let resolved = super::resolve(&args.work, &args.set, args.dtype, global.world_size(args.ranks)?)?;
     if resolved.config.parallel.layout().world()? != 1 {
         return crate::commands::bench_ranks::run(args, global, &resolved);
@@ -72,7 +75,7 @@ fn measure(args: &Train, global: &Global, resolved: Resolved) -> Result<Measured
     let peak = peak(args, &rank, resolved.config.precision.dtype)?;
     let document = args.packed.map(usize::from);
     let steps =
-        bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.started)?;
+        bench::train(rank.clone(), &resolved, args.warmup, args.steps, document, global.started)?;
     let balanced = train_force_balanced(args, &rank, &resolved, global)?;
     let traced = traced(args, &rank, &resolved, &steps)?;
     let offloads = steps.memory.host.peak > 0 && rank.device().gpu().is_some();
@@ -97,7 +100,7 @@ fn train_force_balanced(
 ) -> Result<Option<bench::TrainBench>> {
     let Some(even) = balanced(args, r)? else { return Ok(None) };
     let document = args.packed.map(usize::from);
-    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.started)?))
+    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps, document, global.started)?))
 }
 
 /// The workload with random, nearly balanced routing, if `--force-balance` is given.
