@@ -53,7 +53,7 @@ pub struct Args {
     /// Also search what to keep in host memory: activations of some layers, optimizer state, both
     #[arg(long, conflicts_with = "vary")]
     offload: bool,
-    /// Print the best plan for every value of these keys, as in tp,pp
+    /// Print the best plan for every value of these keys, as in tp,pp; keys: tp, cp, pp, vp, ep, etp, zero, micro_batch
     #[arg(long, value_name = "KEYS", value_delimiter = ',')]
     vary: Vec<String>,
     /// Draw one step of the best plan: pipeline timeline, exposed communication, memory of each pipeline rank
@@ -81,7 +81,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     };
     let machine = if gpus == "this" { this_machine()? } else { parse_machine(gpus)? };
     let mut limits = Constraints::free(dtypes(name, &args, &machine)?);
-    limits.fix(&args.layout)?;
+    let usage = |e: ferrotron_core::Error| UsageError::new(e.to_string());
+    limits.fix(&args.layout).map_err(|e| UsageError::new(format!("--layout: {e}")))?;
+    check_varied(&args.vary)?;
     let mut variants = Vec::new();
     for dtype in limits.dtypes.iter().copied() {
         let limits = Constraints { dtypes: vec![dtype], ..limits.clone() };
@@ -103,7 +105,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let mut found = SearchResult { considered: 0, plans: Vec::new(), least_memory: None };
     for (workload, limits) in &variants {
-        let one = search(workload, &machine, limits, args.top + 1)?;
+        let one = search(workload, &machine, limits, args.top + 1).map_err(usage)?;
         found.considered += one.considered;
         found.plans.extend(one.plans);
         found.least_memory = [found.least_memory, one.least_memory].into_iter().flatten().reduce(f64::min);
@@ -188,6 +190,22 @@ pub(super) fn this_machine() -> Result<Machine> {
         ))
     })?;
     Ok(Machine { gpus: all.len(), hardware })
+}
+
+/// Keys with numbers for values, which `--vary` takes.
+const VARIED: [&str; 8] = ["tp", "cp", "pp", "vp", "ep", "etp", "zero", "micro_batch"];
+
+fn check_varied(keys: &[String]) -> Result<()> {
+    for (i, key) in keys.iter().enumerate() {
+        if !VARIED.contains(&key.as_str()) {
+            let what = format!("--vary {key}: the keys are {}", VARIED.join(", "));
+            return Err(UsageError::new(what).into());
+        }
+        if keys[..i].contains(key) {
+            return Err(UsageError::new(format!("--vary: {key} is given twice")).into());
+        }
+    }
+    Ok(())
 }
 
 /// The best plan for every combination of the values of some keys.

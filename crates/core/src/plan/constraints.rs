@@ -64,10 +64,15 @@ impl Constraints {
 
     /// Fixes what `text` says, `tp=4,pp=2,micro_batch=1,recompute=full`.
     pub fn fix(&mut self, text: &str) -> Result<()> {
+        let mut given = Vec::new();
         for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
             let wrong = |what: &str| Error::Invalid(format!("layout {item:?}: {what}"));
             let (key, value) =
                 item.split_once('=').ok_or_else(|| wrong("write key=value, as in tp=4,pp=2"))?;
+            if given.contains(&key) {
+                return Err(wrong(&format!("{key} is given twice")));
+            }
+            given.push(key);
             if key == "recompute" {
                 let names = ["none", "norm+activation", "mlp", "full"];
                 let at = names.iter().position(|n| *n == value);
