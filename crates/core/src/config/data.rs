@@ -26,6 +26,7 @@ impl Recipe {
         {
             return self.refuse("data.weights", "must not be negative, and not all 0");
         }
+        self.within("data.seed", d.seed as f64, 0.0, f64::from(u32::MAX))?;
         let split = d.split.0;
         if split.iter().any(|s| *s < 0.0) || split[0] <= 0.0 {
             return self

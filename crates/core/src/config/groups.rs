@@ -102,7 +102,7 @@ impl Recipe {
             return Ok(());
         };
         if m.weight_decay == MuonDecay::L2 && o.master_dtype == MasterDtype::Remainder {
-            let what = "weight_decay = \"l2\" reads f32 master weights; set optimizer.master_dtype = \"f32\", or decay = \"decoupled\"";
+            let what = "weight_decay = \"l2\" reads f32 master weights; set optimizer.master_dtype = \"f32\", or weight_decay = \"decoupled\"";
             return self.refuse("optimizer.muon", what);
         }
         let p = &r.config.parallel;

@@ -36,6 +36,8 @@ pub struct Recipe {
     layers: usize,
     /// The first layer is a recipe of this program, not a user's file.
     built_in: bool,
+    /// The first layer is what a run stored, perhaps one of an earlier version.
+    stored: bool,
 }
 
 /// The origin of a value.
@@ -100,7 +102,8 @@ impl Recipe {
             Error::Config { file: Some(shown.clone()), line: Some(line), key: None, what, hint: None }
         })?;
         let name = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
-        let mut recipe = Recipe { name, ..Recipe::default() };
+        let stored = matches!(source, Source::Stored);
+        let mut recipe = Recipe { name, stored, ..Recipe::default() };
         recipe.add_from(&shown, &text, source)?;
         Ok(recipe)
     }
@@ -245,6 +248,12 @@ impl Recipe {
     /// Whether a recipe of this program has set this key, and no user has.
     pub(super) fn is_built_in(&self, key: &str) -> bool {
         self.built_in && self.origins.get(key).is_some_and(|o| o.layer == 1)
+    }
+
+    /// True if the user has set a key, in a file or on the command line.
+    pub(super) fn is_users(&self, key: &str) -> bool {
+        let given = self.built_in || self.stored;
+        self.origins.get(key).is_some_and(|o| !given || o.layer > 1)
     }
 
     /// An error about a key's value, with the file and line that set it.

@@ -30,6 +30,7 @@ mod schedule;
 mod suggest;
 mod table;
 mod types;
+mod unused;
 mod validate;
 mod write;
 

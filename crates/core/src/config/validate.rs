@@ -60,7 +60,7 @@ impl Recipe {
         if !(c.generate.top_p > 0.0 && c.generate.top_p <= 1.0) {
             return self.refuse("generate.top_p", "must be above 0 and at most 1; 1 draws from all tokens");
         }
-        Ok(())
+        self.check_unused()
     }
 
     fn check_optimizer(&self) -> Result<()> {
@@ -222,7 +222,8 @@ impl Recipe {
             && !(start.is_multiple_of(micro as u64) && increment.is_multiple_of(micro as u64))
         {
             let what = format!(
-                "start {start} and increment {increment} must be multiples of train.micro_batch = {micro}"
+                "start {start} and increment {increment} must be multiples of {micro}: train.micro_batch = {} times parallel.dp = {}",
+                plan.micro_batch, c.parallel.dp
             );
             return self.refuse("train.ramp", what);
         }

@@ -1,6 +1,27 @@
 //! Combinations that cannot work are refused with the way out.
 
-use super::{TINY, fails};
+use super::{TINY, add, fails};
+use ferrotron_core::config::Recipe;
+
+/// What is switched off may be written out with its default, may come from a built-in recipe, and does not keep a stored
+/// configuration from being read.
+#[test]
+fn keys_without_effect_are_refused_only_where_a_user_sets_them() {
+    let ok = |r: &Recipe| r.resolve(None).map(drop).unwrap();
+    ok(&add(&format!("{TINY}optimizer.momentum = 0.9\noptimizer.nesterov = false\neval.min_delta = 0\n"))
+        .unwrap());
+    // Any group may be updated by SGD.
+    let groups =
+        "optimizer.momentum = 0.5\noptimizer.groups = [{ params = \"norm\", optimizer = \"sgd\" }]\n";
+    ok(&add(&format!("{TINY}{groups}")).unwrap());
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    std::fs::write(&path, format!("{TINY}optimizer.momentum = 0.5\n")).unwrap();
+    let mut stored = Recipe::read_stored(&path).unwrap();
+    ok(&stored);
+    stored.set("optimizer.momentum=0.6").unwrap();
+    assert!(stored.resolve(None).is_err());
+}
 
 #[test]
 fn impossible_combinations_are_refused_with_the_way_out() {
@@ -120,7 +141,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("train.ramp = [3, 2, 10]", "do not lead from 3 to"),
         ("train.ramp = [64, 2, 10]", "above train.global_batch"),
         ("train.ramp = [8, 8, 0]", "at least 1"),
-        ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
+        (
+            "train.ramp = [8, 8, 10]\ntrain.micro_batch = 16",
+            "must be multiples of 16: train.micro_batch = 16 times parallel.dp = 1",
+        ),
         (
             "fault.spike = 10",
             "r.toml:3: fault.spike: a spike is run again with fault.rerun; set that as well",
@@ -224,6 +248,29 @@ fn impossible_combinations_are_refused_with_the_way_out() {
     for (line, part) in cases {
         let text = fails(&format!("{TINY}{line}\n"));
         assert!(text.contains(part), "{line}: {text}");
+    }
+    for (key, value, way_out) in [
+        ("optimizer.momentum", "0.5", "optimizer.kind = \"sgd\""),
+        ("optimizer.nesterov", "true", "optimizer.kind = \"sgd\""),
+        ("optimizer.betas", "[0.8, 0.9]\noptimizer.kind = \"sgd\"", "optimizer.kind = \"adamw\""),
+        ("optimizer.eps", "1e-6\noptimizer.kind = \"lion\"", "optimizer.kind = \"adamw\""),
+        ("schedule.wsd_steps", "2", "schedule.decay = \"wsd\""),
+        ("schedule.wsd_style", "\"cosine\"", "schedule.decay = \"wsd\""),
+        ("schedule.weight_decay_steps", "5", "schedule.weight_decay_style"),
+        ("precision.format", "\"e4m3\"", "precision.recipe"),
+        ("precision.pow2_scales", "true", "precision.recipe"),
+        ("offload.optimizer_compute", "\"cpu\"", "offload.optimizer"),
+        ("eval.min_delta", "0.1", "eval.patience"),
+        ("fault.shrink", "true", "fault.restarts"),
+        ("data.format", "\"chat\"\ndata.path = \"embedded\"", "data.path"),
+    ] {
+        let text = fails(&format!("{TINY}{key} = {value}\n"));
+        assert_eq!(
+            text.split("; ").next(),
+            Some(format!("r.toml:3: {key}: has no effect here").as_str()),
+            "{text}"
+        );
+        assert!(text.contains(&format!("set {way_out}")), "{text}");
     }
     assert!(fails("").contains("no model: set model.preset"));
     assert!(fails("model.layers = 2").contains("set model.hidden, model.heads, model.vocab as well"));
