@@ -41,6 +41,7 @@ pub fn run(args: &Args, mut recipe: Recipe, global: &Global) -> Result<ExitCode>
         })?
     };
     let (recipe, resolved) = (&recipe, &resolved);
+    resolved.check_injections()?;
     let mut data_notes = match untokenized.is_empty() {
         true => {
             check_data(resolved, global)?;

@@ -81,6 +81,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         let gauge = JobProgress::new(global, "tokenizing");
         ferrotron_bridge::recipe::resolve_with(&mut recipe, &|_, done, total| gauge.set(done, total))?
     };
+    resolved.check_injections()?;
     check_data(&resolved, global)?;
     check_memory(&resolved, global)?;
     check_allowed(&args.allow_changes)?;

@@ -1,8 +1,29 @@
 //! Checks of the `[fault]` section.
 
-use super::Recipe;
-use crate::error::Result;
+use super::{Recipe, Resolved};
+use crate::error::{Error, Result};
 use crate::fault::inject::Injection;
+
+impl Resolved {
+    /// Refuses faults that no rank and no step of the run would see: a rehearsal would prove nothing. A job that goes on with
+    /// fewer ranks has them still.
+    pub fn check_injections(&self) -> Result<()> {
+        let (world, steps) = (self.config.parallel.layout().world()?, self.plan.steps);
+        for entry in &self.config.fault.inject.0 {
+            let Ok(fault) = Injection::parse(entry) else { continue };
+            let what = if fault.process.is_none() && fault.rank >= world {
+                format!("{entry:?}: there are ranks 0 to {}; take one of them", world - 1)
+            } else if fault.step > steps {
+                format!("{entry:?}: the run ends after step {steps}; take an earlier step")
+            } else {
+                continue;
+            };
+            let key = Some("fault.inject".into());
+            return Err(Error::Config { file: None, line: None, key, what, hint: None });
+        }
+        Ok(())
+    }
+}
 
 impl Recipe {
     pub(super) fn check_fault(&self) -> Result<()> {
@@ -19,6 +40,12 @@ impl Recipe {
             ("fault.rank_failures", f.rank_failures as f64, 1.0, 1e9),
         ] {
             self.within(key, value, least, most)?;
+        }
+        if f.spike > 0.0 && f.spike < 1.0 {
+            return self.refuse(
+                "fault.spike",
+                "must be at least 1: a loss that many times above its maximum is a spike; 0 means no bound",
+            );
         }
         for entry in &f.inject.0 {
             if let Err(e) = Injection::parse(entry) {

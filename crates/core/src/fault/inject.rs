@@ -53,6 +53,8 @@ pub enum FlipTarget {
 /// An entry of `fault.inject`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Injection {
+    /// As it is written.
+    pub text: String,
     /// What it does.
     pub kind: FaultKind,
     /// The rank.
@@ -91,6 +93,7 @@ impl Injection {
         let (kind, keys) = entry.split_once(':').unwrap_or((entry, ""));
         let mut target = None;
         let mut out = Injection {
+            text: entry.into(),
             kind: FaultKind::Nan,
             rank: 0,
             process: None,
@@ -237,7 +240,7 @@ impl Injector {
             crate::fs::write_atomic(&file, count.to_string().as_bytes())?;
         }
         if !lasts {
-            tracing::warn!(step, fault = ?entry, "injecting a fault");
+            tracing::warn!(step, fault = entry.text, "injecting a fault");
         }
         Ok(Some(entry))
     }
