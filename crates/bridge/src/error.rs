@@ -8,16 +8,6 @@ pub enum Error {
     /// An error of core, such as a corrupt tensor file (boxed: it is large).
     #[error(transparent)]
     Core(Box<ferrotron_core::error::Error>),
-    /// An I/O error.
-    #[error("{}: cannot {doing}: {source}", path.display())]
-    Io {
-        /// The file or folder.
-        path: PathBuf,
-        /// The operation that failed.
-        doing: &'static str,
-        /// The system's error.
-        source: std::io::Error,
-    },
     /// A JSON file with a missing or wrong value.
     #[error("{origin}: {what}")]
     Config {
@@ -98,8 +88,9 @@ impl From<ferrotron_core::error::Error> for Error {
 }
 
 impl Error {
+    /// An I/O error, with advice where space or permissions are the cause.
     pub(crate) fn io(path: &Path, doing: &'static str, source: std::io::Error) -> Error {
-        Error::Io { path: path.to_path_buf(), doing, source }
+        ferrotron_core::Error::io_doing(path, doing, source).into()
     }
 
     /// A data file that cannot be used.
@@ -109,6 +100,12 @@ impl Error {
 
     pub(crate) fn config(origin: &str, what: impl Into<String>) -> Error {
         Error::Config { origin: origin.into(), what: what.into() }
+    }
+
+    /// A file or folder that does not exist, as the user names it.
+    pub(crate) fn absent(path: &Path, what: &str) -> Error {
+        let (file, what) = (Some(path.display().to_string()), what.into());
+        ferrotron_core::Error::Config { file, line: None, key: None, what, hint: None }.into()
     }
 
     /// A key of a recipe whose value cannot be used.

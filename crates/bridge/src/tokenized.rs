@@ -61,15 +61,20 @@ fn texts(resolved: &Resolved) -> Result<Vec<usize>> {
     }
     let mut out = Vec::new();
     for (i, path) in resolved.config.data.path.0.iter().enumerate() {
-        // The prefix of a pair comes before a file or folder of that name.
+        // The prefix of a pair comes before a folder of that name, which may be what the pair was built from.
         let [bin, idx] = pair_paths(Path::new(path));
         if bin.exists() || idx.exists() {
+            if Path::new(path).is_file() {
+                let what =
+                    "is a file, and there is a .bin/.idx pair of that name beside it; rename one of them";
+                return Err(Error::config(path, what));
+            }
             continue;
         }
         if !Path::new(path).exists() && !path.contains(['*', '?', '[']) {
             let what = "there is no file, folder or .bin/.idx pair of that name; give text or .jsonl files, or the prefix of \
                         a pair made by `ferrotron data build`";
-            return Err(Error::config(path, what));
+            return Err(Error::absent(Path::new(path), what));
         }
         out.push(i);
     }

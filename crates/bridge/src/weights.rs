@@ -81,9 +81,10 @@ pub fn locate_model(path: &Path) -> Result<ModelLocation> {
         };
     }
     if !path.exists() {
-        return wrong(
+        return Err(Error::absent(
+            path,
             "does not exist; for a name on the Hugging Face hub, `hf download NAME --local-dir DIR` makes a folder",
-        );
+        ));
     }
     wrong(
         "holds no model: it is neither a Hugging Face folder (config.json), a PEFT folder (adapter_config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",

@@ -58,7 +58,7 @@ pub struct Global {
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
     /// Run as an older GPU (sm_80, sm_86, sm_89): its kernels and shared-memory limit; also FERROTRON_AS
-    #[arg(long = "as", global = true, value_name = "ARCH")]
+    #[arg(long = "as", global = true, value_name = "ARCH", value_parser = ["sm_80", "sm_86", "sm_89"], hide_possible_values = true)]
     pub stand_in: Option<String>,
     /// Check that events order every conflicting memory access of different streams; slower
     #[arg(long, global = true)]

@@ -99,6 +99,25 @@ fn wrong_usage_is_exit_code_2_with_a_tip() {
         let v: Value = serde_json::from_str(&fails(&["bench", "train", old, "--json"], 2)).unwrap();
         assert_eq!(v["hint"], format!("{old} is now {new}"));
     }
+    for (args, says) in [
+        (&["train", "--as", "sm_8"][..], "sm_80"),
+        (&["generate", "--model", "none", "--tokens", "0"], "--tokens must be at least 1"),
+        (&["bench", "train", "--peak", "0"], "--peak above 0"),
+        (&["plan", "tiny", "--gpus", "8xH100", "--vary", "recompute"], "the keys are tp, cp"),
+        (&["plan", "tiny", "--gpus", "8xH100", "--vary", "tp,tp"], "tp is given twice"),
+        (&["plan", "tiny", "--gpus", "8xH100", "--layout", "tp=2,tp=4"], "tp is given twice"),
+        (&["plan", "tiny", "--gpus", "8xH100", "--layout", "foo=3"], "--layout: layout \"foo=3\""),
+        (&["plan", "tiny", "--gpus", "8xH100", "--layout", "tp=3"], "tp"),
+        (&["train", "--dry-run", "--set", "fault.inject=kill:rank=5,step=1"], "there are ranks 0 to 0"),
+        (&["train", "--dry-run", "--steps", "5", "--set", "fault.inject=kill:step=9"], "ends after step 5"),
+        (&["train", "--set", "lora.adapter=nowhere"], "lora.adapter: needs the base model"),
+        (&["train", "--data", "nowhere.jsonl"], "nowhere.jsonl: there is no file"),
+        (&["train", "--set", "data.tokenizer=nowhere", "--data", "Cargo.toml"], "nowhere: does not exist"),
+        (&["train", "finetune-hf", "--set", "model.hf=org/name", "--data", "Cargo.toml"], "hf download"),
+    ] {
+        let error = fails(args, 2);
+        assert!(error.contains(says), "{args:?}: {error}");
+    }
     let v: Value = serde_json::from_str(&fails(&["trian", "--json"], 2)).unwrap();
     assert!(v["error"].as_str().unwrap().contains("trian"));
     assert!(fails(&[], 2).contains("Usage"));
@@ -291,7 +310,7 @@ fn configuration_errors_point_at_the_line() {
     fails(&["train", "--dry-run", "--set", "train.steps"], 2);
     // No machine has that many cards, and most have no driver.
     assert!(fails(&["train", "--device", "cuda:99"], 1).contains("no CUDA device"));
-    assert!(fails(&["train", "no/such/file.toml"], 1).contains("no/such/file.toml"));
+    assert!(fails(&["train", "no/such/file.toml"], 2).contains("no/such/file.toml: there is no such file"));
 }
 
 #[test]

@@ -65,10 +65,13 @@ impl Tokenizer {
     pub fn from_dir(dir: &Path) -> Result<Tokenizer> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
-            let what = match dir.exists() {
-                true => "has no tokenizer.json; save it as a fast tokenizer first".into(),
-                false => "does not exist; name a folder with tokenizer.json, or the file".into(),
-            };
+            if !dir.exists() {
+                return Err(Error::absent(
+                    dir,
+                    "does not exist; name a folder with tokenizer.json, or the file",
+                ));
+            }
+            let what = "has no tokenizer.json; save it as a fast tokenizer first".into();
             return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
         }
         let mut tokenizer = Tokenizer::from_file(&path)?;

@@ -82,6 +82,11 @@ impl Recipe {
 
     /// Reads a recipe file. The `config.toml` of a run folder may be one; old keys in it are translated.
     pub fn read(path: &Path) -> Result<Recipe> {
+        if !path.exists() {
+            let (file, what) = (Some(path.display().to_string()), "there is no such file".into());
+            let hint = Some("`ferrotron recipes` lists the built-in recipes".into());
+            return Err(Error::Config { file, line: None, key: None, what, hint });
+        }
         let is_stored = path.file_name().is_some_and(|name| name == STORED_CONFIG)
             && path.parent().is_some_and(|run| run.join(events::FILE_NAME).is_file());
         Recipe::read_as(path, if is_stored { Source::Stored } else { Source::Written })

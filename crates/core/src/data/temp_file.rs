@@ -29,19 +29,19 @@ impl TempFile {
                 }
                 // Another writer of this process may be writing the same destination.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
-                Err(e) => return Err(Error::io(&path)(e)),
+                Err(e) => return Err(Error::io_doing(&path, "create", e)),
             }
         }
     }
 
     /// Appends bytes.
     pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        self.out.write_all(bytes).map_err(Error::io(&self.path))
+        self.out.write_all(bytes).map_err(|e| self.failed(e))
     }
 
     /// Reads what was written so far, from the start. Not to be followed by writes.
     pub(crate) fn reread(&mut self) -> Result<BufReader<&File>> {
-        self.out.flush().map_err(Error::io(&self.path))?;
+        self.out.flush().map_err(|e| self.failed(e))?;
         let mut file = self.out.get_ref();
         file.seek(SeekFrom::Start(0)).map_err(Error::io(&self.path))?;
         Ok(BufReader::with_capacity(1 << 18, file))
@@ -50,20 +50,24 @@ impl TempFile {
     /// Appends the contents of another temporary file.
     pub(crate) fn append(&mut self, other: &mut TempFile) -> Result<()> {
         let mut from = other.reread()?;
-        std::io::copy(&mut from, &mut self.out).map_err(Error::io(&self.path))?;
+        std::io::copy(&mut from, &mut self.out).map_err(|e| self.failed(e))?;
         Ok(())
     }
 
     /// Flushes and syncs the file to disk. An error if somebody has removed it: what it is to replace is still there.
     pub(crate) fn sync(&mut self) -> Result<()> {
-        self.out.flush().map_err(Error::io(&self.path))?;
-        self.out.get_ref().sync_all().map_err(Error::io(&self.path))?;
+        self.out.flush().map_err(|e| self.failed(e))?;
+        self.out.get_ref().sync_all().map_err(|e| self.failed(e))?;
         fs::symlink_metadata(&self.path).map(drop).map_err(Error::io(&self.path))
+    }
+
+    fn failed(&self, e: std::io::Error) -> Error {
+        Error::io_doing(&self.path, "write", e)
     }
 
     /// Renames the synced file to its destination.
     pub(crate) fn commit(mut self, destination: &Path) -> Result<()> {
-        fs::rename(&self.path, destination).map_err(Error::io(destination))?;
+        fs::rename(&self.path, destination).map_err(|e| Error::io_doing(destination, "replace", e))?;
         self.committed = true;
         Ok(())
     }
