@@ -72,6 +72,14 @@ pub fn pair_paths(prefix: &Path) -> [PathBuf; 2] {
 pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<DatasetSummary> {
     // A pair has one lock, however it is named.
     let prefix = &data::beside(options.prefix, "");
+    if options.prefix.file_name().is_none() || options.prefix.to_string_lossy().ends_with('/') {
+        let what = "names a folder; add a name, such as corpus/mine".into();
+        return Err(Error::Output { path: options.prefix.into(), what });
+    }
+    if prefix.is_file() {
+        let what = "is a file, which a pair of that name would hide from `train --data`; choose another --output";
+        return Err(Error::Output { path: prefix.clone(), what: what.into() });
+    }
     let there = pair_paths(prefix).into_iter().find(|p| p.exists());
     if let (Some(path), false) = (there, options.overwrite) {
         let what = "already exists; choose another --output or pass --overwrite".into();

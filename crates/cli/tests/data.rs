@@ -81,7 +81,9 @@ fn bad_input_is_named_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let [good, bad, out] = ["good.txt", "bad.jsonl", "out"].map(|n| dir.path().join(n));
     std::fs::write(&good, "x").unwrap();
-    let cases: [(&[u8], &str); 4] = [
+    let cases: [(&[u8], &str); 6] = [
+        (b"{\"text\": \"a\"}\nno", "line 2: is not a JSON object (expected ident at column 2)"),
+        (b"{\n\"text\": \"a\"\n}\n", "every line of the file holds a whole object"),
         (b"{\"text\": 1}", "line 1"),
         (b"{\"txet\": \"a\"}", "txet"),
         (b"\xff", "UTF-8"),
@@ -99,6 +101,10 @@ fn bad_input_is_named_and_leaves_nothing() {
     assert!(error.contains("holds no data") && error.contains(".jsonl"), "{error}");
     assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 1).contains("missing.txt"));
     fails(&["data", "build", path(&good)], 2);
+    let folder = format!("{}/", dir.path().display());
+    assert!(fails(&["data", "build", path(&good), "--output", &folder], 1).contains("add a name"));
+    // A pair beside its text would be read in its place.
+    assert!(fails(&["data", "build", path(&good), "--output", path(&good)], 1).contains("is a file"));
     assert_eq!(names(dir.path()), ["bad.jsonl", "good.txt"]);
 }
 
@@ -117,8 +123,11 @@ fn data_of_another_tokenizer_is_refused() {
     assert!(!out.exists());
     ok(&[&larger[..], &["--set", "data.check_tokenizer=false", "--set", "generate.tokens=0"]].concat());
     let smaller = [&train[..], &["--set", "model.vocab=64", "--fresh"]].concat();
-    let error = fails(&smaller, 1);
-    assert!(error.contains("outside the vocabulary of 64"), "{error}");
+    let error = fails(&smaller, 2);
+    assert!(
+        error.contains("model.vocab: the data holds token") && error.contains("set it to 256"),
+        "{error}"
+    );
     // A pair of another tool has no description: its ids are read.
     std::fs::remove_file(dir.path().join("pair.dataset.json")).unwrap();
     let error = fails(&smaller, 1);
