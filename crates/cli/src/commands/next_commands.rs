@@ -56,7 +56,7 @@ pub fn text(args: &Args, global: &Global, run: &Run) -> Result<String> {
         }
         if !stopped {
             let more = train(args, global, &LENGTH)?;
-            let steps = run.resolved.plan.steps.saturating_mul(2);
+            let steps = run.resolved.plan.steps.max(run.trainer.step()).saturating_mul(2);
             let out = args.out.as_deref().map(|o| format!(" --out {}", path(o))).unwrap_or_default();
             let data = given_data(args);
             all.push((

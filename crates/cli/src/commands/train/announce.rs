@@ -44,7 +44,10 @@ pub(super) fn announce(
             n if run.stops_early() => {
                 format!("{} is finished: it was stopped early after step {n}", recipe.name)
             }
-            n if n >= p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
+            n if n > p.steps => {
+                format!("{} is finished: {n} steps are done, more than train.steps", recipe.name)
+            }
+            n if n == p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
             n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
         };
         run.notes.iter().for_each(output::note);
