@@ -180,6 +180,10 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
     if s.tokens_per_s > 0.0 {
         parts.push(format!("{} tokens/s", format::thousands(s.tokens_per_s as u64)));
     }
+    // Terminals of 80 columns cut off what follows.
+    if let Some(pace) = pace.filter(|_| s.step < total) {
+        parts.push(format!("{} left", format::seconds(pace * (total - s.step) as f64)));
+    }
     if s.tflops > 0.0 {
         parts.push(format::tflops(s.tflops));
     }
@@ -188,9 +192,6 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
     }
     if s.memory > 0 {
         parts.push(ferrotron_tensor::format_bytes(s.memory as usize));
-    }
-    if let Some(pace) = pace.filter(|_| s.step < total) {
-        parts.push(format!("{} left", format::seconds(pace * (total - s.step) as f64)));
     }
     parts.join("  ")
 }
@@ -282,7 +283,7 @@ mod tests {
             ..Step::default()
         };
         let text = describe(&s, 130, Some(0.5));
-        assert_eq!(text, "loss 2.5000  18,618 tokens/s  0.432 TFLOP/s  1.0 GiB  1 min 0 s left");
+        assert_eq!(text, "loss 2.5000  18,618 tokens/s  1 min 0 s left  0.432 TFLOP/s  1.0 GiB");
         assert_eq!(
             describe(&Step { step: 130, loss: f64::NAN, ..Step::default() }, 130, Some(0.5)),
             "loss not a number"
