@@ -189,6 +189,10 @@ fn without_a_terminal_one_picture_is_printed() {
     let (code, out, _) = watch(&[".", "--once"]);
     assert!(code == Some(0) && out.contains("10/100") && out.contains("alpha"), "{out}");
     assert!(!out.contains('\x1b'), "{out:?}");
+    // Numbers of two digits leave names whole.
+    (0..11).for_each(|i| RunLog::create(&dir.path().join("many"), &format!("run{i:02}x"), 10).steps(1));
+    let (_, out, _) = watch(&["many", "--once"]);
+    assert!(out.contains("10 ● run10x"), "{out}");
     let (code, out, _) = watch(&["alpha", "--json"]);
     let summary: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &summary["runs"][0]["state"]), (Some(0), &serde_json::json!("running")));

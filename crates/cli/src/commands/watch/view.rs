@@ -259,7 +259,8 @@ fn table(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choices
     let mut widths: Vec<(usize, usize)> =
         (0..heads.len()).filter(|c| filled(*c)).map(|c| (c, wide(c))).collect();
     if let Some(name) = widths.first_mut() {
-        name.1 = name.1.clamp(3, (area.width / 4).max(10)) + 4;
+        let mark = mark(runs.len().saturating_sub(1)).chars().count();
+        name.1 = name.1.clamp(3, (area.width / 4).max(10)) + mark;
     }
     // What is left matters more than the learning rate, which has a chart of its own.
     for least in ["lr", "TFLOP/s", "imbalance", "J/token", "memory", "eval", "left"] {
@@ -278,7 +279,7 @@ fn table(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choices
                 Some(_) => state_style(&row[*c]),
             };
             if n == 0 {
-                let mark = run.map_or(String::new(), |i| format!("{i} ● "));
+                let mark = run.map_or(String::new(), mark);
                 screen.text(x, area.y + y, (*width).min(left), &(mark + &row[*c]), style);
             } else {
                 screen.text_right(x, area.y + y, (*width).min(left), &row[*c], style);
@@ -286,6 +287,11 @@ fn table(screen: &mut Screen, area: Area, runs: &[WatchedRun], choices: &Choices
             x += width + 2;
         }
     }
+}
+
+/// What stands before the name of a run.
+fn mark(run: usize) -> String {
+    format!("{run} ● ")
 }
 
 fn state_style(text: &str) -> Style {
