@@ -214,7 +214,7 @@ fn nothing_is_overwritten_unless_asked_and_nothing_foreign_ever() {
 fn invalid_conversions_are_refused() {
     let (dir, _, run) = trained(&[]);
     let to = dir.path().join("to");
-    assert!(fails(&["convert", "no/such", path(&to)], 1).contains("no/such"));
+    assert!(fails(&["convert", "no/such", path(&to)], 2).contains("no/such"));
     let model = golden_models().remove(0);
     let error = fails(&["convert", path(&run), path(&to), "--like", path(&model)], 1);
     assert!(error.contains("cannot express") || error.contains("not of the shape"), "{error}");

@@ -51,7 +51,7 @@ fn a_tokenizer_is_used_and_must_say_where_texts_end() {
         want.push(7);
         assert_eq!(tokens(&dir.path().join("out.bin")), want);
     }
-    assert!(fails(&[&args[..], &["nowhere", "--overwrite"]].concat(), 1).contains("nowhere"));
+    assert!(fails(&[&args[..], &["nowhere", "--overwrite"]].concat(), 2).contains("nowhere"));
 }
 
 #[test]

@@ -103,7 +103,7 @@ fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
     let (out, typo) = (dir.path().join("run"), dir.path().join("typo"));
     let args = ["train", path(&recipe), "--dry-run", "--out", path(&out)];
     ok(&args);
-    let error = fails(&[&args[..], &["--data", path(&typo)]].concat(), 1);
+    let error = fails(&[&args[..], &["--data", path(&typo)]].concat(), 2);
     assert!(error.contains("typo: there is no file, folder or .bin/.idx pair"), "{error}");
     let data = dir.path().join("text");
     ok(&["data", "build", path(&recipe), "--output", path(&data)]);
@@ -112,7 +112,7 @@ fn dry_run_opens_data_and_tokenizer_and_writes_nothing() {
     let args = [&args[..], &["--data", path(&data)], &more].concat();
     ok(&args);
     let tokenizer = format!("data.tokenizer={}", typo.display());
-    let error = fails(&[&args[..], &["--set", &tokenizer, "--set", "data.eod=0"]].concat(), 1);
+    let error = fails(&[&args[..], &["--set", &tokenizer, "--set", "data.eod=0"]].concat(), 2);
     assert!(error.contains("typo"), "{error}");
     assert_eq!(names(dir.path()), ["small.toml", "text.bin", "text.dataset.json", "text.idx"]);
 }
@@ -141,7 +141,7 @@ fn dry_run_tokenizes_only_what_it_must() {
     assert!(printed.contains("t.jsonl: 3.6 KiB of text, which `train` tokenizes"), "{printed}");
     assert!(!cache.exists(), "the cache was written");
     let typo = dir.path().join("typo.jsonl");
-    let error = fails(&["train", path(&recipe), "--dry-run", "--data", path(&typo)], 1);
+    let error = fails(&["train", path(&recipe), "--dry-run", "--data", path(&typo)], 2);
     assert!(error.contains("typo.jsonl: there is no file"), "{error}");
     let epochs = [&dry[..], &["--set", "train.epochs=2"]].concat();
     let printed = ok(&epochs);

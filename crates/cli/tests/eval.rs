@@ -147,7 +147,8 @@ fn of_conversations_the_assistants_turns_are_scored() {
     let error = fails(&["eval", path(&run), "--data", path(&file)], 1);
     assert!(error.contains("--chat-template"), "{error}");
     let given = model.join("chat_template.jinja");
-    let given = json(&["eval", path(&run), "--data", path(&file), "--limit", "1", "--chat-template", path(&given)]);
+    let given =
+        json(&["eval", path(&run), "--data", path(&file), "--limit", "1", "--chat-template", path(&given)]);
     assert_eq!(given["data"][0]["tokens"], 6);
     // Only questions have prompts and samples.
     fails(&["eval", path(&run), "--data", path(&file), "--log-samples", "none.jsonl"], 2);

@@ -137,12 +137,14 @@ fn a_run_is_trained_further_with_its_tokenizer_and_chat_template() {
     let data = ["--data", &f.at("chats.jsonl"), "--steps", "2"].map(String::from);
     let data: Vec<&str> = data.iter().map(String::as_str).collect();
     f.trains(&data);
-    for (from, to) in [("out", "second"), ("second", "third")] {
-        let (hf, out) = (format!("model.hf={}", f.at(from)), f.at(to));
-        let text = f.trains(&[&data[..], &["--set", &hf, "--out", &out]].concat());
+    std::fs::rename(f.at("out"), f.at("first")).unwrap();
+    for (from, to) in [("first", "second"), ("second", "third")] {
+        let hf = format!("model.hf={}", f.at(from));
+        let text = f.trains(&[&data[..], &["--set", &hf]].concat());
         assert!(text.contains("loss on"), "{text}");
+        std::fs::rename(f.at("out"), f.at(to)).unwrap();
     }
-    let [first, third] = ["out", "third"].map(|run| {
+    let [first, third] = ["first", "third"].map(|run| {
         let data = f.at("chats.jsonl");
         json(&["eval", &f.at(run), "--data", &data, "--limit", "3"])["data"][0]["tokens"].clone()
     });
@@ -200,7 +202,9 @@ fn refusals_say_the_way_out() {
     let (list, other) = (f.at("list.json"), f.at("lines.txt"));
     std::fs::write(&list, "[{\"messages\": []}]").unwrap();
     std::fs::copy(&chats, &other).unwrap();
-    for (path, set) in [(&list, "data.format=auto"), (&list, "data.format=chat"), (&other, "data.format=chat")] {
+    for (path, set) in
+        [(&list, "data.format=auto"), (&list, "data.format=chat"), (&other, "data.format=chat")]
+    {
         let e = f.refuses(&["--data", path, "--set", set]);
         assert!(e.contains(path.as_str()) && e.contains("jq -c") && e.contains("rename it to .jsonl"), "{e}");
     }

@@ -142,7 +142,7 @@ fn chat_goes_through_the_template_and_stops_at_its_end() {
 fn what_cannot_be_opened_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let here = path(dir.path());
-    assert!(fails(&["generate", "--model", "no/such/folder"], 1).contains("no/such/folder"));
+    assert!(fails(&["generate", "--model", "no/such/folder"], 2).contains("no/such/folder"));
     let error = fails(&["generate", "--model", here], 1);
     assert!(error.contains("config.json") && error.contains("manifest.json"), "{error}");
     std::fs::create_dir(dir.path().join("checkpoints")).unwrap();

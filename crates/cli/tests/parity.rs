@@ -146,7 +146,7 @@ fn what_cannot_be_compared_is_refused() {
     let input = model.join("expected.safetensors");
     let args = ["parity", "micro_batch=1", "f32", "--model", path(&model), "--input", path(&input)];
     assert!(fails(&args, 2).contains("micro_batch"));
-    assert!(fails(&["parity", "f32", "f32", "--model", "nowhere", "--input", "x"], 1).contains("nowhere"));
+    assert!(fails(&["parity", "f32", "f32", "--model", "nowhere", "--input", "x"], 2).contains("nowhere"));
 }
 
 /// Sizes that FP8 GEMMs support, on two ranks too.

@@ -113,8 +113,8 @@ fn a_file_that_cannot_be_written_is_found_first() {
     assert!(error.contains("folder.json: cannot write the trace"), "{error}");
     assert!(!out.exists());
     // The check leaves nothing behind where a run does not begin.
-    let file = dir.path().join("t.json");
-    fails(&["train", path(&recipe), "--out", path(&out), "--trace", path(&file), "--set", "data.path=none"], 1);
+    let (file, no_folder) = (dir.path().join("t.json"), recipe.join("run"));
+    fails(&["train", path(&recipe), "--out", path(&no_folder), "--trace", path(&file)], 1);
     assert!(!file.exists());
     fails(&["train", path(&recipe), "--trace", path(&file), "--trace-steps", "0"], 2);
 }
