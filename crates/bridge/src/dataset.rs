@@ -77,7 +77,8 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
         return Err(Error::Output { path: options.prefix.into(), what });
     }
     if prefix.is_file() {
-        let what = "is a file, which a pair of that name would hide from `train --data`; choose another --output";
+        let what =
+            "is a file, which a pair of that name would hide from `train --data`; choose another --output";
         return Err(Error::Output { path: prefix.clone(), what: what.into() });
     }
     let there = pair_paths(prefix).into_iter().find(|p| p.exists());

@@ -74,8 +74,7 @@ fn measure(args: &Train, global: &Global, resolved: Resolved) -> Result<Measured
     )?;
     let peak = peak(args, &rank, resolved.config.precision.dtype)?;
     let document = args.packed.map(usize::from);
-    let steps =
-        bench::train(rank.clone(), &resolved, args.warmup, args.steps, document, global.started)?;
+    let steps = bench::train(rank.clone(), &resolved, args.warmup, args.steps, document, global.started)?;
     let balanced = train_force_balanced(args, &rank, &resolved, global)?;
     let traced = traced(args, &rank, &resolved, &steps)?;
     let offloads = steps.memory.host.peak > 0 && rank.device().gpu().is_some();
