@@ -227,8 +227,8 @@ impl Recipe {
             // The matrices of MLA that are stacked are one GEMM.
             let outputs: Vec<usize> =
                 if key == "model.mla" { vec![outputs.sum()] } else { outputs.collect() };
-            let sides = [(input, columns)].into_iter().chain(outputs.into_iter().map(|n| (n, !columns)));
-            for (width, own) in sides.filter(|(width, _)| !width.is_multiple_of(WIDTH)) {
+            let mut sides = [(input, columns)].into_iter().chain(outputs.into_iter().map(|n| (n, !columns)));
+            if let Some((width, own)) = sides.find(|(width, _)| !width.is_multiple_of(WIDTH)) {
                 let what = format!(
                     "FP8 GEMMs need dimensions that are multiples of {WIDTH} on every rank, and one of {} is {width}; change the \
                      size, or name the module in precision.skip",

@@ -130,7 +130,7 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded, from: Option<[f32; 2]>) -> R
         let (saved, rows) = (super::to_f32(DType::F32, &saved?)?, super::to_f32(DType::F32, &rows?)?);
         for (role, saved) in saved.iter().enumerate() {
             let rescaled = saved * factor(role);
-            if !(rescaled > 0.0) || !saved.is_finite() {
+            if rescaled.is_nan() || rescaled <= 0.0 || saved.is_infinite() {
                 return Err(Error::damaged(
                     loaded.path(),
                     format!("{} is {saved}, which is no scale", name[0]),
