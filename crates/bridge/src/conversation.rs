@@ -153,7 +153,7 @@ fn with_reasoning(m: &Value) -> Result<Value, String> {
     let own = own.map(|key| (key.to_string(), m.get_item(&key).unwrap_or_default()));
     let thinking = ("thinking".to_string(), reasoning.clone());
     let content = ("reasoning_content".to_string(), reasoning);
-    Ok([thinking].into_iter().chain(own).chain([content]).collect())
+    Ok(Value::from_pairs([thinking].into_iter().chain(own).chain([content])))
 }
 
 fn message(m: &Value) -> Result<Value, String> {

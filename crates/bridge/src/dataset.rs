@@ -155,6 +155,9 @@ pub(crate) fn inputs(paths: &[PathBuf], format: DataFormat, field: &str) -> Resu
     let mut out = Vec::new();
     for path in paths {
         for path in expand(path)? {
+            if !path.exists() {
+                return Err(Error::absent(&path, "there is no such file or folder"));
+            }
             if is_of_a_pair(&path) {
                 let what = "is a file of a .bin/.idx pair, which is tokenized already; give the pair's prefix as training data";
                 return Err(Error::config(&path.display().to_string(), what));

@@ -64,7 +64,8 @@ fn texts(resolved: &Resolved) -> Result<Vec<usize>> {
         // The prefix of a pair comes before a folder of that name, which may be what the pair was built from.
         let [bin, idx] = pair_paths(Path::new(path));
         if bin.exists() || idx.exists() {
-            if Path::new(path).is_file() {
+            let of_the_pair = bin == Path::new(path) || idx == Path::new(path);
+            if Path::new(path).is_file() && !of_the_pair {
                 let what =
                     "is a file, and there is a .bin/.idx pair of that name beside it; rename one of them";
                 return Err(Error::config(path, what));

@@ -228,11 +228,11 @@ fn an_error_tells_its_cause_once() {
     let none = file.to_str().unwrap();
     let recipe = format!("{none}.toml");
     for (args, cause) in [
-        (&["train", &recipe][..], "No such file"),
+        (&["train", &recipe][..], "there is no such file"),
         (&["train", "--data", none], "there is no file"),
-        (&["data", "build", none, "--output", none], "No such file"),
+        (&["data", "build", none, "--output", none], "there is no such file"),
     ] {
-        let error = fails(args, 1);
+        let error = fails(args, 2);
         assert_eq!(error.matches(cause).count(), 1, "{error}");
         assert_eq!(error.matches(none).count(), 1, "{error}");
     }

@@ -204,7 +204,7 @@ impl Recipe {
         let (m, tp) = (&r.model, r.config.parallel.tp);
         for spec in specs.iter().filter(|s| s.quant.is_some() && !s.experts) {
             let Some(first) =
-                spec.parts.first().filter(|p| p.name.contains('.') && !p.name.starts_with("embed."))
+                spec.parts.first().filter(|p| module_of(&p.name).contains('.') && !p.name.starts_with("embed."))
             else {
                 continue;
             };

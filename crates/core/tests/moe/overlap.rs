@@ -118,7 +118,7 @@ fn every_moe_option_is_bit_equal_to_1f1b() {
         &["parallel.zero=3", "parallel.comm_unit=1"],
         &["parallel.zero=0", "parallel.overlap=false"],
         &["precision.dtype=bf16"],
-        &["precision.dtype=bf16", "precision.recipe=fp8-delayed"],
+        &["precision.dtype=bf16", "precision.recipe=fp8-delayed", "moe.shared_ffn=32"],
         &[
             "precision.dtype=bf16",
             "precision.recipe=fp8-current",

@@ -66,10 +66,11 @@ fn a_run_of_an_earlier_version_resumes_to_the_same_bits() {
         .map(|path| {
             serde_json::from_str::<serde_json::Value>(&std::fs::read_to_string(path).unwrap()).unwrap()
         });
-    // Today's checkpoints record the run's configuration and data as well, and list tensors with their parts; nothing else
-    // differs.
-    let record = ours["state"].as_object_mut().unwrap().remove("run").unwrap();
-    assert_eq!(record["config"]["train.steps"], "6");
+    // Today's checkpoints record the run's configuration and data and what delayed scales map amax to as well, and list
+    // tensors with their parts; nothing else differs.
+    let state = ours["state"].as_object_mut().unwrap();
+    assert_eq!(state.remove("run").unwrap()["config"]["train.steps"], "6");
+    assert_eq!(state.remove("scaled_to").unwrap(), serde_json::json!([448.0, 57344.0]));
     for manifest in [&mut ours, &mut theirs] {
         manifest.as_object_mut().unwrap().remove("checksum");
         manifest.as_object_mut().unwrap().remove("version");

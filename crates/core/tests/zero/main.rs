@@ -136,10 +136,11 @@ fn equal(what: &str, a: &Made, b: &Made) {
 }
 
 fn near(what: &str, a: &Made, b: &Made, room: f64) {
-    for ((x, _), (y, _)) in a.losses.iter().zip(&b.losses) {
-        assert!((x / y - 1.0).abs() < 1e-6, "{what}: loss {x} instead of {y}");
+    // Adam and Muon turn rounding noise around 0 into full steps, so later steps differ by more than sums do.
+    for (i, ((x, _), (y, _))) in a.losses.iter().zip(&b.losses).enumerate() {
+        let room = if i == 0 { 1e-6 } else { 1e-5 };
+        assert!((x / y - 1.0).abs() < room, "{what}: loss {x} instead of {y} in step {i}");
     }
-    // First step only: Adam turns rounding noise around 0 into full steps, so later steps differ by more than sums do.
     for (a, b) in a.first.iter().zip(&b.first) {
         let most = b.values.iter().fold(0f64, |m, x| m.max(f64::from(x.abs())));
         for (x, y) in a.values.iter().zip(&b.values) {

@@ -202,13 +202,14 @@ pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
     let apart: Vec<f64> = ours.iter().zip(theirs).map(|(a, b)| a - b).collect();
     let size = dot(theirs, theirs).sqrt();
     let relative = dot(&apart, &apart).sqrt() / size.max(1e-3);
-    // A module rounds a few intermediate results.
+    // A module rounds a few intermediate results, by up to 2^-8 each in bf16. How often a value lies close to the middle of two
+    // others depends on the order of sums, which differs between CPUs with and without a matrix unit.
     let most = match dtype {
         DType::F32 => 3e-6,
         DType::F16 => 2e-3,
-        _ => 1.5e-2,
+        _ => 2e-2,
     };
-    assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.0e}");
+    assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.1e}");
 }
 
 /// A copy in new memory.
