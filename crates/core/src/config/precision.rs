@@ -203,8 +203,10 @@ impl Recipe {
     fn check_widths(&self, r: &Resolved, specs: &[ParamSpec]) -> Result<()> {
         let (m, tp) = (&r.model, r.config.parallel.tp);
         for spec in specs.iter().filter(|s| s.quant.is_some() && !s.experts) {
-            let Some(first) =
-                spec.parts.first().filter(|p| module_of(&p.name).contains('.') && !p.name.starts_with("embed."))
+            let Some(first) = spec
+                .parts
+                .first()
+                .filter(|p| module_of(&p.name).contains('.') && !p.name.starts_with("embed."))
             else {
                 continue;
             };

@@ -165,8 +165,8 @@ fn nvfp4(role: Role, how: Use, x: &[f64], [r, c]: [usize; 2], draw: u64) -> Vec<
     let global = if most == 0.0 { 1.0 } else { (448.0 * 6.0 / most).min(f32::MAX) };
     let n = if role == Role::Weight { [16, 16] } else { along(how, 16) };
     let which = if how == Use::Rows { "rows" } else { "columns" };
-    let random =
-        (role == Role::Gradient).then(|| RandomStream::named(1 ^ draw, &format!("rounding of {which} by 0 of stage 0")));
+    let random = (role == Role::Gradient)
+        .then(|| RandomStream::named(1 ^ draw, &format!("rounding of {which} by 0 of stage 0")));
     // Encode and decode factors.
     let factors = blocks(&x, [tall, c], n, &|x, m| {
         let s = E4m3::encode(m * (global * (1.0 / 6.0))).decode();
