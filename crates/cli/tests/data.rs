@@ -99,7 +99,7 @@ fn bad_input_is_named_and_leaves_nothing() {
     let empty = tempfile::tempdir().unwrap();
     let error = fails(&["data", "build", path(empty.path()), "--output", path(&out)], 1);
     assert!(error.contains("holds no data") && error.contains(".jsonl"), "{error}");
-    assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 1).contains("missing.txt"));
+    assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 2).contains("missing.txt"));
     fails(&["data", "build", path(&good)], 2);
     let folder = format!("{}/", dir.path().display());
     assert!(fails(&["data", "build", path(&good), "--output", &folder], 1).contains("add a name"));
