@@ -2,7 +2,7 @@
 
 use super::lora::leaves;
 use super::resolve::Derivations;
-use super::{Config, Fp8Format, MasterDtype, Precision, PrecisionSection, QuantRecipe, Recipe, Resolved};
+use super::{Config, Fp8Format, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
 use crate::error::Result;
 use crate::model::{logical_specs, module_of};
 use ferrotron_engine::quant::{self, Method, Policy};
@@ -119,7 +119,10 @@ impl Recipe {
                 "there are no quantized operands: set precision.recipe, or leave this out",
             );
         }
-        self.check_scaling_keys(r)?;
+        if p.margin > MAX_MARGIN {
+            let what = format!("is a number of powers of two, at most {MAX_MARGIN}");
+            return self.refuse("precision.margin", what);
+        }
         self.check_loss_scale(r)?;
         self.check_weights(r, &policy)?;
         self.check_head(r, &policy)?;
@@ -157,26 +160,6 @@ impl Recipe {
         self.check_experts(r, &policy)
     }
 
-    /// Refuses keys of another recipe than the one that is set.
-    fn check_scaling_keys(&self, r: &Resolved) -> Result<()> {
-        let (p, plain) = (&r.config.precision, PrecisionSection::default());
-        let delayed = p.recipe == QuantRecipe::Fp8Delayed;
-        let of_delayed = [
-            ("precision.margin", p.margin != plain.margin),
-            ("precision.amax_history", p.amax_history != plain.amax_history),
-        ];
-        if let Some((key, _)) = of_delayed.into_iter().find(|(_, differs)| *differs && !delayed) {
-            let what =
-                "belongs to delayed scaling; set precision.recipe = \"fp8-delayed\", or leave this out";
-            return self.refuse(key, what);
-        }
-        if p.margin > MAX_MARGIN {
-            let what = format!("is a number of powers of two, at most {MAX_MARGIN}");
-            return self.refuse("precision.margin", what);
-        }
-        Ok(())
-    }
-
     /// Refuses exceptions that name nothing, and those that leave nothing to quantize.
     fn check_skip(&self, policy: &Policy, specs: &[ParamSpec]) -> Result<()> {
         let matrices = specs.iter().flat_map(|s| &s.parts).filter(|p| p.shape.len() == 2);
@@ -187,7 +170,9 @@ impl Recipe {
             .collect();
         modules.push("head".into());
         modules.extend(scores);
-        if let Some(e) = policy.except.iter().find(|e| !modules.iter().any(|module| e.covers(module))) {
+        // Runs of earlier versions, which took any name, stay readable.
+        let names_none = |e: &&quant::Exception| !modules.iter().any(|module| e.covers(module));
+        if let Some(e) = policy.except.iter().find(names_none).filter(|_| self.is_users("precision.skip")) {
             let what =
                 format!("\"{e}\" names no module of the model; its modules are called {}", leaves(&modules));
             return self.refuse("precision.skip", what);

@@ -31,6 +31,7 @@ impl Recipe {
         let wsd = (s.decay == Decay::Wsd, "schedule.decay = \"wsd\"");
         let grows = (s.weight_decay_style != WeightDecayStyle::Constant, "schedule.weight_decay_style");
         let quantized = (p.recipe != QuantRecipe::None, "precision.recipe");
+        let delayed = (p.recipe == QuantRecipe::Fp8Delayed, "precision.recipe = \"fp8-delayed\"");
         let offloads = (c.offload.optimizer != d.offload.optimizer, "offload.optimizer");
         let files = (!c.data.is_embedded(), "data.path: the corpus inside the program is one text");
         for (key, set, (used, needs)) in [
@@ -43,6 +44,8 @@ impl Recipe {
             ("schedule.weight_decay_steps", s.weight_decay_steps.is_some(), grows),
             ("precision.format", p.format.is_some(), quantized),
             ("precision.pow2_scales", p.pow2_scales.is_some(), quantized),
+            ("precision.margin", p.margin != d.precision.margin, delayed),
+            ("precision.amax_history", p.amax_history != d.precision.amax_history, delayed),
             (
                 "offload.optimizer_compute",
                 c.offload.optimizer_compute != d.offload.optimizer_compute,

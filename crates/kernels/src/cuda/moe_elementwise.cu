@@ -70,8 +70,8 @@ extern "C" __global__ void accumulate_f64(const MoeArgs p) {
     if (at < p.n) reinterpret_cast<double*>(p.b)[at] += reinterpret_cast<const double*>(p.a)[at];
 }
 
-// beta = x·beta + (1 − x)·y·found, minus its mean; unchanged where found is not finite. a: found f32 [n], b: beta f32 [n]. One thread, because there is one
-// value per expert once a step, and the sum has a fixed order.
+// beta = x·beta + (1 − x)·y·found, minus its mean; unchanged where found is not finite. a: found f32 [n], b: beta f32 [n].
+// One thread, because there is one value per expert once a step, and the sum has a fixed order.
 extern "C" __global__ void update_quantiles(const MoeArgs p) {
     const float* found = reinterpret_cast<const float*>(p.a);
     float* beta = reinterpret_cast<float*>(p.b);
