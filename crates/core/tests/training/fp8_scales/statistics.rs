@@ -66,9 +66,9 @@ fn statistics_over_ranks_match_one_rank() {
         assert_eq!(all[0].operands.len(), one.operands.len(), "{layout}");
         for (a, b) in all[0].operands.iter().zip(&one.operands) {
             assert_eq!((&a.module, &a.role), (&b.module, &b.role), "{layout}");
-            // Of ranks' bf16 sums that are rounded in another order, FP8 GEMMs before this one have other operands: an E5M2
+            // With tp, of bf16 sums that are rounded in another order, FP8 GEMMs before this one have other operands: an E5M2
             // value changes by up to an eighth, an E4M3 one by a sixteenth, and the largest of a tensor is a sum of few of them.
-            let of_one = if a.role == "gradient" { 0.06 } else { 0.02 };
+            let of_one = if a.role == "gradient" && layout.contains("tp") { 0.06 } else { 0.02 };
             let near = (a.amax / b.amax - 1.0).abs() < of_one
                 && (a.error / b.error - 1.0).abs() < 0.1
                 && (a.underflow - b.underflow).abs() < 1.0;
