@@ -28,6 +28,10 @@ kernel_args! {
         /// Label smoothing: probability spread over the vocabulary, and what one column gets of it.
         spread: f32,
         off: f32,
+        rows: i64,
+        /// Chunks of 16 bytes of a row that each thread holds in shared memory.
+        slots: i32,
+        pad: u32,
     }
 
     /// The same for one tensor-parallel rank's columns of the vocabulary.
@@ -87,6 +91,39 @@ fn block_per_row(op: &'static str, rows: &Rows, dtype: DType) -> Result<LaunchCo
     Ok(LaunchConfig { blocks: [blocks(op, rows.count())?, 1, 1], threads, shared: 0 })
 }
 
+/// Static shared memory of the kernels, at most, and what the GPU reserves for a block.
+const STATIC_SHARED: usize = 512;
+const RESERVED_SHARED: usize = 1024;
+/// Chunks of a row that a thread holds, at most.
+const SLOTS: usize = 16;
+/// Chunks of a thread with which two blocks of 512 threads fit the shared memory of a Hopper multiprocessor.
+const SLOTS_OF_TWO: usize = 13;
+
+/// The launch that overwrites rows by gradients, and the chunks of a row that a thread holds in shared memory: of rows that a
+/// block's threads do not read at once, with persistent blocks that fill a multiprocessor. The threads of a block depend on the
+/// width alone, as in [`block_per_row`].
+fn holding_rows(
+    op: &'static str,
+    rows: &Rows,
+    dtype: DType,
+    [shared_memory, multiprocessors]: [usize; 2],
+) -> Result<(LaunchConfig, i32)> {
+    let mut grid = block_per_row(op, rows, dtype)?;
+    // Rows that start within a chunk have one more.
+    let chunks = rows.width.div_ceil(vec_width(dtype)) + 1;
+    if chunks <= 4 * 512 {
+        return Ok((grid, 0));
+    }
+    let each = if chunks <= SLOTS_OF_TWO * 512 { 2 } else { 1 };
+    let threads = 1024 / each;
+    let room = (shared_memory + RESERVED_SHARED) / each - RESERVED_SHARED - STATIC_SHARED;
+    let slots = chunks.div_ceil(threads).min(room / (threads * 16)).min(SLOTS);
+    grid.threads = threads as u32;
+    grid.shared = (slots * threads * 16) as u32;
+    grid.blocks[0] = grid.blocks[0].min((multiprocessors * each) as u32);
+    Ok((grid, slots as i32))
+}
+
 impl CrossEntropyKernels for CudaKernels {
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()> {
         const OP: &str = "cross_entropy";
@@ -96,7 +133,12 @@ impl CrossEntropyKernels for CudaKernels {
             true => typed!(OP, dtype, "loss", "cross_entropy_gradient")?,
             false => typed!(OP, dtype, "loss", "cross_entropy")?,
         };
-        let grid = block_per_row(OP, &rows, dtype)?;
+        let (grid, slots) = match c.gradient {
+            true => {
+                holding_rows(OP, &rows, dtype, [self.modules.shared_memory(), self.multiprocessors as usize])?
+            }
+            false => (block_per_row(OP, &rows, dtype)?, 0),
+        };
         let (width, vocab) = (columns(OP, rows.width)?, columns(OP, c.vocab)?);
         let (spread, off) = c.smoothing.target(c.vocab);
         let logits = if c.gradient { write(c.logits) } else { read(c.logits) };
@@ -112,6 +154,9 @@ impl CrossEntropyKernels for CudaKernels {
                 vocab,
                 spread,
                 off,
+                rows: rows.count() as i64,
+                slots,
+                pad: 0,
             };
             self.launch_kernel(l, kernel, grid, &a)
         })

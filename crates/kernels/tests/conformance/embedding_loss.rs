@@ -101,6 +101,37 @@ pub fn expected(
     (loss, grad)
 }
 
+/// Blocks of a GPU take one row after another and load the next while they overwrite one: more rows than blocks, some without a
+/// label, of which few or many fit into shared memory, starting at and within a chunk of 16 bytes.
+#[test]
+fn cross_entropy_of_more_long_rows_than_blocks() {
+    everywhere(|h, dtype| {
+        for (rows, vocab, width) in [(700, 16_500, 16_512), (301, 20_001, 20_003), (290, 60_001, 60_001)] {
+            let labels: Vec<i32> =
+                (0..rows).map(|r| if r % 5 > 2 { IGNORE } else { (r * 7919 % vocab) as i32 }).collect();
+            let z: Vec<f64> =
+                numbers(dtype, 1, rows * width).iter().map(|x| rounded(dtype, 4.0 * x)).collect();
+            let weights = numbers(DType::F32, 2, rows);
+            let smoothing = LabelSmoothing::Torch(0.1);
+            let (loss, grad) = expected(&z, vocab, width, &labels, &weights, smoothing);
+            let what = format!("{} {dtype} {rows}x{vocab}/{width}", h.name);
+            let (zt, out) = (h.tensor(dtype, &[rows, width], &z), h.poisoned(DType::F32, &[rows]));
+            let c = CrossEntropy {
+                logits: &zt,
+                vocab,
+                labels: &h.ids(&labels),
+                weights: &h.tensor(DType::F32, &[rows], &weights),
+                smoothing,
+                loss: &out,
+                gradient: true,
+            };
+            h.k.cross_entropy(&h.s, &c).unwrap();
+            close(&what, DType::F32, &h.host(&out), &loss, 4e-6);
+            close(&format!("{what} gradient"), dtype, &h.host(&zt), &grad, 1e-6);
+        }
+    });
+}
+
 #[test]
 fn cross_entropy_and_its_gradient() {
     let smoothings = [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.15)];
