@@ -98,6 +98,31 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 bar, 
         "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b)
         : "memory");
 }
+// How long data stay in the L2 cache: the encoding of createpolicy's fractional policies over all of an access.
+#define L2_EVICT_FIRST 0x12f0000000000000ull
+#define L2_EVICT_LAST 0x14f0000000000000ull
+// The same, evicted from L2 before other data.
+__device__ __forceinline__ void tma_load_evict_first(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b), "l"(L2_EVICT_FIRST)
+        : "memory");
+}
+// Accesses to what a block itself wrote or will read again, evicted from L2 after other data.
+__device__ __forceinline__ float4 load_evict_last(const float4* from) {
+    float4 x;
+    asm volatile("ld.global.L2::cache_hint.v4.f32 {%0,%1,%2,%3}, [%4], %5;"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "l"(from), "l"(L2_EVICT_LAST)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_evict_last(float4* to, float x, float y, float z, float w) {
+    asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w),
+                 "l"(L2_EVICT_LAST)
+                 : "memory");
+}
 // Loads the box into the same address of both blocks of a cluster of two; each block's mbarrier counts the bytes that
 // arrive there.
 __device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {

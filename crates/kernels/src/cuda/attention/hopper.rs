@@ -262,7 +262,7 @@ impl Hopper {
             let grid = LaunchConfig {
                 blocks: [(clusters * variant.cluster) as u32, 1, 1],
                 threads: 384,
-                shared: variant.shared(),
+                shared: if self.per_head { variant.shared_per_head() } else { variant.shared() },
             };
             kernels.launch_kernel(l, kernel, grid, &by_key)?;
         }

@@ -9,7 +9,7 @@
 // not bounded by these values: where the keys are a part of all (ring attention), it comes from the output over all.
 //
 // The dq GEMM of one query tile is issued with those of the next tile, so that the warpgroups do not wait for each
-// other.
+// other: with PER_HEAD across tiles of keys too, whose k then has two stages.
 #include "attention/hopper_backward_load.cuh"
 #include "wgmma.cuh"
 
@@ -41,21 +41,22 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
     }
 
     // PER_HEAD: this block has all keys of the head. It keeps partial dq in scratch of its own, where every thread
-    // reads back what it wrote, and stores dq after the last tile of keys.
+    // reads back what it wrote, and stores dq after the last tile of keys. Scratch of all blocks and what they stream is more
+    // than the L2 cache holds, so that scratch is what is to stay there.
     struct DqAccumulator {
-        float4* scratch;
-        i32 q0, head;
-        bool begins, ends;
-        __device__ __forceinline__ void load_guarded(float4 (&before)[8]) const {
+        // Place in scratch; first query, and in its lowest bits whether this is the first, and the last, tile of keys that
+        // contributes; batch and head.
+        i32 at = 0, row = 1, pair = 0;
+        static __device__ __forceinline__ float4* scratch(const HopperArgs& m) { return reinterpret_cast<float4*>(m.dq_accum); }
+        __device__ __forceinline__ void load_guarded(const HopperArgs& m, float4 (&before)[8]) const {
 #pragma unroll
             for (int j = 0; j < 8; j++) before[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (!begins) {
+            if (!(row & 1)) {
 #pragma unroll
-                for (int j = 0; j < 8; j++) before[j] = scratch[j * 128];
+                for (int j = 0; j < 8; j++) before[j] = load_evict_last(scratch(m) + at + j * 128);
             }
         }
-        __device__ __forceinline__ void flush(const HopperArgs& m, const HopperTile& p, float (&dq)[32], const float4 (&before)[8],
-                                              int wg) const {
+        __device__ __forceinline__ void flush(const HopperArgs& m, float (&dq)[32], const float4 (&before)[8], int wg) const {
             const AttentionArgs& a = m.a;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
@@ -64,28 +65,54 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                 dq[4 * j + 2] += before[j].z;
                 dq[4 * j + 3] += before[j].w;
             }
-            if (ends) {
+            if (row & 2) {
                 const int self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
-                const i32 i = q0 + (W == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = W == 128 ? wg * 64 : 0;
-                bf16* row0 = i < p.q_len ? row_at<bf16>(a.dq, p.batch, i, head) + column : nullptr;
-                bf16* row1 = i + 8 < p.q_len ? row_at<bf16>(a.dq, p.batch, i + 8, head) + column : nullptr;
-                store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk - column);
+                const i32 batch = pair / a.heads, head = pair - batch * a.heads;
+                const i32 i = (row & ~3) + wg * 64 + warp * 16 + (lane >> 2);
+                bf16* row0 = i < a.q_len ? row_at<bf16>(a.dq, batch, i, head) : nullptr;
+                bf16* row1 = i + 8 < a.q_len ? row_at<bf16>(a.dq, batch, i + 8, head) : nullptr;
+                store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk);
             } else {
 #pragma unroll
                 for (int j = 0; j < 8; j++)
-                    scratch[j * 128] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+                    store_evict_last(scratch(m) + at + j * 128, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
             }
         }
     };
+    static_assert(!PER_HEAD || W == 64, "a warpgroup has all channels of 64 queries");
 
     static __device__ __forceinline__ void consume(const HopperArgs& m, u32 base, Bars bars) {
         const AttentionArgs& a = m.a;
         const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
         const bool first_lane = lane == 0;
         Ring<STAGES> ring;
-        u32 kv_phase = 0, count = 0;
+        u32 tiles = 0, count = 0;
         DqAccumulator own;
         typename Load::Slots slot;
+        // Where dq of the query tile before is added in fixed point.
+        float step0 = 0.0f, step1 = 0.0f;
+        i32* to = nullptr;
+        auto keys_at = [&](u32 tile) { return base + K_AT + (PER_HEAD ? (tile & 1) * Load::K_BYTES : 0); };
+        const u32 dq_channels = W == 128 ? wg * BN * 128 : 0, dq_ds = W == 128 ? 0 : wg * BN * 128;
+        // dq of the last query tile.
+        auto last_queries = [&] {
+            const u32 before = count - 1;
+            float dq[32];
+            mbarrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
+            wgmma_fence();
+            queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, keys_at(tiles - 1) + dq_channels);
+            wgmma_commit();
+            float4 kept[8];
+            if (PER_HEAD) own.load_guarded(m, kept);
+            wgmma_wait<0>();
+            fence_operand(dq);
+            if (first_lane) {
+                mbarrier_arrive(bars.ds_free(before & 1));
+                if (!PER_HEAD) mbarrier_arrive(bars.kv_free());
+            }
+            if constexpr (PER_HEAD) own.flush(m, dq, kept, wg);
+            else flush(dq, step0, step1, to, wg);
+        };
         for (i32 index = 0;; index++) {
             if constexpr (!PER_HEAD) {
                 mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
@@ -102,19 +129,15 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
 #pragma unroll
             for (int i = 0; i < ND; i++) dk[i] = dv[i] = 0.0f;
             if (p.from < p.to) {
-                const u32 k_at = base + K_AT, v_at = base + V_AT;
-                const u32 dq_k = k_at + (W == 128 ? wg * BN * 128 : 0), dq_ds = W == 128 ? 0 : wg * BN * 128;
-                mbarrier_wait(bars.kv_full(), kv_phase);
-                kv_phase ^= 1;
+                const u32 k_at = keys_at(tiles), v_at = base + V_AT;
+                if constexpr (PER_HEAD) mbarrier_wait(bars.k_full(tiles & 1), (tiles >> 1) & 1);
+                else mbarrier_wait(bars.kv_full(), tiles & 1);
                 if (a.items && p.k_len - p.first < BN) {
                     zero_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
                     zero_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
                     named_barrier_sync(1 + wg, 128);
                 }
-                float step0 = 0.0f, step1 = 0.0f;
-                i32* to = nullptr;
                 int add = 0;
-                own.begins = true;
                 const i32 step = Load::downwards(index) ? -1 : 1;
                 i32 head = p.head * a.group, tile = step < 0 ? p.to - 1 : p.from;
 #pragma unroll 1
@@ -133,6 +156,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     wgmma_fence();
                     scores(s, k_at + wg * 8192, q_at);
                     wgmma_commit();
+                    if (PER_HEAD) mbarrier_wait(bars.kv_full(), tiles & 1);
                     mbarrier_wait(bars.o_full(stage), ring.phase);
                     if (foreign) {
                         zero_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
@@ -173,8 +197,11 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     wgmma_fence();
                     wgmma_ab<D, BM>(dv, x, o_at, add);
                     wgmma_commit();
+                    float4 kept[8];
+                    if (PER_HEAD) own.load_guarded(m, kept);
                     wgmma_wait<1>();
                     fence_operand(dp);
+                    if (PER_HEAD && turn == 1 && first_lane) mbarrier_arrive(bars.kv_free());
 
                     // ds = p·(dp - delta)
                     const float4* deltas = reinterpret_cast<const float4*>(Load::rows_of(stage, 1)) + (lane & 3);
@@ -205,33 +232,33 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         __syncwarp();
                         if (first_lane) mbarrier_arrive(bars.ds_full(side));
                     }
-                    if (add) mbarrier_wait(bars.ds_full(previous), ((count - 1) >> 1) & 1);
+                    // Whether there is a query tile before.
+                    const bool pending = PER_HEAD ? count > 0 : add;
+                    if (pending) mbarrier_wait(bars.ds_full(previous), ((count - 1) >> 1) & 1);
                     wgmma_fence();
                     // In the first iteration the result is discarded: a branch here would cost more.
-                    queries(dq, base + DS_AT + previous * DS_BYTES + dq_ds, dq_k);
+                    queries(dq, base + DS_AT + previous * DS_BYTES + dq_ds, keys_at(tiles - !add) + dq_channels);
                     wgmma_commit();
                     wgmma_ab<D, BM>(dk, y, q_at, add);
                     wgmma_commit();
-                    float4 kept[8];
-                    if (PER_HEAD) own.load_guarded(kept);
                     wgmma_wait<1>();
                     fence_operand(dv);
                     fence_operand(x);
                     fence_operand(dq);
                     if (first_lane) mbarrier_arrive(bars.o_free(stage));
-                    if (add) {
-                        if (first_lane) mbarrier_arrive(bars.ds_free(previous));
-                        if constexpr (PER_HEAD) own.flush(m, p, dq, kept, wg);
+                    if (pending) {
+                        if (first_lane) {
+                            mbarrier_arrive(bars.ds_free(previous));
+                            if (PER_HEAD && !add) mbarrier_arrive(bars.k_free(~tiles & 1));
+                        }
+                        if constexpr (PER_HEAD) own.flush(m, dq, kept, wg);
                         else flush(dq, step0, step1, to, wg);
                     }
                     if constexpr (PER_HEAD) {
-                        own.scratch = reinterpret_cast<float4*>(m.dq_accum) +
-                                      ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (W / 4) +
-                                      wg * 1024 + self;
-                        own.q0 = q0;
-                        own.head = head;
-                        own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
-                        own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
+                        own.at = ((i32(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (W / 4) + wg * 1024 + self;
+                        own.row = q0 | i32(p.first / BN == max(q0 + p.off - a.left, 0) / BN) |
+                                  i32(p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN) << 1;
+                        own.pair = p.batch * a.heads + head;
                     } else {
                         const float* steps = Load::rows_of(stage, 2) + (W == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
                         step0 = steps[0];
@@ -249,22 +276,8 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                     if (first_lane) mbarrier_arrive(bars.q_free(stage));
                     ring.next();
                 }
-                const u32 before = count - 1;
-                float dq[32];
-                mbarrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
-                wgmma_fence();
-                queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
-                wgmma_commit();
-                float4 kept[8];
-                if (PER_HEAD) own.load_guarded(kept);
-                wgmma_wait<0>();
-                fence_operand(dq);
-                if (first_lane) {
-                    mbarrier_arrive(bars.ds_free(before & 1));
-                    mbarrier_arrive(bars.kv_free());
-                }
-                if constexpr (PER_HEAD) own.flush(m, p, dq, kept, wg);
-                else flush(dq, step0, step1, to, wg);
+                tiles++;
+                if (!PER_HEAD) last_queries();
             }
             bf16 *k_row[2], *v_row[2];
 #pragma unroll
@@ -276,6 +289,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
         }
+        if (PER_HEAD && count > 0) last_queries();
     }
 
     static __device__ __forceinline__ void run(const HopperArgs& m) {

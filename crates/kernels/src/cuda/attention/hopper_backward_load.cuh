@@ -5,15 +5,16 @@
 #include "hopper_tiles.cuh"
 
 // Heads of up to DQ channels of q and k and DV of v, BM queries and BN keys of a tile, STAGES query tiles. PER_HEAD: a
-// block has all keys of a head. Besides ds there are two buffers of PASSED bytes that warpgroups hand to each other.
+// block has all keys of a head, and k has two stages, because dq of a tile's last queries is computed in the next tile.
+// Besides ds there are two buffers of PASSED bytes that warpgroups hand to each other.
 template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSED> struct HopperBackwardLoad {
     static constexpr bool PAIR = false;
-    static constexpr int BN = BN_, STAGES = STAGES_, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
+    static constexpr int BN = BN_, STAGES = STAGES_, K_STAGES = PER_HEAD ? 2 : 1, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
     static constexpr u32 K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
     static constexpr u32 Q_BYTES = BM * COLUMNS * 128, O_BYTES = BM * V_COLUMNS * 128;
     static constexpr u32 DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 TILES_AT = 224, ROWS_AT = 288, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
-    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + V_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
+    static constexpr u32 TILES_AT = 240, ROWS_AT = 304, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 V_AT = K_AT + K_STAGES * K_BYTES, Q_AT = V_AT + V_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr u32 DS_AT = O_AT + STAGES * O_BYTES, PASSED_AT = DS_AT + 2 * DS_BYTES;
     static constexpr u32 BYTES = PASSED_AT + 2 * PASSED;
     static_assert(BYTES <= 227 * 1024, "shared memory");
@@ -26,8 +27,11 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
 
     struct Bars {
         u32 base;
+        // With PER_HEAD of v alone.
         __device__ __forceinline__ u32 kv_full() const { return base; }
         __device__ __forceinline__ u32 kv_free() const { return base + 8; }
+        __device__ __forceinline__ u32 k_full(u32 s) const { return base + 208 + s * 8; }
+        __device__ __forceinline__ u32 k_free(u32 s) const { return base + 224 + s * 8; }
         __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 16 + s * 8; }
         __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
         __device__ __forceinline__ u32 tile_full(u32 s) const { return base + 48 + s * 8; }
@@ -90,6 +94,8 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
             mbarrier_init(bars.tile_free(s), PER_HEAD ? 1 : 9);
             mbarrier_init(bars.passed_full(s), 4);
             mbarrier_init(bars.passed_free(s), 4);
+            mbarrier_init(bars.k_full(s), 1);
+            mbarrier_init(bars.k_free(s), 8);
         }
         mbarrier_init_fence();
     }
@@ -135,30 +141,47 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         } while (index < n);
     }
 
+    static __device__ __forceinline__ void copy(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
+        if constexpr (PER_HEAD) tma_load_evict_first(to, map, bar, c, t, h, b);
+        else tma_load(to, map, bar, c, t, h, b);
+    }
+
     // One warp runs the loop; one lane issues the copies.
     static __device__ __forceinline__ void produce(const HopperArgs& m, u32 base, Bars bars) {
         const AttentionArgs& a = m.a;
         const bool one = (threadIdx.x & 31) == 0;
         Ring<STAGES> ring;
         Slots slot;
-        u32 kv_phase = 0;
+        u32 tiles = 0;
         while (true) {
             mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const volatile Load* p = slot_at(slot.stage);
             if (p->index < 0) break;
             i32 left = p->to - p->from;
             if (left > 0) {
-                mbarrier_wait(bars.kv_free(), kv_phase ^ 1);
-                kv_phase ^= 1;
+                const u32 stage = PER_HEAD ? tiles & 1 : 0, k_full = PER_HEAD ? bars.k_full(stage) : bars.kv_full();
+                if (PER_HEAD) {
+                    mbarrier_wait(bars.k_free(stage), ((tiles >> 1) & 1) ^ 1);
+                    if (one) mbarrier_arrive_expect_tx(k_full, K_BYTES);
+                } else {
+                    mbarrier_wait(bars.kv_free(), (tiles & 1) ^ 1);
+                    if (one) mbarrier_arrive_expect_tx(k_full, K_BYTES + V_BYTES);
+                }
                 if (one) {
-                    mbarrier_arrive_expect_tx(bars.kv_full(), K_BYTES + V_BYTES);
 #pragma unroll
                     for (int c = 0; c < COLUMNS; c++)
-                        tma_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        copy(base + K_AT + stage * K_BYTES + c * BN * 128, m.k, k_full, c * 64, p->key, p->head, p->batch);
+                }
+                if (PER_HEAD) {
+                    mbarrier_wait(bars.kv_free(), (tiles & 1) ^ 1);
+                    if (one) mbarrier_arrive_expect_tx(bars.kv_full(), V_BYTES);
+                }
+                if (one) {
 #pragma unroll
                     for (int c = 0; c < V_COLUMNS; c++)
-                        tma_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        copy(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
                 }
+                tiles++;
             }
             const i32 step = downwards(p->index) ? -BM : BM;
             i32 token = (step < 0 ? p->to - 1 : p->from) * BM;
@@ -173,7 +196,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
                         mbarrier_arrive_expect_tx(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++)
-                            tma_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
+                            copy(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                         const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
                         bulk_copy(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.lse_log2) + row * 3,
@@ -184,7 +207,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
                         mbarrier_arrive_expect_tx(bars.o_full(s), O_BYTES);
 #pragma unroll
                         for (int c = 0; c < V_COLUMNS; c++)
-                            tma_load(base + O_AT + s * O_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                            copy(base + O_AT + s * O_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                     }
                     ring.next();

@@ -76,11 +76,16 @@ impl Forward {
 impl Backward {
     /// `BYTES` of hopper_backward_load.cuh, or of hopper_backward_pair_load.cuh.
     pub(super) const fn shared(&self) -> u32 {
-        let head = (288 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
+        let head = (304 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
         let tiles = (self.keys / self.cluster + self.stages * self.queries) * row_bytes(self.channels);
         // Two columns of 64 channels of the other block's keys.
         let other = (self.cluster - 1) * self.keys / self.cluster * 256;
         (head + tiles + other + 2 * self.keys * self.queries * 2 + 2 * self.passed) as u32
+    }
+
+    /// The same with two stages of keys, for the kernel whose blocks have all keys of a head.
+    pub(super) const fn shared_per_head(&self) -> u32 {
+        self.shared() + (self.keys * self.channels[0] * 2) as u32
     }
 
     /// Queries and keys of a TMA box.
@@ -259,6 +264,7 @@ mod tests {
             include_str!("hopper_backward_preprocess.cu").contains(&format!("({}, ", PER_HEAD_KERNELS[0]))
         );
         assert!(include_str!("hopper_backward.cu").contains(&format!("({}, 64, 128, ", PER_HEAD_KERNELS[1])));
+        assert!(VARIANTS[0].width == 64 && VARIANTS[0].backward.shared_per_head() <= 227 << 10);
     }
 
     #[test]
