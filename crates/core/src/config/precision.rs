@@ -71,7 +71,8 @@ impl Recipe {
         let p = &mut c.precision;
         if p.fp8_attention {
             let reason = "forward in E4M3 on Hopper, for head dimensions up to 128 (a multiple of 16) without soft cap, packing or \
-                          parallel.cp; elsewhere emulated, for its numerics and not for speed; backward in bf16";
+                          parallel.cp: faster than bf16 only with head dimensions above 64 and long sequences; elsewhere emulated, \
+                          for its numerics and not for speed; backward in bf16";
             derived.add("precision.fp8_attention", true, reason);
         }
         if p.recipe == QuantRecipe::None {
