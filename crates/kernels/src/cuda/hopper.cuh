@@ -101,7 +101,7 @@ __device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 bar, 
 // How long data stay in the L2 cache: the encoding of createpolicy's fractional policies over all of an access.
 #define L2_EVICT_FIRST 0x12f0000000000000ull
 #define L2_EVICT_LAST 0x14f0000000000000ull
-// The same, evicted from L2 before other data.
+// tma_load of data that L2 evicts before other data.
 __device__ __forceinline__ void tma_load_evict_first(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "

@@ -4,8 +4,8 @@
 // A row is read once for its maximum and Σ exp(x − max) together (online softmax: a thread rescales its sum when its
 // maximum grows), and once more to be overwritten. Where rows are long, blocks are persistent and hold what they can of a
 // row in shared memory, so that the second time little of it is read from the GPU's memory; while a block overwrites a row it
-// loads the next. With a vocabulary sharded over tensor-parallel ranks these are two
-// kernels, between which the ranks exchange their statistics.
+// loads the next. With a vocabulary sharded over tensor-parallel ranks the two reads are two kernels, between which the ranks
+// exchange their statistics.
 #include "args/loss.cuh"
 
 #define IGNORE (-100)

@@ -101,7 +101,8 @@ const SLOTS_OF_TWO: usize = 13;
 
 /// The launch that overwrites rows by gradients, and the chunks of a row that a thread holds in shared memory: of rows that a
 /// block's threads do not read at once, with persistent blocks that fill a multiprocessor. The threads of a block depend on the
-/// width alone, as in [`block_per_row`].
+/// width alone, as in [`block_per_row`], but are twice as many for the longest rows: with and without gradient, a loss of equal
+/// logits may there differ in its last bits.
 fn holding_rows(
     op: &'static str,
     rows: &Rows,
