@@ -23,6 +23,20 @@ fn keys_without_effect_are_refused_only_where_a_user_sets_them() {
     assert!(stored.resolve(None).is_err());
 }
 
+/// Earlier versions took keys of delayed scaling beside any recipe, and any name in precision.skip.
+#[test]
+fn stored_runs_with_quantization_keys_without_effect_stay_readable() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("config.toml");
+    for line in ["precision.margin = 1", "precision.amax_history = 16", "precision.skip = [\"mlp.dwon\"]"] {
+        let text = format!("{TINY}precision.recipe = \"fp8-current\"\n{line}\n");
+        let key = line.split(' ').next().unwrap();
+        assert!(fails(&text).contains(key), "{line}");
+        std::fs::write(&path, text).unwrap();
+        Recipe::read_stored(&path).unwrap().resolve(None).unwrap();
+    }
+}
+
 #[test]
 fn impossible_combinations_are_refused_with_the_way_out() {
     let cases = [

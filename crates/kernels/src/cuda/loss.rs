@@ -96,7 +96,7 @@ const STATIC_SHARED: usize = 512;
 const RESERVED_SHARED: usize = 1024;
 /// Chunks of a row that a thread holds, at most.
 const SLOTS: usize = 16;
-/// Chunks of a thread with which two blocks of 512 threads fit the shared memory of a Hopper multiprocessor.
+/// Chunks of a thread up to which two blocks of 512 threads share a multiprocessor; a Hopper one has shared memory for them all.
 const SLOTS_OF_TWO: usize = 13;
 
 /// The launch that overwrites rows by gradients, and the chunks of a row that a thread holds in shared memory: of rows that a
