@@ -29,7 +29,7 @@ fuzz() {
     *) [ ! -d "seeds/$target" ] || seeds=("seeds/$target") ;;
   esac
   # 20 seconds and 2 GiB are the limits of every parser.
-  "target/$triple/release/$target" "corpus/$target" "${seeds[@]}" -artifact_prefix="artifacts/$target/" -timeout=20 \
+  "${CARGO_TARGET_DIR:-target}/$triple/release/$target" "corpus/$target" "${seeds[@]}" -artifact_prefix="artifacts/$target/" -timeout=20 \
     -rss_limit_mb=2048 -seed="${FERROTRON_FUZZ_SEED:-0}" -max_total_time="$seconds" -print_final_stats=1 >"$logs/$target" 2>&1
 }
 failed=0

@@ -11,7 +11,7 @@ tests=(ferrotron-tensor:lib ferrotron-kernels:conformance ferrotron-kernels:gold
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
 mkdir -p "$out/tests" "$out/peers"
-cp target/release/ferrotron "$out/"
+cp "${CARGO_TARGET_DIR:-target}/release/ferrotron" "$out/"
 for t in "${tests[@]}"; do
   kind=test which=(--test "${t##*:}") name=${t##*:}
   # Unit tests of a crate: comm_lib, kernels_lib, tensor_lib.
