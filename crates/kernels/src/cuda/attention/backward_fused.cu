@@ -69,20 +69,18 @@ template <int D, int BM, int PAIRS, int STAGES> struct Fused {
         const i32 head = turn_at(turn).head, q0 = turn_at(turn).q0 + rq * 32;
         const float* steps =
             reinterpret_cast<const float*>(attention_shared + ROWS_AT + turn % 3 * ROWS_BYTES) + 2 * BM + rq * 32 + (lane >> 2);
-        // 64 rows after another, 64 channels after another, 16 rows to 32 lanes.
+        // 64 rows after another, 64 channels after another, 16 rows to 32 lanes, two channels to a lane.
         i32* to = reinterpret_cast<i32*>(m.dq_accum) +
                   (((i64(p.batch) * a.heads + head) * m.padded + p.row + (q0 & ~63)) * D + cq * CQ * 64 +
-                   (q0 & 32) * 2 + lane);
+                   ((q0 & 32) * 2 + lane) * 2);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float step0 = steps[i * 16], step1 = steps[i * 16 + 8];
 #pragma unroll
             for (int n = 0; n < CQ / 8; n++)
 #pragma unroll
-                for (int e = 0; e < 4; e++)
-                    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + (n * 4 + e) * 128 + i * 32),
-                                 "r"(__float2int_rn(dq[i][n][e] * (e & 2 ? step1 : step0)))
-                                 : "memory");
+                for (int e = 0; e < 4; e += 2)
+                    atomic_add_fixed_point(to + (n * 4 + e) * 128 + i * 64, dq[i][n][e], dq[i][n][e + 1], e & 2 ? step1 : step0);
         }
     }
 

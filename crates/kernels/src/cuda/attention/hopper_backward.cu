@@ -264,7 +264,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         step0 = steps[0];
                         step1 = steps[8];
                         to = reinterpret_cast<i32*>(m.dq_accum) +
-                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * W + wg * 4096 + self);
+                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * W + wg * 4096 + self * 2);
                     }
                     add = 1;
                     count++;

@@ -155,10 +155,10 @@ template <int W> __device__ __forceinline__ void hopper_finish(const HopperArgs&
     for (int n = 0; n < W / 64; n++) {
         const i32 place = n * 2 + wg, tile = place / (W / 64) * 64, column = place % (W / 64) * 64;
         const i32 inside = warp * 16 + (lane >> 2);
-        const i32* from = reinterpret_cast<const i32*>(m.dq_accum) + (at * W + place * 4096) + self;
+        const int2* from = reinterpret_cast<const int2*>(reinterpret_cast<const i32*>(m.dq_accum) + (at * W + place * 4096)) + self;
         float dq[32];
 #pragma unroll
-        for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128]);
+        for (int j = 0; j < 16; j++) unpack_fixed_point(from[j * 128], dq[2 * j], dq[2 * j + 1]);
         bf16* row[2];
         float f[2];
 #pragma unroll

@@ -1,4 +1,4 @@
-// What both consumers of the wide Hopper backward kernels share: their pipeline state, and probabilities from scores.
+// What the consumers of the wide Hopper backward kernels share: their pipeline state, and probabilities from scores.
 #pragma once
 #include "hopper_tiles.cuh"
 
@@ -67,10 +67,10 @@ template <class LOAD, bool CAP> struct HopperBackwardWideParts {
             mbarrier_arrive_remote(bar, 1);
         }
     }
-    // This thread's elements of dq_accum for a query tile.
+    // This thread's elements of dq_accum for a query tile: pairs of channels.
     static __device__ __forceinline__ i32* sums_at(const HopperArgs& m, const HopperTile& p, i32 head, i32 q0) {
         return reinterpret_cast<i32*>(m.dq_accum) +
-               (((i64(p.batch) * m.a.heads + head) * m.padded + p.row + q0) * (COLUMNS * 64) + (tid() & 127));
+               (((i64(p.batch) * m.a.heads + head) * m.padded + p.row + q0) * (COLUMNS * 64) + (tid() & 127) * 2);
     }
     static __device__ __forceinline__ void steps_at(u32 stage, float& step0, float& step1) {
         const int self = tid() & 127;

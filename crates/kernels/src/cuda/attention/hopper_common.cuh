@@ -64,11 +64,21 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index
     return p;
 }
 
-// Adds dq from an accumulator to dq_accum in fixed point.
+// Adds dq of two neighbouring channels to dq_accum in fixed point, by one 64-bit atomic: half as many are issued. The words
+// hi·2³² + lo, lo signed, add up to a word with both sums in it, because neither sum overflows.
+__device__ __forceinline__ void atomic_add_fixed_point(i32* to, float x, float y, float step) {
+    const i32 lo = __float2int_rn(x * step), hi = __float2int_rn(y * step) + (lo >> 31);
+    asm volatile("{\n.reg .b64 pair;\nmov.b64 pair, {%1, %2};\nred.relaxed.gpu.global.add.u64 [%0], pair;\n}\n" ::"l"(to), "r"(lo),
+                 "r"(hi)
+                 : "memory");
+}
+// The same of a whole accumulator; `to` is this thread's first pair. From the last pair on, as that takes fewer registers.
 template <int N> __device__ __forceinline__ void atomic_add_fixed_point(const float (&dq)[N], float step0, float step1, i32* to) {
 #pragma unroll
-    for (int i = 0; i < N; i++)
-        asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),
-                     "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
-                     : "memory");
+    for (int i = N - 2; i >= 0; i -= 2) atomic_add_fixed_point(to + i * 128, dq[i], dq[i + 1], i & 2 ? step1 : step0);
+}
+// The two sums of a pair.
+__device__ __forceinline__ void unpack_fixed_point(int2 pair, float& x, float& y) {
+    x = float(pair.x);
+    y = float(pair.y - (pair.x >> 31));
 }
