@@ -261,7 +261,7 @@ impl Hopper {
             let clusters = (self.blocks / variant.cluster).clamp(1, tasks);
             let grid = LaunchConfig {
                 blocks: [(clusters * variant.cluster) as u32, 1, 1],
-                threads: 384,
+                threads: variant.threads(),
                 shared: if self.per_head { variant.shared_per_head() } else { variant.shared() },
             };
             kernels.launch_kernel(l, kernel, grid, &by_key)?;

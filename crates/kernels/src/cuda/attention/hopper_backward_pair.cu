@@ -1,14 +1,19 @@
 // Backward pass for Hopper with 192 channels of q and k and 128 of v (multi-head latent attention): a cluster of two
 // persistent blocks has 128 keys of one key head, each block 64, and streams the queries that see them, 64 at a time.
-// Within a block the gradients are split as in hopper_backward_wide.cu:
+// Within a block three warpgroups have a gradient each:
 //
-//   first warpgroup:  s = k·qᵀ, p = exp(s - lse), dv += p·dout
-//   second:           dp = v·doutᵀ, ds = p·(dp - delta), dk += ds·q, dq = dsᵀ·k
+//   first:   s = k·qᵀ, p = exp(s - lse), dv += p·dout
+//   second:  dp = v·doutᵀ, ds = p·(dp - delta), dk += ds·q
+//   third:   dq = dsᵀ·k
 //
-// What a block of 64 keys adds to dq is 48 KiB for 64 queries, and atomics to L2 were the limit (2.4 TB/s; alone they reach
-// 3.5, from registers or by bulk copies). So a pair of blocks adds once: each copies its ds to the other's shared memory
-// (8 KiB), and computes half of the channels of dq over all 128 keys, one tile later, when the other's ds has arrived.
-// Queries and dout are loaded once for both.
+// p and ds are A operands as they lie in registers; the first passes p to the second through shared memory, as in
+// hopper_backward_wide.cu. What a block of 64 keys adds to dq is 48 KiB for 64 queries, so a pair of blocks adds once: each
+// copies its ds to the other's shared memory (8 KiB), and computes half of the channels of dq over all 128 keys. The second
+// warpgroup waits for nothing of that: dq and its atomics are off the path from one query tile to the next. Queries and dout
+// are loaded once for both blocks.
+//
+// Arrivals in the other block are those of pipelines of TMA: they tell that wgmma has read shared memory. An arrival with
+// release at cluster scope would also wait for all atomics of the thread, which took a sixth of the second warpgroup's time.
 //
 // dq is accumulated in fixed point over clusters, as in hopper_backward.cu.
 #include "attention/hopper_backward_pair_load.cuh"
@@ -21,7 +26,7 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
     using At = Parts::At;
     using Turns = Parts::Turns;
     using Bars = Load::Bars;
-    using Parts::free, Parts::free_in_pair, Parts::key_row, Parts::powers, Parts::steps_at, Parts::sums_at;
+    using Parts::free, Parts::free_in_pair, Parts::key_row, Parts::powers, Parts::sums_at;
     static constexpr u32 COLUMN = Load::COLUMN, K_AT = Load::K_AT, OTHER_K_AT = Load::OTHER_K_AT, V_AT = Load::V_AT;
 
     // The first warpgroup.
@@ -114,9 +119,8 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
             for (int i = 0; i < 96; i++) dk[i] = 0.0f;
             if (p.from < p.to) {
                 at.keys(a, p, true, 1);
-                float dp[32], dq[48], step0 = 0.0f, step1 = 0.0f;
+                float dp[32];
                 u32 y[16], stage;
-                i32* to = nullptr;
                 int add = 0;
                 Turns turn(m, p, Load::downwards(index));
                 // Behind the last tile the result is discarded.
@@ -131,30 +135,10 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
                     wgmma_abt<64, 128>(dp, at.base + V_AT, COLUMN, at.o(), COLUMN);
                     wgmma_commit();
                 };
-                // This block's channels of dq from both blocks' ds of a tile.
-                auto queries = [&](u32 side) {
-                    const u32 column = Load::dq_column();
-#pragma unroll
-                    for (int half = 0; half < 2; half++) {
-                        const u64 l = desc_mn_major(at.ds(side) + half * COLUMN, COLUMN);
-                        const u64 r = desc_mn_major(at.base + (half ? OTHER_K_AT : K_AT), column);
-#pragma unroll
-                        for (int i = 0; i < 4; i++)
-                            Wgmma<96>::ss<1, 1>(dq, l + ((i * 2048) >> 4), r + ((i * 2048) >> 4), half + i > 0);
-                    }
-                    wgmma_commit();
-                };
-                // Channels [0, 96) are the first 48 registers of a tile of dq_accum; [128, 192) the last 32 and [96, 128)
-                // those from 48 on.
-                auto flush = [&](u32 side) {
-                    if ((tid() & 31) == 0) mbarrier_arrive_cluster(at.bars.ds_free(side), rank ^ 1);
-                    atomic_add_fixed_point(part<32>(dq[0]), step0, step1, to + (rank ? 64 * 128 : 0));
-                    atomic_add_fixed_point(part<16>(dq[32]), step0, step1, to + (rank ? 48 * 128 : 32 * 128));
-                };
                 scores(true);
 #pragma unroll 1
                 while (true) {
-                    const u32 side = at.count & 1, last = side ^ 1, q_at = at.q(), here = stage;
+                    const u32 side = at.count & 1, q_at = at.q(), here = stage;
                     mbarrier_wait(at.bars.q_full(here), at.ring.phase);
                     if (a.items && p.q_len - turn.q0 < 64) {
                         zero_rows<64, 3>(q_at, p.q_len - turn.q0, tid() & 127);
@@ -182,8 +166,8 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
                     }
                     __syncwarp();
                     free(at.bars.passed_free(side));
-                    // The other block has used, and so received, what this one copied from there two tiles ago.
-                    mbarrier_wait_cluster(at.bars.ds_free(side), ((at.count >> 1) & 1) ^ 1);
+                    // Both third warpgroups have used ds of two tiles ago, here and what was copied from here.
+                    mbarrier_wait(at.bars.ds_free(side), ((at.count >> 1) & 1) ^ 1);
                     {
                         const int self = tid() & 127, lane = self & 31, row = (self >> 5) * 16 + (lane & 15);
 #pragma unroll
@@ -197,26 +181,14 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
                         mbarrier_arrive_expect_tx(at.bars.ds_full(side), COLUMN);
                         bulk_copy_to_block(at.ds(side) + COLUMN, at.ds(side), COLUMN, at.bars.ds_full(side), rank ^ 1);
                     }
-                    float next0, next1;
-                    steps_at(here, next0, next1);
-                    if (add) mbarrier_wait(at.bars.ds_full(last), ((at.count - 1) >> 1) & 1);
                     wgmma_fence();
-                    // In the first iteration the result is discarded.
-                    queries(last);
                     wgmma_ab<192, 64>(dk, y, q_at, add);
                     wgmma_commit();
-                    i32* const next = sums_at(m, p, turn.head, turn.q0);
                     at.ring.next();
                     turn.next(a);
                     at.count++;
                     turn.left--;
                     scores(turn.left > 0);
-                    wgmma_wait<2>();
-                    fence_operand(dq);
-                    if (add) flush(last);
-                    step0 = next0;
-                    step1 = next1;
-                    to = next;
                     add = 1;
                     wgmma_wait<1>();
                     fence_operand(dk);
@@ -226,16 +198,72 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
                     if (turn.left == 0) break;
                 }
                 wgmma_wait<0>();
-                const u32 before = at.count - 1;
-                mbarrier_wait(at.bars.ds_full(before & 1), (before >> 1) & 1);
-                wgmma_fence();
-                queries(before & 1);
-                wgmma_wait<0>();
-                fence_operand(dq);
                 free(at.bars.kv_free());
-                flush(before & 1);
             }
             store_rows<192>(dk, key_row(a.dk, p, 0), key_row(a.dk, p, 1), a.scale, a.scale, a.d_qk);
+        }
+    }
+
+    // The third warpgroup: this block's channels of dq from both blocks' ds. It adds dq of a tile while that of the next is computed.
+    static __device__ __forceinline__ void queries_side(const HopperArgs& m, At at) {
+        const AttentionArgs& a = m.a;
+        const int self = tid() & 127;
+        for (i32 index; (index = at.tile()) >= 0;) {
+            const HopperTile p = Load::place(m, index);
+            if (p.from >= p.to) continue;
+            at.keys(a, p, true, 2);
+            float even[48], odd[48], step0 = 0.0f, step1 = 0.0f;
+            i32* to = nullptr;
+            Turns turn(m, p, Load::downwards(index));
+            // Channels [0, 96) are the first 48 registers of a tile of dq_accum; [128, 192) the last 32 and [96, 128)
+            // those from 48 on.
+            auto flush = [&](float (&dq)[48]) {
+                const u32 rank = cluster_rank();
+                atomic_add_fixed_point(part<32>(dq[0]), step0, step1, to + (rank ? 64 * 128 : 0));
+                atomic_add_fixed_point(part<16>(dq[32]), step0, step1, to + (rank ? 48 * 128 : 32 * 128));
+            };
+            auto tile = [&](float (&dq)[48], float (&before)[48], bool pending) {
+                const u32 side = at.count & 1, column = Load::dq_column();
+                // Not from the stage of the queries, which need not wait for this warpgroup.
+                const float* steps = reinterpret_cast<const float*>(a.lse_log2) +
+                                     ((i64(p.batch) * a.heads + turn.head) * m.padded + p.row + turn.q0) * 3 + 128 +
+                                     (self >> 5) * 16 + ((self & 31) >> 2);
+                const float next0 = steps[0], next1 = steps[8];
+                mbarrier_wait(at.bars.ds_full(side), (at.count >> 1) & 1);
+                wgmma_fence();
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const u64 l = desc_mn_major(at.ds(side) + half * COLUMN, COLUMN);
+                    const u64 r = desc_mn_major(at.base + (half ? OTHER_K_AT : K_AT), column);
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        Wgmma<96>::ss<1, 1>(dq, l + ((i * 2048) >> 4), r + ((i * 2048) >> 4), half + i > 0);
+                }
+                wgmma_commit();
+                if (pending) flush(before);
+                step0 = next0;
+                step1 = next1;
+                to = sums_at(m, p, turn.head, turn.q0);
+                wgmma_wait<0>();
+                fence_operand(dq);
+                free_in_pair(at.bars.ds_free(side));
+                at.count++;
+                turn.next(a);
+                if (--turn.left == 0) free(at.bars.kv_free());
+            };
+#pragma unroll 1
+            for (bool pending = false;; pending = true) {
+                tile(even, odd, pending);
+                if (turn.left == 0) {
+                    flush(even);
+                    break;
+                }
+                tile(odd, even, true);
+                if (turn.left == 0) {
+                    flush(odd);
+                    break;
+                }
+            }
         }
     }
 
@@ -249,16 +277,23 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
             if (threadIdx.x < 32) Load::produce(m, base, bars);
             else if (threadIdx.x < 64 && cluster_rank() == 0) Load::choose(m, base, bars);
         } else {
-            setmaxnreg_inc<240>();
-            if (warpgroup() == 1) values_side(m, {base, bars});
-            else keys_side(m, {base, bars});
+            if (warpgroup() == 1) {
+                setmaxnreg_inc<160>();
+                values_side(m, {base, bars});
+            } else if (warpgroup() == 2) {
+                setmaxnreg_inc<184>();
+                keys_side(m, {base, bars});
+            } else {
+                setmaxnreg_inc<144>();
+                queries_side(m, {base, bars});
+            }
         }
         // A block must not exit while the other may still write to its shared memory.
         cluster_sync();
     }
 };
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     attention_hopper_backward_192_bf16(const __grid_constant__ HopperArgs m) {
     HopperBackwardPair::run(m);
 }

@@ -56,10 +56,10 @@ template <int STAGES_> struct HopperBackwardPairLoad {
     // As in hopper_backward_load.cuh; 64 is about the number of pairs.
     static __device__ __forceinline__ bool downwards(i32 index) { return (index / 64) % 2 == 0; }
 
-    // Initializes the mbarriers with their arrival counts. Warps of both blocks release query tiles.
+    // Initializes the mbarriers with their arrival counts. Warps of both blocks release query tiles and ds.
     static __device__ __forceinline__ void init(Bars bars) {
         mbarrier_init(bars.kv_full(), 1);
-        mbarrier_init(bars.kv_free(), 8);
+        mbarrier_init(bars.kv_free(), 12);
         for (int s = 0; s < STAGES; s++) {
             mbarrier_init(bars.q_full(s), 1);
             mbarrier_init(bars.o_full(s), 1);
@@ -68,12 +68,12 @@ template <int STAGES_> struct HopperBackwardPairLoad {
         }
         for (int s = 0; s < 2; s++) {
             mbarrier_init(bars.ds_full(s), 1);
-            mbarrier_init(bars.ds_free(s), 4);
+            mbarrier_init(bars.ds_free(s), 8);
             mbarrier_init(bars.passed_full(s), 4);
             mbarrier_init(bars.passed_free(s), 4);
         }
         mbarrier_init(bars.tile_full(0), 1);
-        mbarrier_init(bars.tile_free(0), 18);
+        mbarrier_init(bars.tile_free(0), 26);
         mbarrier_init_fence();
     }
 

@@ -33,6 +33,8 @@ pub(super) struct Backward {
     passed: usize,
     /// Blocks of a cluster, which share the keys of a tile and load each its part of the queries.
     pub(super) cluster: usize,
+    /// Consumer warpgroups.
+    groups: usize,
 }
 
 /// The kernels for heads of up to so many channels.
@@ -74,6 +76,10 @@ impl Forward {
 }
 
 impl Backward {
+    pub(super) const fn threads(&self) -> u32 {
+        (self.groups * 128 + 128) as u32
+    }
+
     /// `BYTES` of hopper_backward_load.cuh, or of hopper_backward_pair_load.cuh.
     pub(super) const fn shared(&self) -> u32 {
         let head = (304 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
@@ -106,17 +112,26 @@ const fn forward(
 
 const fn backward(name: &'static str, channels: usize, queries: usize) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward", name);
-    Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0, cluster: 1 }
+    Backward {
+        kernel,
+        channels: [channels; 2],
+        queries,
+        keys: 128,
+        stages: 3,
+        passed: 0,
+        cluster: 1,
+        groups: 2,
+    }
 }
 
 const fn backward_wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward_wide", name);
-    Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192, cluster: 1 }
+    Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192, cluster: 1, groups: 2 }
 }
 
 const fn backward_pair(name: &'static str, channels: [usize; 2]) -> Backward {
     let kernel = Kernel::new("attention/hopper_backward_pair", name);
-    Backward { kernel, channels, queries: 64, keys: 128, stages: 3, passed: 8192, cluster: 2 }
+    Backward { kernel, channels, queries: 64, keys: 128, stages: 3, passed: 8192, cluster: 2, groups: 3 }
 }
 
 macro_rules! rows {
@@ -244,6 +259,7 @@ mod tests {
             if b.cluster == 2 {
                 let source = include_str!("hopper_backward_pair.cu");
                 assert!(source.contains(&format!(" {}(", b.kernel.name)) && source.contains("PairLoad<3>"));
+                assert!(source.contains(&format!("__launch_bounds__({}, 1)", b.threads())));
                 assert_eq!((b.channels, b.stages, b.shared()), ([192, 128], 3, 227 << 10));
             } else if b.passed == 0 {
                 let all = listed(include_str!("hopper_backward.cu"), "HOPPER_BACKWARD", &b.kernel);
