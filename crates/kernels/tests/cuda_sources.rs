@@ -65,7 +65,7 @@ fn resources(compiler: &Compiler, source: &Source, arch: &str) -> Vec<KernelReso
         source.variant.suffix(),
         hasher.finish()
     );
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_sources");
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernel_resources");
     let known = std::fs::read_to_string(folder.join(&name)).unwrap_or_default();
     // A file that was not written to its end has no last line.
     if let Some(lines) = known.strip_suffix("end\n") {
@@ -77,12 +77,15 @@ fn resources(compiler: &Compiler, source: &Source, arch: &str) -> Vec<KernelReso
                 registers: number(1),
                 spills: number(2),
                 shared: number(3),
+                serialized: words[4] == "true",
             }
         };
         return lines.lines().map(kernel).collect();
     }
     let kernels = compiler.compile(source, arch).unwrap().kernels;
-    let line = |k: &KernelResources| format!("{} {} {} {}\n", k.name, k.registers, k.spills, k.shared);
+    let line = |k: &KernelResources| {
+        format!("{} {} {} {} {}\n", k.name, k.registers, k.spills, k.shared, k.serialized)
+    };
     let text = kernels.iter().map(line).collect::<String>() + "end\n";
     std::fs::create_dir_all(&folder).unwrap();
     std::fs::write(folder.join(&name), text).unwrap();
@@ -108,7 +111,7 @@ fn compile_all(compiler: &Compiler) -> HashMap<Key, Vec<KernelResources>> {
     done.into_inner().unwrap()
 }
 
-/// Checks registers, spills and shared memory of a source's kernels.
+/// Checks registers, spills, shared memory and wgmma of a source's kernels.
 fn check_limits(source: &Source, arch: &str, kernels: &[KernelResources]) -> Vec<String> {
     let (_, registers, shared) = LIMITS.iter().find(|(start, ..)| source.name.starts_with(start)).unwrap();
     let card = CARDS.iter().find(|(known, _)| *known == arch).unwrap().1 << 10;
@@ -124,6 +127,9 @@ fn check_limits(source: &Source, arch: &str, kernels: &[KernelResources]) -> Vec
             SPILLS.iter().find(|(start, _)| source.name.starts_with(start) && !STRICT.contains(&arch));
         if k.spills > spills.map_or(0, |(_, bytes)| *bytes) && !may_spill {
             wrong.push(format!("{what}: {} bytes spilled", k.spills));
+        }
+        if k.serialized {
+            wrong.push(format!("{what}: ptxas serializes its wgmma instructions"));
         }
         if k.shared > (*shared).min(card) {
             wrong.push(format!("{what}: {} bytes of static shared memory of {shared}", k.shared));
@@ -187,6 +193,37 @@ fn a_broken_source_is_an_error_with_its_line() {
     let error =
         compiler.compile(&Source { text: "#include \"absent.cuh\"\n", ..broken }, "sm_90a").unwrap_err();
     assert!(error.to_string().contains("absent.cuh"), "{error}");
+}
+
+/// A kernel that reads accumulators of wgmma before it waits for them.
+const READS_EARLY: &str = r#"#include "prelude.cuh"
+#include "wgmma.cuh"
+extern "C" __global__ void reads_early(float* out, u64 a, int n) {
+    float c[32] = {}, d[32] = {};
+    wgmma_fence();
+    Wgmma<64>::ss<0, 0>(c, a, a, 1);
+    wgmma_commit();
+    for (int i = 0; i < n; i++) {
+        Wgmma<64>::ss<0, 0>(d, a, a, 1);
+        wgmma_commit();
+        wgmma_wait<1>();
+        out[i] = c[i & 1] + d[1];
+        Wgmma<64>::ss<0, 0>(c, a, a, 1);
+        wgmma_commit();
+    }
+    wgmma_wait<0>();
+    out[n] = c[1];
+}
+"#;
+
+#[test]
+fn serialized_wgmma_instructions_are_found() {
+    let Some(compiler) = compiler() else { return };
+    let (variant, variants) = (Variant::Base, &[] as &[Variant]);
+    let only = Some("sm_90a");
+    let early = Source { name: "early", text: READS_EARLY, may_spill: &[], only, variant, variants };
+    let kernels = compiler.compile(&early, "sm_90a").unwrap().kernels;
+    assert!(kernels.len() == 1 && kernels[0].serialized, "{kernels:?}");
 }
 
 /// Kernels that the host code names: source, variant, kernel, and where.

@@ -14,8 +14,8 @@ use std::time::Instant;
 /// Text of `--help`.
 pub const LONG: &str = "\
 Compile every built-in CUDA kernel with NVRTC and report its register use. No GPU is needed, only libnvrtc, which is looked for
-in the folder FERROTRON_CUDA_LIB first. The exit code is 1 if a source does not compile, or if a kernel spills registers that is
-not marked as allowed to.";
+in the folder FERROTRON_CUDA_LIB first. The exit code is 1 if a source does not compile, if a kernel spills registers that is
+not marked as allowed to, or if ptxas serializes wgmma instructions of a kernel.";
 
 const AFTER: &str = "\
 Examples:
@@ -46,6 +46,7 @@ struct Row {
     kernels: usize,
     most_registers: usize,
     spilling: Vec<String>,
+    serialized: Vec<String>,
     error: Option<String>,
     #[serde(skip)]
     each: Vec<KernelResources>,
@@ -61,7 +62,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let arch = args.arch.clone().or(card).unwrap_or_else(|| "sm_90a".into());
     let rows: Vec<Row> =
         SOURCES.iter().filter(|s| s.is_for(&arch)).map(|s| compile(&compiler, s, &arch)).collect();
-    let failed = rows.iter().any(|r| r.error.is_some() || !r.spilling.is_empty());
+    let failed = rows.iter().any(|r| r.error.is_some() || !r.spilling.is_empty() || !r.serialized.is_empty());
     if global.json {
         output::print_json(&serde_json::json!({ "arch": arch, "failed": failed, "sources": rows }))?;
     } else {
@@ -103,6 +104,7 @@ fn compile(compiler: &Compiler, source: &Source, arch: &str) -> Row {
         kernels: each.len(),
         most_registers: each.iter().map(|u| u.registers).max().unwrap_or(0),
         spilling: each.iter().filter(spills).map(|u| format!("{} ({} bytes)", u.name, u.spills)).collect(),
+        serialized: each.iter().filter(|u| u.serialized).map(|u| u.name.clone()).collect(),
         error,
         each,
     }
@@ -110,10 +112,11 @@ fn compile(compiler: &Compiler, source: &Source, arch: &str) -> Row {
 
 fn page(rows: &[Row], arch: &str, version: (i32, i32), all: bool) -> String {
     let text = |r: &Row| {
-        let verdict = match (&r.error, r.spilling.as_slice()) {
-            (Some(_), _) => "does not compile".to_string(),
-            (None, []) => "ok".into(),
-            (None, list) => format!("spills: {}", list.join(", ")),
+        let verdict = match (&r.error, r.spilling.as_slice(), r.serialized.as_slice()) {
+            (Some(_), ..) => "does not compile".to_string(),
+            (None, [], []) => "ok".into(),
+            (None, [], list) => format!("wgmma serialized: {}", list.join(", ")),
+            (None, list, _) => format!("spills: {}", list.join(", ")),
         };
         let name = format!("{}.cu", r.source);
         vec![

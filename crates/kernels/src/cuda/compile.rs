@@ -27,6 +27,9 @@ pub struct KernelResources {
     pub spills: usize,
     /// Bytes of static shared memory.
     pub shared: usize,
+    /// Its wgmma instructions wait for each other, which costs a quarter of an attention kernel's speed: ptxas does that, and
+    /// only says so, where it cannot tell that accumulators are left alone while they are computed.
+    pub serialized: bool,
 }
 
 /// NVRTC.
@@ -206,17 +209,21 @@ fn log(program: &Program) -> Result<String> {
     Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim().to_string())
 }
 
-/// Parses the report of ptxas: for every kernel a line with its name, then its spills, then its registers.
+/// Parses the report of ptxas: for every kernel a line with its name, then its spills, then its registers. Before that, what it
+/// noticed while compiling.
 fn usage(log: &str) -> Vec<KernelResources> {
     let number_before = |line: &str, what: &str| -> usize {
         let head = line.split(what).next().filter(|h| h.len() < line.len());
         head.and_then(|h| h.split_whitespace().last()).and_then(|n| n.parse().ok()).unwrap_or(0)
     };
     let mut all: Vec<KernelResources> = Vec::new();
+    let serialized: Vec<&str> =
+        log.lines().filter(|l| l.contains("wgmma.mma_async instructions are serialized")).collect();
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let name = rest.split('\'').next().unwrap_or_default().to_string();
-            all.push(KernelResources { name, ..KernelResources::default() });
+            let serialized = serialized.iter().any(|l| l.contains(&format!("'{name}'")));
+            all.push(KernelResources { name, serialized, ..KernelResources::default() });
         } else if let Some(last) = all.last_mut() {
             if line.contains("spill stores") {
                 last.spills =
