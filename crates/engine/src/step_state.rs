@@ -63,4 +63,9 @@ impl StepState {
     pub fn moe(&self) -> Option<&MoeState> {
         self.moe.as_ref()
     }
+
+    /// The same, to be set up.
+    pub fn moe_mut(&mut self) -> Option<&mut MoeState> {
+        self.moe.as_mut()
+    }
 }

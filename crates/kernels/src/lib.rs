@@ -29,6 +29,7 @@ pub mod quant;
 mod rope;
 pub mod rope_tables;
 mod router;
+mod split_slots;
 
 pub use activation::{Act, ActBackward, ActForward, ActivationKernels, WeightedAct, WeightedActBackward};
 pub use attention::{
@@ -77,6 +78,7 @@ pub use router::{
     CapacityDrop, ExpertSelection, GateBackward, GroupLimit, Jitter, MAX_EXPERTS, MAX_TOPK, Route,
     RouteBackward, RouterKernels, RouterParams, ScoreFunction, capacity,
 };
+pub use split_slots::{PackSlots, SlotUse, SplitSlotKernels, UnpackSlots};
 
 /// All kernels of a device.
 pub trait Kernels:
@@ -96,6 +98,7 @@ pub trait Kernels:
     + RouterKernels
     + LoadBalancingKernels
     + PermutationKernels
+    + SplitSlotKernels
     + DoraKernels
     + DigestKernels
     + Send

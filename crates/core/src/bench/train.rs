@@ -175,18 +175,18 @@ pub fn train(
         let in_flight = trainer.begin_step(&data)?;
         host_s.push(begin.elapsed().as_secs_f64());
         events.push(trainer.rank.compute.record()?);
-        if let Some(last) = last.replace(in_flight) {
-            trainer.end_step(last)?;
+        if let Some(before) = last.replace(in_flight) {
+            trainer.end_step(before, &mut last)?;
             note_first_step();
         }
         if let Some(step) = last.take_if(|_| !ahead) {
-            let report = trainer.end_step(step)?;
+            let report = trainer.end_step(step, &mut None)?;
             note_first_step();
             (tokens, loss) = (report.tokens, report.loss);
         }
     }
     if let Some(last) = last {
-        let report = trainer.end_step(last)?;
+        let report = trainer.end_step(last, &mut None)?;
         note_first_step();
         (tokens, loss) = (report.tokens, report.loss);
     }
@@ -239,10 +239,11 @@ pub fn train_with_observer(
     observer.before_step(&trainer.rank, steps as u64)?;
     for _ in 0..steps {
         let step = trainer.begin_step(&data)?;
-        last.replace(step).map(|done| trainer.end_step(done)).transpose()?;
-        last.take_if(|_| !ahead).map(|done| trainer.end_step(done)).transpose()?;
+        let before = last.replace(step);
+        before.map(|done| trainer.end_step(done, &mut last)).transpose()?;
+        last.take_if(|_| !ahead).map(|done| trainer.end_step(done, &mut None)).transpose()?;
     }
-    last.map(|done| trainer.end_step(done)).transpose()?;
+    last.map(|done| trainer.end_step(done, &mut None)).transpose()?;
     trainer.rank.compute.synchronize()?;
     observer.after_step(&trainer.rank, steps as u64)
 }

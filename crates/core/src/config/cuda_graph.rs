@@ -1,6 +1,13 @@
 //! What keeps steps of a recipe from being captured as a CUDA graph.
 
-use super::{Config, DispatcherType, Packing, QuantRecipe};
+use super::{Config, DispatcherType, MoeSection, Packing, QuantRecipe};
+
+impl MoeSection {
+    /// Whether capacity padding gives all-to-all messages equal sizes.
+    pub(super) fn pads_messages(&self) -> bool {
+        self.capacity.is_some() && self.pad_to_capacity && self.capacity_per_rank
+    }
+}
 
 impl Config {
     /// Why steps of this recipe cannot be captured as a CUDA graph, on any device; none if they can.
@@ -31,18 +38,34 @@ impl Config {
         }
     }
 
+    /// Whether dropless all-to-all messages have expected split sizes, where collectives do not wait on the host. A step whose
+    /// messages do not hold its tokens is launched twice, which these do not survive: the loss scale, which would fall; a comparison
+    /// of what is sent; injected faults; recorded and replayed routing.
+    pub(crate) fn expects_split_sizes(&self) -> bool {
+        let (m, layout) = (&self.moe, self.parallel.layout());
+        m.split_headroom > 0.0
+            && m.dispatcher == DispatcherType::AllToAll
+            && !m.pads_messages()
+            && layout.ep * layout.etp() > 1
+            && self.loss_scale().is_none()
+            && !self.fault.compares_runs()
+            && self.fault.inject.0.is_empty()
+            && m.record.is_none()
+            && m.replay.is_none()
+    }
+
     fn moe_cuda_graph_blocker(&self) -> Option<&'static str> {
         let (m, p) = (&self.moe, &self.parallel);
         let fixed_sizes =
-            m.dispatcher == DispatcherType::AllGather || m.pad_to_capacity && m.capacity_per_rank;
+            m.dispatcher == DispatcherType::AllGather || m.pads_messages() || self.expects_split_sizes();
         if m.record.is_some() || m.replay.is_some() {
             Some("recorded routing is copied from and to the host in every step")
         } else if m.capacity.is_some() && !m.capacity_per_rank && self.data.packing != Packing::None {
             Some("with data.packing, moe.capacity depends on the padding; moe.capacity_per_rank does not")
         } else if p.ep * p.etp.unwrap_or(1) > 1 && !fixed_sizes {
             Some(
-                "the host reads how many tokens every expert gets; moe.pad_to_capacity with moe.capacity_per_rank, or \
-                 moe.dispatcher = \"all_gather\", fixes the sizes",
+                "the host reads how many tokens every expert gets; moe.split_headroom, moe.pad_to_capacity with \
+                 moe.capacity_per_rank, or moe.dispatcher = \"all_gather\", fixes the sizes",
             )
         } else {
             None

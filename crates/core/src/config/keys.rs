@@ -131,6 +131,9 @@ keys! {
         force_balance: Option<f64> = None, "moe_router_force_load_balancing", "moe_router_force_biased";
         /// Token dispatcher between expert-parallel ranks.
         dispatcher: DispatcherType = DispatcherType::AllToAll, "moe_token_dispatcher_type", "moe_flex_dispatcher_backend";
+        /// Headroom of all_to_all messages beyond what the recent steps sent, as a share, so that the host need not wait for the counts
+        /// on GPUs; 0: it reads them in every layer.
+        split_headroom: f64 = 0.25;
         /// MoE metrics to log: "losses", "imbalance", "entropy", "dropped", "loads" (tokens per expert), "per_layer" (each of
         /// them per layer as well), "all"; [] for none.
         log: OneOrMany = OneOrMany(vec!["losses".into(), "imbalance".into()]), "moe_per_layer_logging", "moe_metrics";

@@ -46,6 +46,11 @@ impl Recipe {
         if m.jitter >= 1.0 {
             return self.refuse("moe.jitter", "must be below 1");
         }
+        if !(0.0..=16.0).contains(&m.split_headroom) {
+            let what =
+                "must be from 0, with which the host reads the counts, to 16: a share of what was sent";
+            return self.refuse("moe.split_headroom", what);
+        }
         if m.force_balance.is_some_and(|x| x < 0.0) {
             return self.refuse("moe.force_balance", "must be 0 or more: the spread of tokens per expert");
         }

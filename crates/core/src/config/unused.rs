@@ -1,6 +1,6 @@
 //! Keys that another key switches off: refused, because whoever sets one expects it to do something.
 
-use super::{Config, Decay, OptimizerKind, QuantRecipe, Recipe, WeightDecayStyle};
+use super::{Config, Decay, DispatcherType, OptimizerKind, QuantRecipe, Recipe, WeightDecayStyle};
 use crate::error::Result;
 
 /// Optimizers with `optimizer.betas`.
@@ -34,6 +34,7 @@ impl Recipe {
         let delayed = (p.recipe == QuantRecipe::Fp8Delayed, "precision.recipe = \"fp8-delayed\"");
         let offloads = (c.offload.optimizer != d.offload.optimizer, "offload.optimizer");
         let files = (!c.data.is_embedded(), "data.path: the corpus inside the program is one text");
+        let varies = c.moe.dispatcher == DispatcherType::AllToAll && !c.moe.pads_messages();
         for (key, set, (used, needs)) in [
             ("optimizer.momentum", o.momentum != d.optimizer.momentum, sgd),
             ("optimizer.nesterov", o.nesterov == Some(true), sgd),
@@ -52,6 +53,11 @@ impl Recipe {
                 offloads,
             ),
             ("eval.min_delta", c.eval.min_delta != 0.0, (c.eval.patience > 0, "eval.patience")),
+            (
+                "moe.split_headroom",
+                c.moe.split_headroom != d.moe.split_headroom && c.moe.split_headroom > 0.0,
+                (varies, "moe.dispatcher = \"all_to_all\" without moe.pad_to_capacity"),
+            ),
             ("fault.shrink", c.fault.shrink, (c.fault.restarts > 0, "fault.restarts")),
             ("data.format", c.data.format != d.data.format, files),
             ("data.field", c.data.field != d.data.field, files),

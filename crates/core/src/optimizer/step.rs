@@ -6,6 +6,7 @@ use super::streamed::StatePiece;
 use super::{GroupRule, Optimizer, StepRates, UpdateRule, outcome};
 use crate::Result;
 use ferrotron_comm::ReduceOp;
+use ferrotron_engine::moe::MoeState;
 use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Rank, StepState};
 use ferrotron_kernels::{Kernels, Moment, ParamUpdate, scalars};
@@ -13,7 +14,7 @@ use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
 impl Optimizer {
     /// One step with reduced gradients. Returns, on the device, the global gradient norm before clipping and the loss scale
-    /// ([`outcome`]). If the norm is not finite, nothing changes.
+    /// ([`outcome`]). If the norm is not finite, nothing changes; it is not where an MoE message did not hold its tokens.
     pub fn step(
         &self,
         rank: &Rank,
@@ -40,6 +41,10 @@ impl Optimizer {
         let counted = grads.norm_shards(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.grad_square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
+        if let Some(splits) = step_state.moe().and_then(MoeState::split_sizes) {
+            // Tokens that did not reach their experts are missing from the gradients of all ranks.
+            k.overflow_to_infinity(s, &splits.overflow()?, &square)?;
+        }
         rank.world.all().all_reduce(s, &square, ReduceOp::Sum, "gradient norm")?;
         if let Some(scale) = &self.loss_scale {
             scale.unscale(rank, &square)?;

@@ -17,6 +17,7 @@ pub(super) use policy::{StepShape, StepTimer};
 use super::global_batch::GlobalBatch;
 use super::graph_inputs::GraphInputs;
 use super::model_state::ModelState;
+use super::split_sizes::ExpectedSplits;
 use super::step_runner::StepRunner;
 use super::trainer::LaunchedStep;
 use crate::config::{Config, CudaGraphMode};
@@ -107,9 +108,15 @@ impl CudaGraph {
         if self.policy.is_off() || !self.is_offload_settled(rank, runner)? {
             return Ok(None);
         }
+        let splits = runner.splits.as_ref().map(ExpectedSplits::epoch);
+        if splits == Some(None) {
+            // The host reads the counts of this step; the next may have expected split sizes.
+            return Ok(None);
+        }
         // How many tokens an expert may have follows from the number of tokens, of which padding is none.
         let capacity = model.decoder.moe_training().capacity.is_some_and(|c| !c.per_rank);
-        let shape = StepShape::of(&batch.micro_batches, batch.seq, batch.sequences);
+        let sizes = (batch.seq, batch.sequences);
+        let shape = StepShape::of(&batch.micro_batches, sizes, splits.flatten());
         // Whether there is padding was agreed: another rank's micro-batches may have some where these have none.
         let shape = shape.filter(|s| !(batch.is_padded && (capacity || s.sequences.is_none())));
         let (captured, is_idle) =

@@ -199,6 +199,13 @@ impl Trainer {
             table.apply(&self.rank, next);
         }
     }
+
+    /// Uses the GEMM algorithms of the next step, although those of a later one may be in use.
+    pub(super) fn return_to_gemm_choices(&self) {
+        if let Some(table) = &self.gemms {
+            table.apply(&self.rank, self.runner.progress.step + 1);
+        }
+    }
 }
 
 fn encode(x: &impl Serialize) -> Result<Vec<u8>> {

@@ -221,7 +221,7 @@ mod tests {
     #[test]
     fn words_are_what_views_read() {
         let rank = Rank::cpu(1, 1).unwrap();
-        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: None };
+        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: None, splits: None };
         let batch = |n: i32| Batch {
             tokens: (n..n + 6).collect(),
             labels: (0..6).map(|i| if i == 4 { IGNORE } else { n + i + 1 }).collect(),
@@ -274,7 +274,7 @@ mod tests {
     #[test]
     fn moe_words_are_those_of_the_batch() {
         let rank = Rank::cpu(1, 1).unwrap();
-        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: Some(8) };
+        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3, sequences: Some(8), splits: None };
         let mut inputs = GraphInputs::new(&rank, shape, 1, true).unwrap();
         let mine = MoeInput::new(&rank, &shape.layout(), &inputs.tokens, None, &MoeTraining::default());
         inputs.moe = Some(mine.unwrap());
@@ -308,7 +308,8 @@ mod tests {
 
     #[test]
     fn a_context_parallel_rank_gets_its_own_tokens() {
-        let layout = StepShape { micro_batches: 1, tokens: 6, seq: 6, sequences: None }.layout();
+        let layout =
+            StepShape { micro_batches: 1, tokens: 6, seq: 6, sequences: None, splits: None }.layout();
         let tokens = Tokens::new(&layout, GroupRank { rank: 1, size: 2 }, 1).unwrap();
         let batch = Batch {
             tokens: (10..16).collect(),

@@ -59,7 +59,7 @@ impl Trainer {
     }
 
     /// Those that change before the optimizer's part of a step: scales of delayed scaling, tables of MoE layers.
-    fn step_tensors(&self) -> Vec<(String, Tensor)> {
+    pub(super) fn step_tensors(&self) -> Vec<(String, Tensor)> {
         let mut all = Vec::new();
         if let Some(d) = self.model.step_state.quant().and_then(|q| q.delayed()) {
             all.push(("fp8 scales".to_string(), d.scale.clone()));
@@ -145,6 +145,7 @@ impl Trainer {
         self.runner.set_nonfinite_steps(header.nonfinite_steps);
         self.runner.skipped = header.skipped.clone();
         self.best = header.best;
+        self.forget_split_sizes();
         // Choices made since are of steps that are done again: they are used from the same step on.
         self.merge_gemm_choices(header.gemms.clone());
         self.optimizer.sync_params(&self.rank, &self.model.params, &self.model.step_state)

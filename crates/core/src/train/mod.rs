@@ -39,6 +39,7 @@ mod run_start;
 mod saved_batch;
 mod skipped_samples;
 mod snapshots;
+mod split_sizes;
 mod state;
 mod state_digests;
 mod step_faults;

@@ -82,9 +82,9 @@ impl Run {
         observer: &mut dyn Observer,
     ) -> Result<StepReport> {
         if self.rerun.is_none() {
-            return self.trainer.end_step(this);
+            return self.trainer.end_step(this, next);
         }
-        let (mut report, goes_on) = self.trainer.finish_step(this)?;
+        let (mut report, goes_on) = self.trainer.finish_step(this, next)?;
         self.trainer.rank.world.check()?;
         self.keep_calls();
         let step = report.step;
@@ -93,7 +93,7 @@ impl Run {
         if self.any_rank(rejected.is_some(), "rejected results")? {
             let why = rejected.unwrap_or_else(|| "another rank rejects the result".into());
             if let Some(later) = next.take() {
-                self.trainer.finish_step(later)?;
+                self.trainer.finish_step(later, &mut None)?;
                 self.trainer.hooks.sent = None;
             }
             report = self.run_again(&why, Some(report), step, data, observer)?;
@@ -232,7 +232,7 @@ impl Run {
         let mut out = Replayed { record: Record::default(), reports: Vec::new(), goes_on: true };
         while self.trainer.step() < step {
             let launched = self.trainer.begin_step(data)?;
-            let (report, goes_on) = self.trainer.finish_step(launched)?;
+            let (report, goes_on) = self.trainer.finish_step(launched, &mut None)?;
             self.trainer.rank.world.check()?;
             out.record.steps.extend(self.trainer.hooks.sent.take());
             out.reports.push(report);

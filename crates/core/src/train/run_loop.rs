@@ -127,8 +127,9 @@ impl Run {
     fn may_launch(&self, l: &TrainLoop) -> bool {
         let (c, launched) = (&self.resolved.config, self.trainer.step());
         let due = |every: u64| every > 0 && launched.is_multiple_of(every);
-        // A snapshot in memory is of a step whose outcome is known, where that may be to skip it.
-        let may_skip = c.optimizer.skip_nonfinite || c.loss_scale().is_some();
+        // A snapshot in memory is of a step whose outcome is known, where that may be to skip it or to run it again.
+        let may_skip =
+            c.optimizer.skip_nonfinite || c.loss_scale().is_some() || self.trainer.expects_split_sizes();
         let snapshot_due = due(c.fault.snapshot_every) || self.snapshot_overdue;
         let between = due(c.checkpoint.every)
             || (may_skip && snapshot_due)

@@ -3,6 +3,7 @@
 use super::execute::{MicroBatch, PassHooks, StepMode, execute, execute_with};
 use super::model_state::ModelState;
 use super::skipped_samples::SkippedSamples;
+use super::split_sizes::ExpectedSplits;
 use super::state;
 use super::step_faults::StepFaults;
 use crate::Result;
@@ -125,6 +126,8 @@ pub(super) struct StepRunner {
     pub(super) skipped: SkippedSamples,
     /// Measures the sections of steps, for `fault.straggler_every`.
     pub(super) sections: SectionTimer,
+    /// Expected split sizes of MoE messages, where the run uses them.
+    pub(super) splits: Option<ExpectedSplits>,
 }
 
 impl StepRunner {
@@ -151,6 +154,7 @@ impl StepRunner {
             nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
             skipped: SkippedSamples::default(),
             sections: SectionTimer::new(rank, c.fault.straggler_every > 0),
+            splits: None,
         })
     }
 
@@ -345,9 +349,24 @@ impl StepRunner {
         mine: Vec<f64>,
         label: &'static str,
     ) -> Result<Vec<f64>> {
+        Ok(self.all_reduce_with_flags(rank, mine, Vec::new(), label)?.0)
+    }
+
+    /// The same, and flags that any rank may raise: how many have raised each of them.
+    pub(super) fn all_reduce_with_flags(
+        &self,
+        rank: &Rank,
+        mine: Vec<f64>,
+        flags: Vec<bool>,
+        label: &'static str,
+    ) -> Result<(Vec<f64>, Vec<f64>)> {
         // Every stage but the last contributes zeros, and tensor-parallel ranks have the same numbers.
-        let mine = if rank.tp.rank() == 0 { mine } else { vec![0.0; mine.len()] };
-        self.all_reduce(&rank.control, mine, label)
+        let numbers = mine.len();
+        let mut mine = if rank.tp.rank() == 0 { mine } else { vec![0.0; numbers] };
+        mine.extend(flags.into_iter().map(|f| f64::from(u8::from(f))));
+        let mut sums = self.all_reduce(&rank.control, mine, label)?;
+        let flags = sums.split_off(numbers);
+        Ok((sums, flags))
     }
 }
 

@@ -1,5 +1,6 @@
 //! A model in training on one rank: steps, evaluation, and the snapshot it resumes from to the same bits.
 
+mod overflow;
 mod step;
 
 pub(in crate::train) use step::HostBatch;
@@ -14,6 +15,7 @@ use super::micro_batch::upload;
 use super::model_state::{self, ModelState};
 use super::moe_metrics::StepMetrics;
 use super::record::RunRecord;
+use super::split_sizes::ExpectedSplits;
 use super::step_runner::{Progress, StepRunner};
 use super::{CudaGraphDecision, state};
 use crate::Result;
@@ -69,7 +71,7 @@ impl Trainer {
         rank.device().set_host_budget(r.config.offload.host_budget.map(|bytes| bytes.0 as usize));
         let hooks = StepHooks::new(&rank, r)?;
         let sharding = model_state::sharding(&rank, r);
-        let model = ModelState::new(&rank, r, sharding)?;
+        let mut model = ModelState::new(&rank, r, sharding)?;
         let o = &r.config.optimizer;
         let clip = (o.clip > 0.0).then_some(o.clip as f32);
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
@@ -85,7 +87,10 @@ impl Trainer {
             Optimizer::new(&rank, &model.params, groups, storage, clip)?.with_loss_scale(loss_scale);
         optimizer.initialize(&rank, &model.params, &model.step_state)?;
         initialize_magnitudes(&rank, &model, &optimizer)?;
-        let runner = StepRunner::new(&rank, r)?;
+        let mut runner = StepRunner::new(&rank, r)?;
+        if let Some(headroom) = ExpectedSplits::headroom(&rank, r) {
+            runner.splits = Some(ExpectedSplits::begin(&rank, &mut model, headroom)?);
+        }
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
         Ok(Trainer {

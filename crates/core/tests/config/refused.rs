@@ -234,7 +234,15 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "moe.router_dtype: quantile compares f32 logits",
         ),
         (
-            "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2",
+            "moe.experts = 4\nmoe.split_headroom = 17",
+            "moe.split_headroom: must be from 0, with which the host reads the counts, to 16",
+        ),
+        (
+            "moe.experts = 4\nmoe.split_headroom = 0.5\nmoe.dispatcher = \"all_gather\"",
+            "moe.split_headroom: has no effect here; set moe.dispatcher = \"all_to_all\"",
+        ),
+        (
+            "train.cuda_graph = \"on\"\nmoe.experts = 4\nparallel.dp = 2\nparallel.ep = 2\nmoe.split_headroom = 0",
             "moe.pad_to_capacity",
         ),
         ("train.cuda_graph = \"maybe\"", "expected one of \"auto\", \"on\", \"off\", found \"maybe\""),

@@ -136,14 +136,14 @@ fn steps_of(data: &dyn Batches, t: &mut Trainer, n: usize, ahead: bool) -> Vec<S
     for _ in 0..n {
         let queued = t.begin_step(data).unwrap();
         if ahead {
-            if let Some(last) = last.replace(queued) {
-                reports.push(t.end_step(last).unwrap());
+            if let Some(before) = last.replace(queued) {
+                reports.push(t.end_step(before, &mut last).unwrap());
             }
         } else {
-            reports.push(t.end_step(queued).unwrap());
+            reports.push(t.end_step(queued, &mut None).unwrap());
         }
     }
-    reports.extend(last.map(|q| t.end_step(q).unwrap()));
+    reports.extend(last.map(|q| t.end_step(q, &mut None).unwrap()));
     reports
 }
 

@@ -16,6 +16,7 @@ mod pad_to_capacity;
 mod recompute;
 mod routing_replay;
 mod served;
+mod split_sizes;
 
 #[path = "../../../../tests/support/device.rs"]
 mod device;

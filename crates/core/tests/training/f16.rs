@@ -63,10 +63,11 @@ fn skipped_steps_do_not_advance_the_schedules() {
     let mut in_flight = t.begin_step(&RULE).unwrap();
     let mut ahead = Vec::new();
     for _ in 0..39 {
-        let next = t.begin_step(&RULE).unwrap();
-        ahead.push(t.end_step(std::mem::replace(&mut in_flight, next)).unwrap());
+        let mut next = Some(t.begin_step(&RULE).unwrap());
+        ahead.push(t.end_step(in_flight, &mut next).unwrap());
+        in_flight = next.unwrap();
     }
-    ahead.push(t.end_step(in_flight).unwrap());
+    ahead.push(t.end_step(in_flight, &mut None).unwrap());
     assert_eq!((rates(&ahead), bits(&ahead)), (rates(&all), bits(&all)));
     for n in [1, 2, 7, 20, 30] {
         let dir = tempfile::tempdir().unwrap();

@@ -8,10 +8,11 @@
 
 use super::MoeTraining;
 use super::router::TopK;
+use super::split_sizes::LayerSplits;
 use super::token_dispatcher::ExpertLayout;
 use crate::StepContext;
 use ferrotron_comm::{InFlight, SplitSizes};
-use ferrotron_kernels::{RowMap, capacity};
+use ferrotron_kernels::{PackSlots, RowMap, UnpackSlots, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// Permutations and split sizes of one micro-batch's all-to-all.
@@ -27,8 +28,9 @@ pub(crate) struct AllToAll {
 }
 
 impl AllToAll {
-    /// Plans the all-to-all of `topk`. The host reads the number of tokens per expert to size the buffers, unless capacity
-    /// padding fixes them: then every expert gets `capacity + 1` rows from each rank.
+    /// Plans the all-to-all of `topk`. The host reads the number of tokens per expert to size the buffers, unless they are
+    /// expected ([`super::SplitSizes`]) or capacity padding fixes them: then every expert gets `capacity + 1` rows from each
+    /// rank.
     pub(super) fn plan(
         p: &StepContext,
         training: &MoeTraining,
@@ -58,6 +60,10 @@ impl AllToAll {
         }
         let send_map = layout.map(p, [t, n * etp], all * etp, 1)?;
         k.sort_by_expert(s, &index, 0, 1, &send_map)?;
+        let splits = p.moe_state()?.split_sizes().filter(|_| p.train);
+        if let Some(splits) = splits.map(|all| all.layer(layout.layer)).transpose()?.flatten() {
+            return AllToAll::with_splits(p, layout, (&send_map, etp), splits);
+        }
         // What this rank sends and what it receives, side by side: the host waits once for both.
         let both = p.rank.activation(&[2, all * etp], DType::I32)?;
         let half = |i| both.narrow(0, i, 1)?.view(&[all * etp]);
@@ -73,9 +79,45 @@ impl AllToAll {
                 [mine.to_vec(), theirs.to_vec()]
             }
         };
-        let sent = per_rank(&mine);
+        let (sent, received): (Vec<usize>, Vec<usize>) = (per_rank(&mine), per_rank(&counts));
+        if let Some(splits) = splits {
+            splits.count(layout.layer, &sent, &received);
+        }
         let recv_map = received_map(p, layout, &counts)?;
-        Ok(AllToAll { send_map, recv_map, sent, received: per_rank(&counts), etp })
+        Ok(AllToAll { send_map, recv_map, sent, received, etp })
+    }
+
+    /// Plans the all-to-all of rows sorted by destination in messages of known sizes: the host neither reads nor writes. Unused
+    /// rows of a message are zeros, and no expert has them. Rows of an expert are in the order that they have without.
+    fn with_splits(
+        p: &StepContext,
+        layout: ExpertLayout,
+        (sorted, etp): (&RowMap, usize),
+        splits: LayerSplits,
+    ) -> Result<AllToAll> {
+        let (k, s, group) = (&p.rank.kernels, &p.rank.compute, &p.rank.etp_ep_group);
+        let ints = |shape: &[usize]| p.rank.activation(shape, DType::I32);
+        let counts = ints(&[sorted.counts.numel()])?;
+        group.all_to_all(s, &sorted.counts, &counts, "tokens of each expert")?;
+        let rows = |sizes: &[usize]| sizes.iter().sum::<usize>();
+        let (source, selected) = (ints(&[rows(&splits.sent)])?, ints(sorted.rows.shape())?);
+        let pack = PackSlots {
+            offsets: &sorted.offsets,
+            source: &sorted.source,
+            rows: &sorted.rows,
+            slots: &splits.slots[0],
+            message_source: &source,
+            message_rows: &selected,
+        };
+        k.pack_slots(s, &pack, splits.slot_use(0))?;
+        let experts = ints(&[rows(&splits.received), 1])?;
+        let unpack = UnpackSlots { counts: &counts, slots: &splits.slots[1], experts: &experts };
+        k.unpack_slots(s, &unpack, splits.slot_use(1))?;
+        let recv_map = layout.map(p, [experts.numel(), 1], layout.experts[1], layout.align)?;
+        k.sort_by_expert(s, &experts, 0, layout.align, &recv_map)?;
+        let send_map = RowMap { rows: selected, source, ..sorted.clone() };
+        let LayerSplits { sent, received, .. } = splits;
+        Ok(AllToAll { send_map, recv_map, sent, received, etp })
     }
 
     /// Permutation from arrival order to expert order.

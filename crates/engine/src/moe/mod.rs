@@ -7,6 +7,7 @@
 //! | `token_dispatcher.rs`, `all_to_all.rs` | permutation and communication of tokens to experts and back |
 //! | `experts.rs`, `experts/` | grouped GEMMs of this rank's experts |
 //! | `shared_expert.rs` | the expert that every token goes to |
+//! | `split_sizes.rs` | sizes of all-to-all messages that are known before tokens are routed |
 //! | `state.rs`, `replay.rs` | expert bias and counters of a step; recorded and replayed routing |
 //! | `batch.rs`, `config.rs` | which rows are tokens; architecture and training options |
 
@@ -19,6 +20,7 @@ mod experts;
 mod replay;
 mod router;
 mod shared_expert;
+mod split_sizes;
 mod state;
 mod token_dispatcher;
 
@@ -28,6 +30,7 @@ pub use config::{
 };
 pub use replay::{LayerUse, RoutingTrace};
 pub use router::SavedRouting;
+pub use split_sizes::{SplitHeadroom, SplitSizes, StepCounts};
 pub use state::{MoeCounters, MoeLayerId, MoeLayerSpec, MoeState};
 
 use crate::{
@@ -109,7 +112,7 @@ impl Moe {
             None => None,
             Some(ffn) => Some(SharedExpert::declare(d, &format!("{name}.shared"), c, ffn)?),
         };
-        let layout = ExpertLayout::of(d, c, experts.align());
+        let layout = ExpertLayout::of(d, c, id, experts.align());
         Ok(Moe { router, experts, latent, shared, layout, training })
     }
 

@@ -2,6 +2,7 @@
 //! All of it is on the device.
 
 use super::replay::Replay;
+use super::split_sizes::{SplitHeadroom, SplitSizes};
 use super::{AuxLossKind, MoeTraining, RoutingMethod};
 use crate::{ParamSpec, Rank, UpdateGroup};
 use ferrotron_comm::ReduceOp;
@@ -53,6 +54,8 @@ pub struct MoeState {
     /// i64 `[n]`: tokens dropped over capacity.
     pub(crate) dropped: Tensor,
     pub(super) replay: Mutex<Replay>,
+    /// Expected split sizes of all-to-all messages, where training passes use them.
+    splits: Option<SplitSizes>,
 }
 
 /// Counters of a step on the device, summed over the ranks that share its tokens.
@@ -126,6 +129,7 @@ impl MoeState {
             dropped: zeros(&[n], DType::I64)?,
             specs,
             replay: Mutex::default(),
+            splits: None,
         }))
     }
 
@@ -151,7 +155,19 @@ impl MoeState {
             &self.dropped,
             &self.quantile_sums,
         ];
-        all.into_iter().try_for_each(|t| s.zero(t))
+        all.into_iter().try_for_each(|t| s.zero(t))?;
+        self.splits.as_ref().map_or(Ok(()), |splits| splits.begin_step(s))
+    }
+
+    /// From now on training passes with the all-to-all dispatcher use expected split sizes. All ranks of a stage do.
+    pub fn expect_split_sizes(&mut self, rank: &Rank, headroom: SplitHeadroom) -> Result<()> {
+        self.splits = Some(SplitSizes::new(rank, self.specs.len(), headroom)?);
+        Ok(())
+    }
+
+    /// Expected split sizes, where they are used.
+    pub fn split_sizes(&self) -> Option<&SplitSizes> {
+        self.splits.as_ref()
     }
 
     /// i64 `[n, E]`: tokens per expert since the step began, of all ranks' tokens. Collective over a pipeline stage.

@@ -8,7 +8,7 @@
 use super::all_to_all::AllToAll;
 use super::experts::{ExpertRows, RowScales};
 use super::router::TopK;
-use super::{Dispatcher, MoeShape, MoeTraining};
+use super::{Dispatcher, MoeLayerId, MoeShape, MoeTraining};
 use crate::StepContext;
 use ferrotron_comm::{InFlight, ReduceOp};
 use ferrotron_kernels::RowMap;
@@ -37,12 +37,14 @@ pub(crate) struct ExpertLayout {
     pub(crate) first: usize,
     /// The rows of each expert start at a multiple of this (FP8 block scaling needs 128).
     pub(crate) align: usize,
+    /// Number of the layer.
+    pub(super) layer: MoeLayerId,
 }
 
 impl ExpertLayout {
-    pub(super) fn of(d: &crate::Declarations, c: &MoeShape, align: usize) -> ExpertLayout {
+    pub(super) fn of(d: &crate::Declarations, c: &MoeShape, layer: MoeLayerId, align: usize) -> ExpertLayout {
         let own = d.experts().own(c.experts);
-        ExpertLayout { experts: [c.experts, own.len()], first: own.start, align }
+        ExpertLayout { experts: [c.experts, own.len()], first: own.start, align, layer }
     }
 
     /// Memory for the permutation of `[t, k]` selected experts over `count` experts.

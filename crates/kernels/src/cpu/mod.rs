@@ -31,6 +31,7 @@ pub mod reduce;
 pub mod rope;
 pub mod router;
 pub mod rows;
+pub mod split_slots;
 pub mod vocab;
 pub mod weighted_activation;
 

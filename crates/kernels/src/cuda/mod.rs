@@ -48,6 +48,7 @@ mod router;
 mod row_bias;
 mod row_grid;
 mod sources;
+mod split_slots;
 mod tensor_map;
 #[cfg(test)]
 mod test_support;

@@ -3,6 +3,9 @@
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
+// As in row_bias.rs.
+constexpr i64 PART_ROWS = 64;
+constexpr i64 MAX_PARTS = 512;
 
 // The last segment that starts at or before a row (empty ones before it start there too), or -1.
 __device__ __forceinline__ i32 segment_at(const GroupedBiasArgs& a, i64 row) {
@@ -17,6 +20,12 @@ __device__ __forceinline__ i32 segment_at(const GroupedBiasArgs& a, i64 row) {
 }
 __device__ __forceinline__ i64 segment_end(const GroupedBiasArgs& a, i32 e) {
     return min(i64(reinterpret_cast<const i32*>(a.offsets)[e]) + reinterpret_cast<const i32*>(a.counts)[e], a.rows);
+}
+
+// Rows of a part. They follow from the end of the last segment, so that sums do not depend on the room behind it.
+__device__ __forceinline__ i64 part_rows(const GroupedBiasArgs& a) {
+    const i64 rows = min(max(i64(reinterpret_cast<const i32*>(a.offsets)[a.experts]), i64(0)), a.rows);
+    return max((rows + MAX_PARTS - 1) / MAX_PARTS, PART_ROWS);
 }
 
 // The row of this warp and its segment; -1 in gaps and past the end.
@@ -81,13 +90,13 @@ template <class T> __device__ __forceinline__ void weight_gradient(const Grouped
 // Rows of a warp whose loads are in flight together.
 constexpr int AHEAD = 4;
 
-// Block (b, c): sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e with rows
+// Block (b, c): sums of weights[r]·dy[r] over rows b·part_rows().. in the columns of c, for each segment e with rows
 // there, to row b + e of `parts`. Parts and segments both ascend, so that no two (b, e) share a row.
 template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
     constexpr int V = VecWidth<T>::count;
     const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i32 base = i32(blockIdx.y) * 32 * V, at = base + lane * V;
-    const i64 begin = i64(blockIdx.x) * a.part_rows, end = min(begin + a.part_rows, a.rows);
+    const i64 each = part_rows(a), begin = i64(blockIdx.x) * each, end = min(begin + each, a.rows);
     const T* dy = reinterpret_cast<const T*>(a.y);
     const i32* offsets = reinterpret_cast<const i32*>(a.offsets);
     for (i32 e = max(segment_at(a, begin), 0); e < i32(a.experts); e++) {
@@ -142,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const Groupe
     const i64 first = max(i64(reinterpret_cast<const i32*>(a.offsets)[e]), i64(0)), last = segment_end(a, e);
     float total = 0.0f;
     if (first < last) {
-        const i64 from = first / a.part_rows, to = (last - 1) / a.part_rows;
+        const i64 each = part_rows(a), from = first / each, to = min((last - 1) / each, MAX_PARTS - 1);
         const float* parts = reinterpret_cast<const float*>(a.parts) + e * i64(a.width) + column;
 #pragma unroll 16
         for (i64 b = from; b <= to; b++) total += parts[b * a.width];

@@ -11,7 +11,8 @@ use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, sh
 const THREADS: u32 = 256;
 const WARPS: usize = THREADS as usize / 32;
 
-/// Partial sums of the bias gradient: at least so many rows each, at most so many of them.
+/// Partial sums of the bias gradient: at least so many rows each, at most so many of them. As in row_bias.cu, which takes
+/// longer ones of more rows in segments, whatever rows there are behind them.
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 512;
 
@@ -40,9 +41,6 @@ kernel_args! {
         experts: u32,
         vectorized: u32,
         accumulate: u32,
-        /// Rows of a part.
-        part_rows: u32,
-        pad: u32,
     }
 }
 
@@ -71,8 +69,6 @@ impl GroupedBiasArgs {
             experts: experts as u32,
             vectorized: u32::from(whole && aligned16(&[bias, y])),
             accumulate: 0,
-            part_rows: 0,
-            pad: 0,
         })
     }
 }
@@ -111,8 +107,7 @@ impl CudaKernels {
         let ([rows, n, experts], dtype) = (z, dy.dtype());
         let sums = typed!(OP, dtype, "row_bias", "row_bias_parts")?;
         let products = typed!(OP, dtype, "row_bias", "row_bias_weights")?;
-        let each = rows.div_ceil(MAX_PARTS).max(PART_ROWS);
-        let count = rows.div_ceil(each);
+        let count = rows.div_ceil(PART_ROWS).min(MAX_PARTS);
         let parts = Tensor::empty(s, &[count + experts, n], DType::F32, Category::Workspace)?;
         let mut args = vec![
             read(b.segments.offsets),
@@ -128,7 +123,7 @@ impl CudaKernels {
         s.launch(OP, &args, |l| {
             let mut a = GroupedBiasArgs::new(OP, l, dtype, z, b.weights.map(|_| last))?;
             (a.dbias, a.parts) = (l.address(4)?, l.address(5)?);
-            (a.accumulate, a.part_rows) = (accumulate.into(), each as u32);
+            a.accumulate = accumulate.into();
             self.launch_kernel(l, sums, plane(OP, count, n.div_ceil(32 * vec_width(dtype)))?, &a)?;
             let join = Kernel::new("row_bias", "row_bias_join");
             self.launch_kernel(l, join, plane(OP, experts, n.div_ceil(THREADS as usize))?, &a)?;

@@ -9,7 +9,7 @@ use super::{
     loss, mla_keys, moe_elementwise, moments, multi_tensor, muon, norm, optim, permute, permute_maps, philox,
     quant,
 };
-use super::{random_normal, reduce, rope, router, row_bias, tensor_map, weighted_activation};
+use super::{random_normal, reduce, rope, router, row_bias, split_slots, tensor_map, weighted_activation};
 use std::borrow::Cow;
 
 /// A translation unit: one module of kernels.
@@ -151,6 +151,7 @@ pub const SOURCES: &[Source] = sources! {
     "router/z_loss" ANY BASE;
     "row_bias" ANY BASE;
     "sgd" ANY F16;
+    "split_slots" ANY BASE;
     "weighted_activation" ANY BASE;
 };
 
@@ -250,6 +251,7 @@ pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
     &router::route::ARGS,
     &router::sinkhorn::ARGS,
     &row_bias::ARGS,
+    &split_slots::ARGS,
     &tensor_map::ARGS,
     &weighted_activation::ARGS,
 ];

@@ -101,6 +101,30 @@ fn grouped_bias_and_its_gradients() {
     });
 }
 
+/// Expected split sizes of messages leave room behind the segments, which changes from step to step.
+#[test]
+fn room_behind_the_segments_changes_no_bits_of_the_gradient() {
+    for_moe_dtypes(|h, dtype| {
+        let (counts, n, taken) = ([20_000, 0, 5, 30_000], 3, 50_005);
+        let gradient = |room: usize| {
+            let mut dy = numbers(dtype, 5, taken * n);
+            dy.resize((taken + room) * n, f64::NAN);
+            let dy = h.tensor(dtype, &[taken + room, n], &dy);
+            let (offsets, counts) = (h.ids(&[0, 20_000, 20_000, 20_005, 50_005]), h.ids(&counts));
+            let segments = Segments { offsets: &offsets, counts: &counts };
+            let bias = h.tensor(dtype, &[4, n], &vec![0.0; 4 * n]);
+            let dbias = h.tensor(DType::F32, &[4, n], &vec![f64::NAN; 4 * n]);
+            let b = GroupedBias { segments, bias: &bias, weights: None };
+            h.k.grouped_bias_backward(&h.s, &b, &dy, (&dbias, false), None).unwrap();
+            h.host(&dbias)
+        };
+        let exact = gradient(0);
+        for room in [70, 15_000, 80_000] {
+            assert!(gradient(room) == exact, "{} {dtype} {room}", h.name);
+        }
+    });
+}
+
 #[test]
 fn invalid_biases_are_errors() {
     for_moe_dtypes(|h, dtype| {

@@ -41,6 +41,7 @@ mod router_capacity;
 mod router_logits;
 mod router_losses;
 mod router_oracle;
+mod split_slots;
 mod vocab_parallel;
 mod weighted_activation;
 mod with_amax;

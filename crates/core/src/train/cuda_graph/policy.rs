@@ -27,12 +27,18 @@ pub(in crate::train) struct StepShape {
     pub(in crate::train) seq: usize,
     /// Packed sequences of a micro-batch at most; none where each row is one.
     pub(in crate::train) sequences: Option<usize>,
+    /// Number of the expected split sizes of MoE messages, where there are any.
+    pub(in crate::train) splits: Option<u64>,
 }
 
 impl StepShape {
     /// The shape of a step with up to `sequences` packed sequences in a micro-batch; none if its micro-batches differ in length, so
     /// that launches depend on the data.
-    pub(super) fn of(batches: &[Batch], seq: usize, sequences: usize) -> Option<StepShape> {
+    pub(super) fn of(
+        batches: &[Batch],
+        (seq, sequences): (usize, usize),
+        splits: Option<u64>,
+    ) -> Option<StepShape> {
         let first = batches.first()?;
         let (tokens, packed) = (first.tokens.len(), first.cu_seqlens.is_some());
         let alike = |b: &Batch| {
@@ -47,7 +53,7 @@ impl StepShape {
         };
         let full_rows = seq > 0 && tokens > 0 && tokens.is_multiple_of(seq);
         let sequences = packed.then_some(sequences);
-        let shape = StepShape { micro_batches: batches.len(), tokens, seq, sequences };
+        let shape = StepShape { micro_batches: batches.len(), tokens, seq, sequences, splits };
         (full_rows && batches.iter().all(alike)).then_some(shape)
     }
 

@@ -1,6 +1,7 @@
 //! One training step: launched without waiting for the device, and read back when it is done.
 
 use super::Trainer;
+use super::overflow::StepSplits;
 use crate::cost::advise;
 use crate::data::Batches;
 use crate::fault::culprit::{Call, StepCalls};
@@ -37,6 +38,8 @@ pub struct InFlightStep {
     payloads: Option<Payloads>,
     /// The sections of the step, where they are measured.
     sections: Option<StepMarks>,
+    /// What its MoE messages had to hold, and the state before it, where split sizes are expected.
+    pub(super) splits: Option<StepSplits>,
 }
 
 impl InFlightStep {
@@ -89,7 +92,7 @@ impl Trainer {
     /// whatever micro-batch they are in.
     pub fn train_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
         let step = self.begin_step(data)?;
-        self.end_step(step)
+        self.end_step(step, &mut None)
     }
 
     /// Launches a step without waiting for the device. The next step may begin before this one is ended, so that the
@@ -108,12 +111,18 @@ impl Trainer {
     /// [`Trainer::begin_step`] on data that was read before.
     pub(in crate::train) fn begin_step_on(&mut self, batch: HostBatch) -> Result<InFlightStep> {
         self.begin_gemm_choices();
+        self.launch(batch.0, false)
+    }
+
+    /// Launches the next step; `again`: it was launched before, and its messages did not hold their tokens.
+    pub(super) fn launch(&mut self, batch: GlobalBatch, again: bool) -> Result<InFlightStep> {
         let _span = self.rank.compute.span(ActivityKind::Region, STEP, format_args!(""))?;
-        let step = self.launch_step(batch.0);
+        let step = self.launch_step(batch, again);
         advise(step, &self.rank, &self.recipe)
     }
 
-    fn launch_step(&mut self, mut batch: GlobalBatch) -> Result<InFlightStep> {
+    fn launch_step(&mut self, mut batch: GlobalBatch, again: bool) -> Result<InFlightStep> {
+        let before = self.state_before_step(again)?;
         let (rank, runner, hooks) = (&self.rank, &mut self.runner, &mut self.hooks);
         if let Some(digest) = &hooks.payload_digests {
             rank.world.record_payloads(&rank.compute, digest.clone());
@@ -123,7 +132,7 @@ impl Trainer {
         let collects_stats = hooks.operand_stats.begin(runner.progress.step + 1, &self.model.step_state);
         let calibrates = runner.delayed_scaling.begin(&self.model.step_state);
         // Such a step launches other kernels: it is neither replayed nor timed.
-        let is_usual = !(collects_stats || calibrates);
+        let is_usual = !(collects_stats || calibrates || again);
         let mut timer = None;
         // A graph holds the optimizer too, so its replay waits for the copies of a checkpoint as a whole.
         if is_usual && hooks.cuda_graph.may_replay() {
@@ -150,13 +159,15 @@ impl Trainer {
         let zeros = || self.optimizer.count_zero_grads(&self.rank, &self.model.grads);
         let num_zeros = self.hooks.counts_zeros.then(zeros).transpose()?;
         self.runner.advance(batch.samples, batch.tokens);
+        let (tokens, samples) = (batch.tokens, batch.samples);
+        let splits = before.map(|before| self.step_splits(before, batch)).transpose()?;
         let payloads = self.rank.world.take_payloads();
         let sections = self.runner.sections.end(&self.rank)?;
         Ok(InFlightStep {
             step: self.step(),
             lr: rates.lr,
-            tokens: batch.tokens,
-            samples: batch.samples,
+            tokens,
+            samples,
             consumed: self.tokens(),
             launched,
             done: self.rank.compute.record()?,
@@ -165,6 +176,7 @@ impl Trainer {
             num_zeros,
             payloads,
             sections,
+            splits,
         })
     }
 
@@ -196,9 +208,10 @@ impl Trainer {
         Ok(LaunchedStep { losses: passes.losses, outcome, moe_counters: passes.moe_counters })
     }
 
-    /// Waits for a step, and for nothing that was launched after it, and reads its results.
-    pub fn end_step(&mut self, step: InFlightStep) -> Result<StepReport> {
-        let (report, goes_on) = self.finish_step(step)?;
+    /// Waits for a step, and for nothing that was launched after it, and reads its results. `next` is the step that was
+    /// launched after it, if one was: where MoE messages of this one did not hold their tokens, both are launched again.
+    pub fn end_step(&mut self, step: InFlightStep, next: &mut Option<InFlightStep>) -> Result<StepReport> {
+        let (report, goes_on) = self.finish_step(step, next)?;
         let StepReport { step, loss, grad_norm, .. } = report;
         if goes_on { Ok(report) } else { Err(Error::Diverged { step, loss, grad_norm }) }
     }
@@ -206,11 +219,15 @@ impl Trainer {
     /// [`Trainer::train_step`] whose report may be of a result that is not finite.
     pub fn step_whatever_comes(&mut self, data: &dyn Batches) -> Result<StepReport> {
         let step = self.begin_step(data)?;
-        Ok(self.finish_step(step)?.0)
+        Ok(self.finish_step(step, &mut None)?.0)
     }
 
     /// [`Trainer::end_step`], and whether the run survives such a result.
-    pub(in crate::train) fn finish_step(&mut self, step: InFlightStep) -> Result<(StepReport, bool)> {
+    pub(in crate::train) fn finish_step(
+        &mut self,
+        step: InFlightStep,
+        next: &mut Option<InFlightStep>,
+    ) -> Result<(StepReport, bool)> {
         let InFlightStep {
             step,
             lr,
@@ -224,6 +241,7 @@ impl Trainer {
             num_zeros,
             payloads,
             sections,
+            splits,
         } = step;
         let (rank, decoder) = (&self.rank, &self.model.decoder);
         let s = &self.runner.readback;
@@ -238,6 +256,18 @@ impl Trainer {
         if let Some((scale, _)) = scale {
             losses.iter_mut().for_each(|loss| *loss /= scale);
         }
+        let used = splits.as_ref().map(|splits| self.split_use(splits)).transpose()?;
+        let flags = used.as_ref().map_or(Vec::new(), |used| used.flags().into());
+        let (losses, flags) = self.runner.all_reduce_with_flags(rank, losses, flags, "loss of the step")?;
+        if let (Some(splits), Some(used)) = (splits, used) {
+            // Before anything counts this step.
+            if used.overflowed(&flags) {
+                rank.compute.wait(&s.record()?)?;
+                return self.run_with_exact_splits((step, splits), next);
+            }
+            self.follow_counts(&used, &flags)?;
+        }
+        let (rank, decoder, s) = (&self.rank, &self.model.decoder, &self.runner.readback);
         let num_zeros = num_zeros.map(|n| s.download::<f64>(&n)).transpose()?.map(|n| n[0] as u64);
         self.hooks.moe_metrics.read(s, &self.model, launched.moe_counters.as_ref())?;
         if let Some(timer) = &timer {
@@ -249,7 +279,6 @@ impl Trainer {
         self.runner.sections.ended(sections)?;
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;
-        let losses = self.runner.all_reduce_from_last_stage(rank, losses, "loss of the step")?;
         // MTP losses carry loss_weight/D in the gradient; the report has their plain means.
         let weight = decoder.mtp().loss_weight / decoder.config().mtp_depth().max(1) as f64;
         let (loss, mtp_losses) = (losses[0], losses[1..].iter().map(|x| x / weight).collect());

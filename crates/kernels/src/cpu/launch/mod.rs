@@ -19,6 +19,7 @@ mod quant;
 mod quantize_stack;
 mod rope;
 mod router;
+mod split_slots;
 
 use super::{CpuContext, Isa};
 use crate::checks::{rows_of, same_contiguous};

@@ -15,8 +15,6 @@ pub(super) const ROWS: usize = 128;
 const STEP: usize = 64;
 /// Bytes before the staging buffers in shared memory: `STAGING_AT` of hopper_load.cuh where there is no `QUEUE`.
 const STAGING_AT: usize = 128 + 4 * (3 * 1024 + 64);
-/// Slices into which wgrad cuts all rows, about.
-const SLICES: usize = 64;
 
 kernel_args! {
     header "args/grouped_hopper.cuh", includes ["args/grouped.cuh", "args/tensor_map.cuh"];
@@ -48,15 +46,13 @@ kernel_args! {
         pub(super) height: i32,
         /// fprop, dgrad: length of the sums.
         pub(super) length: i32,
-        /// wgrad: rows of a segment that one tile sums, a multiple of 64.
-        pub(super) slice: i32,
         pub(super) accumulate: i32,
         /// FP8: scales are of blocks of 128 along the sum; otherwise of a tensor (of b: of each matrix).
         pub(super) block_scaled: i32,
         /// From a row of scales to the next.
         pub(super) a_stride: i32,
         pub(super) b_stride: i32,
-        pub(super) pad: [i32; 4],
+        pub(super) pad: [i32; 5],
     }
 }
 
@@ -162,7 +158,7 @@ impl KernelVariant {
     /// Tiles of wgrad, at most; those of a pair count once.
     pub(super) fn wgrad_tiles(&self, z: &GroupedSizes) -> usize {
         let [rows, columns] = self.cluster_tile();
-        (z.rows / slice(z) + z.segments) * z.n.div_ceil(rows) * z.k.div_ceil(columns)
+        (z.rows / MIN_SLICE + z.segments) * z.n.div_ceil(rows) * z.k.div_ceil(columns)
     }
 
     /// `BYTES` of hopper_load.cuh.
@@ -243,16 +239,16 @@ impl GroupedWgrad<'_> {
     }
 }
 
-/// Rows of a segment that one wgrad tile sums. Depends on the sizes alone, so that sums are the same on every GPU.
-pub(super) fn slice(z: &GroupedSizes) -> usize {
-    (z.rows / SLICES).clamp(1024, 8192).next_multiple_of(2 * STEP)
-}
+/// The shortest slice of a segment that one wgrad tile sums, as in hopper_load.cuh. The device takes longer ones of more rows in
+/// segments: their number alone decides, and not the rows behind them, so that sums are the same on every GPU and for tensors
+/// with any room.
+const MIN_SLICE: usize = 1024;
 
 /// Counters of wgrad (the next tile; slices done of each half of each tile), if any segment may be long enough to be
 /// sliced.
 pub(super) fn wgrad_counters(variant: &KernelVariant, z: &GroupedSizes) -> Option<usize> {
     let tiles = z.n.div_ceil(variant.rows) * z.k.div_ceil(variant.columns);
-    (z.rows > slice(z)).then_some(1 + z.segments * tiles * 2)
+    (z.rows > MIN_SLICE).then_some(1 + z.segments * tiles * 2)
 }
 
 impl CudaKernels {
@@ -310,7 +306,6 @@ impl CudaKernels {
             matrix: z.w.matrix as i64,
             width: z.k as i32,
             height: z.n as i32,
-            slice: slice(z) as i32,
             accumulate: g.dw.1.into(),
             ..GroupedHopperArgs::default()
         };

@@ -1,9 +1,7 @@
 //! FP8 grouped GEMM on Hopper.
 
 use super::generic::Segments;
-use super::hopper::{
-    GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, slice, wgrad_counters,
-};
+use super::hopper::{GroupedHopperArgs, GroupedOp, KernelVariant, ROWS, all_rows_aligned, wgrad_counters};
 use crate::cuda::tensor_map::fp8_tensor_map;
 use crate::cuda::{CudaKernels, Kernel};
 use crate::grouped_gemm::GroupedSizes;
@@ -230,7 +228,6 @@ impl CudaKernels {
             matrix: z.w.matrix as i64,
             width: z.k as i32,
             height: z.n as i32,
-            slice: slice(z) as i32,
             accumulate: g.dw.1.into(),
             block_scaled: g.scaled().into(),
             a_stride: stride(g.dy),

@@ -24,6 +24,8 @@ extern __shared__ __align__(1024) u8 grouped_shared[];
 
 
 constexpr int MAX_SEGMENTS = 1024;
+// wgrad: rows of the shortest slice of a segment, as in hopper.rs.
+constexpr i32 MIN_SLICE = 1024;
 
 // A tile: rows 128·m and columns BN·n of a segment; `first` and `rows`: rows of the segment, or of the slice;
 // `blocks`: steps of BK along k; `slice` of `slices` (wgrad).
@@ -67,7 +69,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPO
     }
 
     // Of every segment: its first row, its rows, and how many units (rows of tiles, or slices) come before it. Behind
-    // the last segment: all units, then 32 sentinels.
+    // the last segment: all units, then 32 sentinels, then the rows of a slice.
     static __device__ __forceinline__ i32* firsts() { return reinterpret_cast<i32*>(grouped_shared + TABLE_AT); }
     static __device__ __forceinline__ i32* lengths() { return firsts() + MAX_SEGMENTS; }
     static __device__ __forceinline__ i32* befores() { return lengths() + MAX_SEGMENTS; }
@@ -78,10 +80,17 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPO
         friend __device__ __forceinline__ i32 segment_length(const Table&, i32 e) { return lengths()[e]; }
     };
 
-    static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows) {
+    // wgrad: rows of a segment that one tile sums. All rows up to the end of the last segment are cut into about 64 slices,
+    // whatever room there is behind them: the order of sums follows from the segments alone.
+    static __device__ __forceinline__ i32 slice_of(const Segments& z) {
+        const i32 rows = min(max(reinterpret_cast<const i32*>(z.offsets)[z.count], 0), z.rows);
+        return (min(max(rows / 64, MIN_SLICE), 8192) + 127) / 128 * 128;
+    }
+
+    static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows, i32 slice) {
         if constexpr (IS_WGRAD) {
             // A segment without rows has zeros to write, or nothing (PINGPONG: other warps write them).
-            const i32 slices = (rows + g.slice - 1) / g.slice;
+            const i32 slices = (rows + slice - 1) / slice;
             return g.accumulate || PINGPONG ? slices : max(slices, 1);
         } else {
             return (rows + BM * BLOCKS - 1) / (BM * BLOCKS);
@@ -96,10 +105,10 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPO
         }
         __syncthreads();
         if (threadIdx.x >= 32) return;
-        const i32 lane = threadIdx.x;
+        const i32 lane = threadIdx.x, slice = IS_WGRAD ? slice_of(g.segments) : 0;
         i32 before = 0;
         for (i32 e0 = 0; e0 < n; e0 += 32) {
-            const i32 own = e0 + lane < n ? units(g, lengths()[e0 + lane]) : 0;
+            const i32 own = e0 + lane < n ? units(g, lengths()[e0 + lane], slice) : 0;
             i32 upto = own;
 #pragma unroll
             for (int d = 1; d < 32; d <<= 1) {
@@ -110,7 +119,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPO
             before += __shfl_sync(~0u, upto, 31);
         }
         befores()[n + lane] = lane == 0 ? before : 0x7fffffff;
-        if (lane == 0) befores()[n + 32] = 0x7fffffff;
+        if (lane == 0) befores()[n + 32] = 0x7fffffff, befores()[n + 33] = slice;
     }
 
     // Tiles of a unit.
@@ -179,10 +188,11 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR, int BM_ = 128, bool PINGPO
             t.rows = uniform(lengths()[segment]);
             const i32 before = uniform(befores()[segment]), here = uniform(befores()[segment + 1]) - before;
             if constexpr (IS_WGRAD) {
+                const i32 slice = uniform(befores()[g.segments.count + 33]);
                 t.slice = unit - before;
                 t.slices = here;
-                t.first += t.slice * g.slice;
-                t.rows = min(t.rows - t.slice * g.slice, g.slice);
+                t.first += t.slice * slice;
+                t.rows = min(t.rows - t.slice * slice, slice);
                 t.blocks = (t.rows + BK - 1) / BK;
                 spread(index - unit * each, across, down, t);
             } else {

@@ -111,6 +111,35 @@ fn every_variant_matches_the_generic_kernel() {
     }
 }
 
+/// Expected split sizes leave room behind the segments, which changes from step to step.
+#[test]
+fn room_behind_the_segments_changes_no_bits_of_wgrad() {
+    let Some((k, s)) = gpu_alone() else { return };
+    let counts = [40_000, 0, 5, 33_000];
+    let [depth, width] = [136, 264];
+    let run = |chosen, room| {
+        let (at, owned) = spread(&s, &counts, 1, room);
+        let segments = Segments { offsets: &at[0], counts: &at[1] };
+        // Sums that are rounded, so that their order shows; NaN outside the segments.
+        let values = |seed, width| {
+            let thirds = |x: &f32| (x + 0.1) / 3.0;
+            let all = numbers(seed, owned.len(), width, |r| owned[r]);
+            upload(&s, &all.iter().map(thirds).collect::<Vec<_>>(), &[owned.len(), width])
+        };
+        let (x, dy) = (values(1, depth), values(2, width));
+        let dw = poisoned(&s, DType::F32, &[counts.len(), width, depth]);
+        let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, false) };
+        k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), chosen).unwrap();
+        host(&s, &dw)
+    };
+    for (_, chosen) in kernels(&k).into_iter().filter(|(op, _)| *op == GroupedOp::Wgrad) {
+        let exact = run(chosen, 0);
+        for room in [300, 20_000, 200_000] {
+            assert!(run(chosen, room) == exact, "{chosen:?} {room}");
+        }
+    }
+}
+
 /// Free multiprocessors beside which a kernel must end: one block, or enough that two of them share a GPC for a cluster.
 pub(super) fn free(pair: bool) -> u32 {
     if pair { 16 } else { 1 }

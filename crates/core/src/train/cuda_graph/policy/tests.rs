@@ -1,7 +1,7 @@
 use super::*;
 use ferrotron_kernels::IGNORE;
 
-const SHAPE: StepShape = StepShape { micro_batches: 2, tokens: 32, seq: 16, sequences: None };
+const SHAPE: StepShape = StepShape { micro_batches: 2, tokens: 32, seq: 16, sequences: None, splits: None };
 const MS: Duration = Duration::from_millis(1);
 
 fn policy(mode: CudaGraphMode) -> GraphPolicy {
@@ -33,7 +33,8 @@ fn steps_of_other_shapes_run_eagerly() {
     assert_eq!(p.next(Some(SHAPE), Some(SHAPE), true), LaunchMode::Replay);
     // Another shape: warm-up starts anew, then another graph is captured.
     let more = StepShape { micro_batches: 4, ..SHAPE };
-    for shape in [more, StepShape { tokens: 64, ..SHAPE }, StepShape { seq: 32, ..SHAPE }] {
+    let resized = StepShape { splits: Some(1), ..SHAPE };
+    for shape in [more, StepShape { tokens: 64, ..SHAPE }, StepShape { seq: 32, ..SHAPE }, resized] {
         assert_eq!(eager_steps(&mut p, shape, Some(SHAPE)), WARMUP_STEPS);
     }
     // Steps of no shape alone never decide.
@@ -141,7 +142,7 @@ fn shapes_distinguish_steps_with_different_launches() {
         padding: None,
         varies: false,
     };
-    let of = |batches: &[Batch], sequences| StepShape::of(batches, 16, sequences);
+    let of = |batches: &[Batch], sequences| StepShape::of(batches, (16, sequences), None);
     assert_eq!(of(&[batch(2), batch(2)], 0), Some(SHAPE));
     assert_eq!(SHAPE.layout().tokens(), 32);
     assert_eq!(of(&[], 0), None);

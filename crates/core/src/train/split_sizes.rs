@@ -1,0 +1,130 @@
+//! Expected split sizes of MoE messages in a run: where they are used, and when they change on all ranks.
+
+use super::Trainer;
+use super::model_state::ModelState;
+use crate::Result;
+use crate::config::Resolved;
+use ferrotron_engine::Rank;
+use ferrotron_engine::moe::{MoeState, SplitHeadroom, SplitSizes};
+
+/// What the host keeps of expected split sizes; the same on all ranks, on pipeline stages without MoE layers too.
+pub(super) struct ExpectedSplits {
+    /// How often sizes have changed: steps with the same number launch the same messages.
+    changes: u64,
+    /// The next step uses them. Before the first counts, the host reads the counts of every layer.
+    in_force: bool,
+    /// Steps that were launched again because a message did not hold its tokens.
+    pub(super) overflows: u64,
+}
+
+impl ExpectedSplits {
+    /// The headroom with which a recipe expects split sizes on this rank's device; none where the host reads the counts.
+    pub(super) fn headroom(rank: &Rank, r: &Resolved) -> Option<SplitHeadroom> {
+        // Other transports wait for their peers on the host anyway.
+        let asked = r.model.moe.is_some()
+            && r.config.expects_split_sizes()
+            && rank.world.only_enqueues()
+            && !rank.device().is_meta();
+        asked.then(|| SplitHeadroom::new(r.config.moe.split_headroom))
+    }
+
+    /// Prepares the MoE layers of this rank's stages.
+    pub(super) fn begin(
+        rank: &Rank,
+        model: &mut ModelState,
+        headroom: SplitHeadroom,
+    ) -> Result<ExpectedSplits> {
+        if let Some(moe) = model.step_state.moe_mut() {
+            moe.expect_split_sizes(rank, headroom)?;
+        }
+        Ok(ExpectedSplits { changes: 0, in_force: false, overflows: 0 })
+    }
+
+    /// Number of the sizes that the next step uses; none if the host reads its counts.
+    pub(super) fn epoch(&self) -> Option<u64> {
+        self.in_force.then_some(self.changes)
+    }
+
+    /// Sizes were set.
+    pub(super) fn changed(&mut self) {
+        (self.changes, self.in_force) = (self.changes + 1, true);
+    }
+}
+
+impl Trainer {
+    /// The split sizes of this rank's MoE layers, where they are expected.
+    pub(super) fn split_sizes(&self) -> Option<&SplitSizes> {
+        self.model.step_state.moe().and_then(MoeState::split_sizes)
+    }
+
+    /// Whether MoE messages have expected split sizes, so that a step may have to be launched again.
+    pub(super) fn expects_split_sizes(&self) -> bool {
+        self.runner.splits.is_some()
+    }
+
+    /// Uses expected split sizes from now on, whatever the recipe and the transport say: for tests. Every rank calls it.
+    pub fn expect_split_sizes(&mut self, headroom: SplitHeadroom) -> Result<()> {
+        self.runner.splits = Some(ExpectedSplits::begin(&self.rank, &mut self.model, headroom)?);
+        Ok(())
+    }
+
+    /// Steps that were launched again because an MoE message of expected size did not hold its tokens.
+    pub fn split_overflows(&self) -> u64 {
+        self.runner.splits.as_ref().map_or(0, |splits| splits.overflows)
+    }
+
+    /// Returns to sizes that the host reads until the next step has been counted: a rank that begins here has no counts of steps
+    /// before, and all must agree.
+    pub(super) fn forget_split_sizes(&mut self) {
+        if let Some(splits) = &mut self.runner.splits {
+            splits.in_force = false;
+        }
+        if let Some(sizes) = self.split_sizes() {
+            sizes.reset();
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::config::Recipe;
+    use crate::data::source;
+    use crate::ranks::on_threads_with;
+    use std::time::Duration;
+
+    /// A restored rank has no counts, as one that replaces another has none: sizes begin anew, and bits stay.
+    #[test]
+    fn sizes_begin_anew_after_a_snapshot() {
+        let mut recipe = Recipe::named("tiny").unwrap();
+        for set in ["moe.experts=4", "moe.topk=2", "moe.ffn=16", "parallel.ep=2", "parallel.dp=2"] {
+            recipe.set(set).unwrap();
+        }
+        for set in ["train.global_batch=4", "train.micro_batch=1", "data.seq_len=16"] {
+            recipe.set(set).unwrap();
+        }
+        let resolved = recipe.resolve(None).unwrap();
+        let layout = resolved.config.parallel.layout();
+        let make = || Ok(Rank::cpu(1, 1)?);
+        let work = |rank| {
+            let data = source::open(&resolved)?.train;
+            let mut t = Trainer::new(rank, &resolved)?;
+            assert!(!t.expects_split_sizes(), "threads wait for each other anyway");
+            t.expect_split_sizes(SplitHeadroom::new(1.0))?;
+            let epoch = |t: &Trainer| t.runner.splits.as_ref().and_then(ExpectedSplits::epoch);
+            let steps = |t: &mut Trainer| (0..3).map(|_| t.train_step(&*data)).collect::<Result<Vec<_>>>();
+            steps(&mut t)?;
+            assert!(epoch(&t).is_some());
+            let mut snapshot = t.begin_memory_snapshot(None)?;
+            let first = steps(&mut t)?;
+            t.restore_memory_snapshot(&mut snapshot)?;
+            assert_eq!(epoch(&t), None);
+            let second = steps(&mut t)?;
+            assert!(epoch(&t).is_some());
+            Ok(first == second)
+        };
+        let same = on_threads_with(&layout, Duration::from_secs(30), Default::default(), make, work);
+        assert_eq!(same.unwrap(), [true, true]);
+    }
+}
