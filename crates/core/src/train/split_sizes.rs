@@ -7,12 +7,19 @@ use crate::config::Resolved;
 use ferrotron_engine::Rank;
 use ferrotron_engine::moe::{MoeState, SplitHeadroom, SplitSizes};
 
+/// Most steps in a row that sizes must have held before they are used again.
+const MAX_CALM: u32 = 256;
+
 /// What the host keeps of expected split sizes; the same on all ranks, on pipeline stages without MoE layers too.
 pub(super) struct ExpectedSplits {
     /// How often sizes have changed: steps with the same number launch the same messages.
     changes: u64,
-    /// The next step uses them. Before the first counts, the host reads the counts of every layer.
+    /// The next step uses them; otherwise the host reads the counts of every layer.
     in_force: bool,
+    /// Steps in a row, whose counts the host read, that sizes would have held; and how many must be.
+    calm: [u32; 2],
+    /// How many must be at first.
+    first_calm: u32,
     /// Steps that were launched again because a message did not hold its tokens.
     pub(super) overflows: u64,
 }
@@ -37,7 +44,8 @@ impl ExpectedSplits {
         if let Some(moe) = model.step_state.moe_mut() {
             moe.expect_split_sizes(rank, headroom)?;
         }
-        Ok(ExpectedSplits { changes: 0, in_force: false, overflows: 0 })
+        let first_calm = headroom.calm;
+        Ok(ExpectedSplits { changes: 0, in_force: false, calm: [0, first_calm], first_calm, overflows: 0 })
     }
 
     /// Number of the sizes that the next step uses; none if the host reads its counts.
@@ -47,7 +55,21 @@ impl ExpectedSplits {
 
     /// Sizes were set.
     pub(super) fn changed(&mut self) {
-        (self.changes, self.in_force) = (self.changes + 1, true);
+        self.changes += 1;
+    }
+
+    /// A step ended whose counts the host read; `held`: sizes would have held them, on all ranks.
+    pub(super) fn counted(&mut self, held: bool) {
+        self.calm[0] = if held { self.calm[0] + 1 } else { 0 };
+        self.in_force = self.calm[0] >= self.calm[1];
+    }
+
+    /// A step did not fit. Early in a run, and where the data changes, routing may move faster than sizes follow: the steps
+    /// between two overflows double, so that few steps run twice.
+    pub(super) fn overflowed(&mut self) {
+        self.overflows += 1;
+        self.in_force = false;
+        self.calm = [0, (2 * self.calm[1]).min(MAX_CALM)];
     }
 }
 
@@ -77,7 +99,7 @@ impl Trainer {
     /// before, and all must agree.
     pub(super) fn forget_split_sizes(&mut self) {
         if let Some(splits) = &mut self.runner.splits {
-            splits.in_force = false;
+            (splits.in_force, splits.calm) = (false, [0, splits.first_calm]);
         }
         if let Some(sizes) = self.split_sizes() {
             sizes.reset();
@@ -93,6 +115,20 @@ mod tests {
     use crate::data::source;
     use crate::ranks::on_threads_with;
     use std::time::Duration;
+
+    #[test]
+    fn every_overflow_doubles_the_steps_that_must_have_held() {
+        let mut s = ExpectedSplits { changes: 0, in_force: false, calm: [0, 2], first_calm: 2, overflows: 0 };
+        let until_in_force = |s: &mut ExpectedSplits| (1..).find(|_| (s.counted(true), s.in_force).1);
+        s.counted(true);
+        s.counted(false);
+        assert_eq!(until_in_force(&mut s), Some(2), "they must be in a row");
+        for steps in [4, 8, 16, 32, 64, 128, 256, 256] {
+            s.overflowed();
+            assert_eq!((s.epoch(), until_in_force(&mut s)), (None, Some(steps)));
+        }
+        assert_eq!(s.overflows, 8);
+    }
 
     /// A restored rank has no counts, as one that replaces another has none: sizes begin anew, and bits stay.
     #[test]
@@ -111,7 +147,7 @@ mod tests {
             let data = source::open(&resolved)?.train;
             let mut t = Trainer::new(rank, &resolved)?;
             assert!(!t.expects_split_sizes(), "threads wait for each other anyway");
-            t.expect_split_sizes(SplitHeadroom::new(1.0))?;
+            t.expect_split_sizes(SplitHeadroom { calm: 0, ..SplitHeadroom::new(1.0) })?;
             let epoch = |t: &Trainer| t.runner.splits.as_ref().and_then(ExpectedSplits::epoch);
             let steps = |t: &mut Trainer| (0..3).map(|_| t.train_step(&*data)).collect::<Result<Vec<_>>>();
             steps(&mut t)?;

@@ -24,12 +24,14 @@ pub struct SplitHeadroom {
     pub rows: usize,
     /// Sizes are multiples of this.
     pub multiple: usize,
+    /// Steps in a row that sizes must have held before they are used; every overflow doubles it.
+    pub calm: u32,
 }
 
 impl SplitHeadroom {
     /// The headroom of a recipe that asks for this share.
     pub fn new(share: f64) -> SplitHeadroom {
-        SplitHeadroom { share, rows: 16, multiple: 16 }
+        SplitHeadroom { share, rows: 16, multiple: 16, calm: 2 }
     }
 
     /// Rows of a slot for `count` rows with a part of the headroom: all of it, or less.
@@ -182,6 +184,12 @@ impl SplitSizes {
         recent.zip(sizes).any(|(count, slot)| self.headroom.is_unfit(count, *slot))
     }
 
+    /// Whether sizes would have held the counts of a step.
+    pub fn hold(&self, counts: &[usize]) -> bool {
+        let host = self.host();
+        host.sizes.as_ref().is_some_and(|sizes| counts.iter().zip(sizes).all(|(count, slot)| count <= slot))
+    }
+
     /// Remembers the counts of an ended step.
     pub fn remember(&self, counts: &[usize]) {
         let mut host = self.host();
@@ -264,7 +272,7 @@ mod tests {
         let s = &rank.compute;
         let splits = SplitSizes::new(&rank, 2, SplitHeadroom::new(0.25)).unwrap();
         let id = MoeLayerId(1);
-        assert!(splits.layer(id).unwrap().is_none() && splits.are_unfit(&[0; 4]));
+        assert!(splits.layer(id).unwrap().is_none() && splits.are_unfit(&[0; 4]) && !splits.hold(&[0; 4]));
         splits.begin_step(s).unwrap();
         splits.count(id, &[70], &[10]);
         splits.count(id, &[60], &[40]);
@@ -272,7 +280,7 @@ mod tests {
         assert_eq!((counts.as_slice(), overflow), (&[0, 0, 70, 40][..], false));
         splits.remember(&counts);
         splits.set_sizes(s).unwrap();
-        assert!(!splits.are_unfit(&counts));
+        assert!(!splits.are_unfit(&counts) && splits.hold(&[0, 0, 112, 80]) && !splits.hold(&[0, 0, 113, 0]));
         let layer = splits.layer(id).unwrap().unwrap();
         assert_eq!((&layer.sent[..], &layer.received[..]), (&[112][..], &[80][..]));
         assert_eq!(s.download::<i32>(&layer.slots[1]).unwrap(), [0, 80]);

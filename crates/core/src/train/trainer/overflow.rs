@@ -22,6 +22,8 @@ pub(super) struct StateBefore {
     progress: Progress,
     /// Steps under delayed scaling.
     scaled_steps: u64,
+    /// The host reads the counts of the step; the same on all ranks.
+    exact: bool,
     /// Copies of [`Trainer::step_tensors`], where the step may overflow.
     tensors: Vec<Tensor>,
 }
@@ -39,12 +41,17 @@ pub(super) struct SplitUse {
     counts: Vec<usize>,
     overflow: bool,
     unfit: bool,
+    /// The host read the counts, and sizes would not have held them.
+    missed: bool,
+    /// The host read the counts, here or on other ranks.
+    exact: bool,
 }
 
 impl SplitUse {
-    /// What this rank tells the others: whether a message did not hold its tokens, and whether sizes should change.
-    pub(super) fn flags(&self) -> [bool; 2] {
-        [self.overflow, self.unfit]
+    /// What this rank tells the others: whether a message did not hold its tokens, whether sizes should change, and whether they
+    /// would not have held what the host counted.
+    pub(super) fn flags(&self) -> [bool; 3] {
+        [self.overflow, self.unfit, self.missed]
     }
 
     /// Whether a message of any rank did not hold its tokens. `ranks`: how many have raised each flag.
@@ -57,8 +64,9 @@ impl Trainer {
     /// Before a step is launched, where split sizes are expected.
     pub(super) fn state_before_step(&self, again: bool) -> Result<Option<StateBefore>> {
         let Some(splits) = &self.runner.splits else { return Ok(None) };
+        let exact = again || splits.epoch().is_none();
         if let Some(sizes) = self.split_sizes() {
-            sizes.set_exact(again);
+            sizes.set_exact(exact);
         }
         let s = &self.rank.compute;
         let copy = |(_, t): (String, Tensor)| {
@@ -66,11 +74,11 @@ impl Trainer {
             s.copy(&t, &copy)?;
             Ok(copy)
         };
-        let may_overflow = splits.epoch().is_some() && !again;
-        let tensors = if may_overflow { self.step_tensors() } else { Vec::new() };
+        let tensors = if exact { Vec::new() } else { self.step_tensors() };
         Ok(Some(StateBefore {
             progress: self.runner.progress,
             scaled_steps: self.runner.delayed_scaling.steps,
+            exact,
             tensors: tensors.into_iter().map(copy).collect::<Result<_>>()?,
         }))
     }
@@ -86,10 +94,12 @@ impl Trainer {
         let read = splits.counts.as_ref().map(|counts| counts.read(&self.runner.readback)).transpose()?;
         let (counts, overflow) = read.unwrap_or_default();
         let unfit = self.split_sizes().is_some_and(|sizes| sizes.are_unfit(&counts));
-        Ok(SplitUse { counts, overflow, unfit })
+        let exact = splits.before.exact;
+        let missed = exact && self.split_sizes().is_some_and(|sizes| !sizes.hold(&counts));
+        Ok(SplitUse { counts, overflow, unfit, missed, exact })
     }
 
-    /// Remembers the counts of a step, and changes sizes where any rank's should.
+    /// Remembers the counts of a step, changes sizes where any rank's should, and uses them once they would have held.
     pub(super) fn follow_counts(&mut self, used: &SplitUse, ranks: &[f64]) -> Result<()> {
         if let Some(sizes) = self.split_sizes() {
             sizes.remember(&used.counts);
@@ -99,6 +109,10 @@ impl Trainer {
                 sizes.set_sizes(&self.rank.compute)?;
             }
             self.runner.splits.iter_mut().for_each(|splits| splits.changed());
+        }
+        if used.exact {
+            let held = ranks.get(2).is_some_and(|n| *n == 0.0);
+            self.runner.splits.iter_mut().for_each(|splits| splits.counted(held));
         }
         Ok(())
     }
@@ -131,7 +145,7 @@ impl Trainer {
         }
         self.runner.progress = before.progress;
         self.runner.delayed_scaling.steps = before.scaled_steps;
-        self.runner.splits.iter_mut().for_each(|splits| splits.overflows += 1);
+        self.runner.splits.iter_mut().for_each(|splits| splits.overflowed());
         if self.model.step_state.quant().is_some_and(|q| q.delayed().is_some()) {
             // A step that is not applied still quantizes FP8-resident weights under its new scales.
             self.model.params.wait_params(&self.rank)?;
