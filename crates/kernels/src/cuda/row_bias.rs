@@ -135,3 +135,15 @@ impl CudaKernels {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_device_sums_no_more_parts_than_the_host_has_memory_for() {
+        for (name, value) in [("PART_ROWS", PART_ROWS), ("MAX_PARTS", MAX_PARTS)] {
+            assert!(include_str!("row_bias.cu").contains(&format!("constexpr i64 {name} = {value};")));
+        }
+    }
+}

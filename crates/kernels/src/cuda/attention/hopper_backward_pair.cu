@@ -267,24 +267,28 @@ struct HopperBackwardPair : HopperBackwardWideParts<HopperBackwardPairLoad<3>, f
         }
     }
 
+    // Registers of a thread of each warpgroup. With one more the last to ask would wait for ever.
+    static constexpr int LOAD_REGISTERS = 24, VALUES_REGISTERS = 160, KEYS_REGISTERS = 184, QUERIES_REGISTERS = 144;
+    static_assert((LOAD_REGISTERS + VALUES_REGISTERS + KEYS_REGISTERS + QUERIES_REGISTERS) * 128 <= 65536, "registers of a multiprocessor");
+
     static __device__ __forceinline__ void run(const HopperArgs& m) {
         const u32 base = shared_address(attention_shared);
         const Bars bars = {base};
         if (threadIdx.x == 0) Load::init(bars);
         cluster_sync();
         if (threadIdx.x < 128) {
-            setmaxnreg_dec<24>();
+            setmaxnreg_dec<LOAD_REGISTERS>();
             if (threadIdx.x < 32) Load::produce(m, base, bars);
             else if (threadIdx.x < 64 && cluster_rank() == 0) Load::choose(m, base, bars);
         } else {
             if (warpgroup() == 1) {
-                setmaxnreg_inc<160>();
+                setmaxnreg_inc<VALUES_REGISTERS>();
                 values_side(m, {base, bars});
             } else if (warpgroup() == 2) {
-                setmaxnreg_inc<184>();
+                setmaxnreg_inc<KEYS_REGISTERS>();
                 keys_side(m, {base, bars});
             } else {
-                setmaxnreg_inc<144>();
+                setmaxnreg_inc<QUERIES_REGISTERS>();
                 queries_side(m, {base, bars});
             }
         }

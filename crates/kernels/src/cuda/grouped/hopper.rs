@@ -318,6 +318,12 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_device_cuts_no_shorter_slices_than_the_host_has_counters_for() {
+        let same = format!("constexpr i32 MIN_SLICE = {MIN_SLICE};");
+        assert!(include_str!("hopper_load.cuh").contains(&same));
+    }
+
+    #[test]
     fn wgrad_takes_the_tiles_that_cover_a_matrix_with_least_waste() {
         let name = |sizes| choose_wgrad(sizes).map(|v| v.kernel.name);
         let cases = [
