@@ -2,8 +2,8 @@
 //! Core, a step that changes no weight does not advance them.
 //!
 //! Only the device knows in time whether a step is skipped: the next one may be launched before the host has read its
-//! result. So a skipped step counts from the second step after it, whether steps are launched ahead or not and whether the
-//! run was resumed in between: equal runs have equal rates.
+//! result. So a skipped step counts from the second step after it, whether steps are launched ahead or not, whether the run was
+//! resumed in between, and whether a step is launched again after the one behind it: equal runs have equal rates.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct SkippedSamples {
-    /// Of steps that count.
+    /// Of steps that count for all steps to come.
     counted: u64,
-    /// Steps that do not count yet, and their samples.
+    /// The other steps, and their samples.
     recent: Vec<(u64, u64)>,
 }
 
@@ -25,24 +25,28 @@ impl SkippedSamples {
 
     /// The samples of skipped steps that count for the rates of step `step`: all but the step right before it.
     pub(super) fn count_for(&mut self, step: u64) -> u64 {
-        let counted = &mut self.counted;
-        self.recent.retain(|(skipped, samples)| {
-            let counts = skipped.saturating_add(1) < step;
-            *counted = counted.saturating_add(if counts { *samples } else { 0 });
-            !counts
-        });
-        self.counted
+        let counts = |skipped: u64, step: u64| skipped.saturating_add(1) < step;
+        // The step before this one may be launched once more.
+        let last = step.saturating_sub(1);
+        let settled: Vec<_> = self.recent.extract_if(.., |(skipped, _)| counts(*skipped, last)).collect();
+        self.counted = add(self.counted, settled.iter());
+        add(self.counted, self.recent.iter().filter(|(skipped, _)| counts(*skipped, step)))
     }
 
     /// Samples of all skipped steps.
     pub(super) fn total(&self) -> u64 {
-        self.recent.iter().map(|(_, samples)| *samples).fold(self.counted, u64::saturating_add)
+        add(self.counted, self.recent.iter())
     }
 
     /// No step was skipped.
     pub(super) fn is_empty(&self) -> bool {
         *self == SkippedSamples::default()
     }
+}
+
+/// `sum` and the samples of steps.
+fn add<'a>(sum: u64, steps: impl Iterator<Item = &'a (u64, u64)>) -> u64 {
+    steps.fold(sum, |sum, (_, samples)| sum.saturating_add(*samples))
 }
 
 #[cfg(test)]
@@ -59,6 +63,8 @@ mod tests {
         skipped.add(2, 8);
         // Whether step 2 has been read when step 3 is launched makes no difference.
         assert_eq!([skipped.count_for(3), ahead.clone().count_for(3)], [4, 4]);
+        // Nor does it whether step 4 was launched before.
+        assert_eq!([skipped.count_for(4), skipped.count_for(3)], [12, 4]);
         assert_eq!([skipped.count_for(4), skipped.count_for(9), skipped.total()], [12, 12, 12]);
         assert!(!skipped.is_empty());
     }
