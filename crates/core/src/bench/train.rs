@@ -90,6 +90,8 @@ pub struct RoutingReport {
     pub forced: bool,
     /// Routing metrics of the last step, by name.
     pub loads: StepMetrics,
+    /// Timed steps that ran again, because an MoE message of expected size did not hold its tokens.
+    pub overflows: u64,
 }
 
 impl RoutingReport {
@@ -127,8 +129,9 @@ impl TrainBench {
     }
 }
 
-/// Steps after which the trainer has decided at the latest whether to replay a CUDA graph.
-const GRAPH_DECIDED: u64 = 8;
+/// Steps after which the trainer has decided at the latest whether to replay a CUDA graph. New split sizes of MoE messages start its
+/// warm-up anew.
+const GRAPH_DECIDED: u64 = 16;
 /// Steps after which the trainer has chosen at the latest what to offload.
 const OFFLOAD_CHOSEN: u64 = 32;
 
@@ -162,6 +165,7 @@ pub fn train(
         trainer.rank.device().restart_memory_peaks();
     }
     let launched = trainer.step() - trainer.steps_replayed();
+    let overflows = trainer.split_overflows();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     // As in a run: on a GPU a step is launched before the loss of the previous one is read.
@@ -210,11 +214,11 @@ pub fn train(
         loss,
         graph: trainer.steps_replayed() > 0 && trainer.step() - trainer.steps_replayed() == launched,
         cuda_graph_decision: trainer.cuda_graph_decision(),
-        routing: r
-            .model
-            .moe
-            .is_some()
-            .then_some(RoutingReport { forced: r.config.moe.force_balance.is_some(), loads }),
+        routing: r.model.moe.is_some().then_some(RoutingReport {
+            forced: r.config.moe.force_balance.is_some(),
+            loads,
+            overflows: trainer.split_overflows() - overflows,
+        }),
         offload: trainer.offload_report(),
     })
 }

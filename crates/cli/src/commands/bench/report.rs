@@ -59,6 +59,7 @@ pub(super) fn json(
         "cuda_graph": b.graph,
         "routing": b.routing.as_ref().map(|r| r.name()),
         "loads": b.routing.as_ref().map(|r| &r.loads),
+        "split_overflows": b.routing.as_ref().map(|r| r.overflows),
         "balanced": m.balanced.as_ref().map(|f| json!({
             "step_ms": f.median() * 1e3,
             "tok_s": f.tokens_per_s(),
@@ -166,7 +167,11 @@ fn rows(m: &Measured) -> Vec<Vec<String>> {
 fn routing(r: &bench::RoutingReport) -> String {
     let loads =
         r.imbalance().map_or_else(String::new, |x| format!(" (most loaded expert {x:.2} x the mean)"));
-    format!("{}{loads}", r.name())
+    let again = match r.overflows {
+        0 => String::new(),
+        n => format!(", {n} steps ran again (moe.split_headroom)"),
+    };
+    format!("{}{loads}{again}", r.name())
 }
 
 /// The compute precision, and the FP8 recipe if there is one.
