@@ -21,7 +21,7 @@ REST = """[data]
 path = "embedded"
 seq_len = 128
 [train]
-steps = 10
+steps = 16
 global_batch = 16
 micro_batch = 2
 cuda_graph = "off"
@@ -79,12 +79,14 @@ LAYOUTS = [
     ("graph-moe-ep2", MOE, 2, f'ep=2,train.cuda_graph="on",{PADDED}'),
     ("moe-ep2-counts", MOE, 2, "ep=2,moe.split_headroom=0"),
     ("moe-ep4-counts", MOE, 4, "ep=4,moe.split_headroom=0"),
+    ("moe-ep2-overflow", MOE, 2, "ep=2,moe.split_headroom=0.001"),
     ("graph-moe-split-ep2", MOE, 2, 'ep=2,train.cuda_graph="on"'),
+    ("graph-moe-overflow-ep2", MOE, 2, 'ep=2,train.cuda_graph="on",moe.split_headroom=0.001'),
     ("graph-moe-split-ep4", MOE, 4, 'ep=4,train.cuda_graph="on"'),
     ("graph-moe-tp2-ep2", MOE, 4, f'tp=2,etp=1,ep=2,train.cuda_graph="on",moe.dispatcher="all_gather"'),
 ]
 # Layouts whose losses have the same bits: the host of the second reads the counts of MoE messages.
-SAME = {"moe-ep2": "moe-ep2-counts", "moe-ep4": "moe-ep4-counts"}
+SAME = {"moe-ep2": "moe-ep2-counts", "moe-ep2-overflow": "moe-ep2-counts", "moe-ep4": "moe-ep4-counts"}
 # (name, keys, largest relative difference from one rank)
 PRECISIONS = [
     ("f32", ['precision.dtype="f32"'], 1e-5),
