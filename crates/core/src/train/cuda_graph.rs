@@ -82,6 +82,12 @@ impl CudaGraph {
         self.policy.is_open() || (pays && self.captured.is_none())
     }
 
+    /// Drops a graph whose MoE messages have other sizes than those of the next step: they never return, and the graph holds the
+    /// activations of a step. All ranks do so at the same step.
+    pub(super) fn drop_other_splits(&mut self, splits: &ExpectedSplits) {
+        self.captured.take_if(|step| step.shape.splits != splits.epoch());
+    }
+
     /// Starts to time an eager step, if times can still change the decision.
     pub(super) fn timer(&self, s: &Stream) -> Result<Option<StepTimer>> {
         self.policy.timer(s)
@@ -108,15 +114,11 @@ impl CudaGraph {
         if self.policy.is_off() || !self.is_offload_settled(rank, runner)? {
             return Ok(None);
         }
-        let splits = runner.splits.as_ref().map(ExpectedSplits::epoch);
-        if splits == Some(None) {
-            // The host reads the counts of this step; the next may have expected split sizes.
-            return Ok(None);
-        }
         // How many tokens an expert may have follows from the number of tokens, of which padding is none.
         let capacity = model.decoder.moe_training().capacity.is_some_and(|c| !c.per_rank);
         let sizes = (batch.seq, batch.sequences);
-        let shape = StepShape::of(&batch.micro_batches, sizes, splits.flatten());
+        let splits = runner.splits.as_ref().and_then(ExpectedSplits::epoch);
+        let shape = StepShape::of(&batch.micro_batches, sizes, splits);
         // Whether there is padding was agreed: another rank's micro-batches may have some where these have none.
         let shape = shape.filter(|s| !(batch.is_padded && (capacity || s.sequences.is_none())));
         let (captured, is_idle) =

@@ -145,7 +145,7 @@ impl Trainer {
         self.runner.set_nonfinite_steps(header.nonfinite_steps);
         self.runner.skipped = header.skipped.clone();
         self.best = header.best;
-        self.forget_split_sizes();
+        self.forget_split_sizes()?;
         // Choices made since are of steps that are done again: they are used from the same step on.
         self.merge_gemm_choices(header.gemms.clone());
         self.optimizer.sync_params(&self.rank, &self.model.params, &self.model.step_state)

@@ -97,13 +97,11 @@ impl Trainer {
 
     /// Returns to sizes that the host reads until the next step has been counted: a rank that begins here has no counts of steps
     /// before, and all must agree.
-    pub(super) fn forget_split_sizes(&mut self) {
+    pub(super) fn forget_split_sizes(&mut self) -> Result<()> {
         if let Some(splits) = &mut self.runner.splits {
             (splits.in_force, splits.calm) = (false, [0, splits.first_calm]);
         }
-        if let Some(sizes) = self.split_sizes() {
-            sizes.reset();
-        }
+        self.split_sizes().map_or(Ok(()), |sizes| Ok(sizes.reset(&self.rank.compute)?))
     }
 }
 
@@ -154,6 +152,9 @@ mod tests {
             assert!(epoch(&t).is_some());
             let mut snapshot = t.begin_memory_snapshot(None)?;
             let first = steps(&mut t)?;
+            // An overflow that nothing has handled is of a step that never was.
+            let overflow = t.split_sizes().map(SplitSizes::overflow).unwrap()?;
+            t.rank.compute.upload_into(&overflow, &[1i32])?;
             t.restore_memory_snapshot(&mut snapshot)?;
             assert_eq!(epoch(&t), None);
             let second = steps(&mut t)?;

@@ -289,7 +289,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     delayed.steps = state.scaled_steps.filter(|_| delayed.enabled).unwrap_or(0);
     t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };
     t.runner.skipped = state.skipped;
-    t.forget_split_sizes();
+    t.forget_split_sizes()?;
     // Last, because FP8 parameters are quantized with the restored scales.
     t.optimizer.sync_params(&t.rank, &t.model.params, &t.model.step_state)
 }

@@ -152,11 +152,11 @@ impl SplitSizes {
         self.host().exact = exact;
     }
 
-    /// Forgets sizes and counts, as at the start of a run. All ranks do so at the same step.
-    pub fn reset(&self) {
-        let mut host = self.host();
+    /// Forgets sizes, counts and an overflow, as at the start of a run. All ranks do so at the same step.
+    pub fn reset(&self, s: &Stream) -> Result<()> {
         let none = vec![0; self.counts()];
-        *host = HostSizes { recent: none.clone(), counted: none, ..HostSizes::default() };
+        *self.host() = HostSizes { recent: none.clone(), counted: none, ..HostSizes::default() };
+        self.clear_overflow(s)
     }
 
     /// Resets the counts for a new step.
@@ -296,7 +296,9 @@ mod tests {
         splits.set_exact(true);
         assert!(splits.layer(id).unwrap().is_none());
         splits.set_exact(false);
-        splits.reset();
+        s.upload_into(&splits.overflow().unwrap(), &[1i32]).unwrap();
+        splits.reset(s).unwrap();
         assert!(splits.layer(id).unwrap().is_none());
+        assert_eq!(s.download::<i32>(&splits.overflow().unwrap()).unwrap(), [0]);
     }
 }

@@ -28,6 +28,13 @@ pub(super) struct StateBefore {
     tensors: Vec<Tensor>,
 }
 
+impl StateBefore {
+    /// Whether the host reads the counts of the step.
+    pub(super) fn is_exact(&self) -> bool {
+        self.exact
+    }
+}
+
 /// A launched step with expected split sizes.
 pub(super) struct StepSplits {
     /// Of this rank's MoE layers, if it has any.
@@ -61,10 +68,10 @@ impl SplitUse {
 }
 
 impl Trainer {
-    /// Before a step is launched, where split sizes are expected.
-    pub(super) fn state_before_step(&self, again: bool) -> Result<Option<StateBefore>> {
+    /// Before a step is launched, where split sizes are expected. With `exact` the host reads its counts all the same.
+    pub(super) fn state_before_step(&self, exact: bool) -> Result<Option<StateBefore>> {
         let Some(splits) = &self.runner.splits else { return Ok(None) };
-        let exact = again || splits.epoch().is_none();
+        let exact = exact || splits.epoch().is_none();
         if let Some(sizes) = self.split_sizes() {
             sizes.set_exact(exact);
         }

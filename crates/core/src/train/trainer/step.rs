@@ -1,7 +1,7 @@
 //! One training step: launched without waiting for the device, and read back when it is done.
 
 use super::Trainer;
-use super::overflow::StepSplits;
+use super::overflow::{StateBefore, StepSplits};
 use crate::cost::advise;
 use crate::data::Batches;
 use crate::fault::culprit::{Call, StepCalls};
@@ -122,17 +122,21 @@ impl Trainer {
     }
 
     fn launch_step(&mut self, mut batch: GlobalBatch, again: bool) -> Result<InFlightStep> {
-        let before = self.state_before_step(again)?;
+        let stats = &self.hooks.operand_stats;
+        let collects_stats = stats.begin(self.runner.progress.step + 1, &self.model.step_state);
+        // Statistics are of rows that are tokens, and not of the room behind them.
+        let before = self.state_before_step(again || collects_stats)?;
         let (rank, runner, hooks) = (&self.rank, &mut self.runner, &mut self.hooks);
+        runner.splits.iter().for_each(|splits| hooks.cuda_graph.drop_other_splits(splits));
         if let Some(digest) = &hooks.payload_digests {
             rank.world.record_payloads(&rank.compute, digest.clone());
         }
         batch.count_labels(rank, &self.model.decoder, runner)?;
         let rates = runner.next_rates(batch.samples);
-        let collects_stats = hooks.operand_stats.begin(runner.progress.step + 1, &self.model.step_state);
         let calibrates = runner.delayed_scaling.begin(&self.model.step_state);
         // Such a step launches other kernels: it is neither replayed nor timed.
-        let is_usual = !(collects_stats || calibrates || again);
+        let reads_counts = before.as_ref().is_some_and(StateBefore::is_exact);
+        let is_usual = !(collects_stats || calibrates || reads_counts);
         let mut timer = None;
         // A graph holds the optimizer too, so its replay waits for the copies of a checkpoint as a whole.
         if is_usual && hooks.cuda_graph.may_replay() {
