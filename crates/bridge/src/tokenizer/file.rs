@@ -80,8 +80,9 @@ pub(super) struct Ends {
     pub eos: Vec<u32>,
 }
 
-/// Ids from `generation_config.json`, else `config.json`, else the tokens `tokenizer_config.json` names.
-pub(super) fn ends(dir: &Path, find: impl Fn(&str) -> Option<u32>) -> Result<Ends> {
+/// Ids from `generation_config.json`, else `config.json`, else those of the special tokens that the tokenizer's files name: `find`
+/// gives them by key.
+pub(super) fn ends(dir: &Path, find: impl Fn(&str) -> Result<Option<u32>>) -> Result<Ends> {
     let mut ends = Ends::default();
     for name in ["generation_config.json", "config.json"] {
         let path = dir.join(name);
@@ -96,16 +97,11 @@ pub(super) fn ends(dir: &Path, find: impl Fn(&str) -> Option<u32>) -> Result<End
             ends.bos = map.get("bos_token_id").map(ids).unwrap_or_default().first().copied();
         }
     }
-    let path = dir.join("tokenizer_config.json");
-    if path.exists() && (ends.eos.is_empty() || ends.bos.is_none()) {
-        let map = parse_object(&read_text(&path)?, &path.display().to_string())?;
-        let named = |key: &str| map.get(key).and_then(token_text).and_then(&find);
-        if ends.eos.is_empty() {
-            ends.eos.extend(named("eos_token"));
-        }
-        if ends.bos.is_none() {
-            ends.bos = named("bos_token");
-        }
+    if ends.eos.is_empty() {
+        ends.eos.extend(find("eos_token")?);
+    }
+    if ends.bos.is_none() {
+        ends.bos = find("bos_token")?;
     }
     Ok(ends)
 }

@@ -6,6 +6,7 @@ mod charsmap;
 mod consistency;
 mod file;
 mod limits;
+mod named;
 mod stream;
 
 pub use byte_level::byte_tokenizer_json;
@@ -16,6 +17,7 @@ use crate::error::{Error, Result};
 use alignment::{Surfaces, overlaps};
 use ferrotron_core::data::TokenizerInfo;
 use limits::Growth;
+use named::NamedTokens;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -61,7 +63,7 @@ impl Tokenizer {
         }
     }
 
-    /// `tokenizer.json` of a folder, with the beginning and end tokens that its other files name.
+    /// `tokenizer.json` of a folder, with the added, beginning and end tokens that its other files name.
     pub fn from_dir(dir: &Path) -> Result<Tokenizer> {
         let path = dir.join("tokenizer.json");
         if !path.exists() {
@@ -74,14 +76,15 @@ impl Tokenizer {
             let what = "has no tokenizer.json; save it as a fast tokenizer first".into();
             return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
         }
-        let mut tokenizer = Tokenizer::from_file(&path)?;
+        let text = crate::json::read_text(&path)?;
+        let mut tokenizer = Tokenizer::build(&text, &path.display().to_string(), &NamedTokens::of(dir)?)?;
         tokenizer.add_ends(dir)?;
         Ok(tokenizer)
     }
 
     /// Adds the beginning and end tokens that the files of a model's folder name.
     pub(crate) fn add_ends(&mut self, dir: &Path) -> Result<()> {
-        let ends = file::ends(dir, |text| self.special(text))?;
+        let ends = file::ends(dir, |key| self.named(key, dir))?;
         self.bos = self.bos.or(ends.bos);
         for id in ends.eos {
             if !self.eos.contains(&id) {
@@ -91,6 +94,21 @@ impl Tokenizer {
         Ok(())
     }
 
+    /// The id of a special token that the tokenizer's files in a folder name by key.
+    fn named(&self, key: &str, dir: &Path) -> Result<Option<u32>> {
+        let named = NamedTokens::of(dir)?;
+        let Some(text) = named.special(key) else { return Ok(None) };
+        let id = self.special(text);
+        if id.is_none() && key == "eos_token" {
+            return Err(self.wrong(format!(
+                "has no token \"{text}\", which {} names as the end of a text (`eos_token`); add it to tokenizer.json, or give its \
+                 id as `eos_token_id` in generation_config.json",
+                dir.display()
+            )));
+        }
+        Ok(id)
+    }
+
     /// A file in the format of `tokenizer.json`, of this or an earlier version of the format.
     pub fn from_file(path: &Path) -> Result<Tokenizer> {
         Tokenizer::from_json(&crate::json::read_text(path)?, &path.display().to_string())
@@ -98,8 +116,15 @@ impl Tokenizer {
 
     /// The text of a `tokenizer.json`; `origin` names it in errors.
     pub fn from_json(text: &str, origin: &str) -> Result<Tokenizer> {
+        Tokenizer::build(text, origin, &NamedTokens::default())
+    }
+
+    fn build(text: &str, origin: &str, named: &NamedTokens) -> Result<Tokenizer> {
         let wrong = |what: String| Error::Tokenizer { origin: origin.into(), what };
-        let checked = file::check(text).map_err(wrong)?;
+        let mut checked = file::check(text).map_err(wrong)?;
+        if let Some(text) = named.added_to(&checked) {
+            checked = file::check(&text).map_err(wrong)?;
+        }
         let built = guard(|| {
             let mut value = checked.value;
             let surfaces = Surfaces::new(&value, checked.vocab_size);
