@@ -142,6 +142,21 @@ fn missing_and_null_keys_have_the_defaults_of_their_class() {
         (json["num_attention_heads"], json["head_dim"]) = (16.into(), 4.into());
     });
     assert_eq!(absent.kv_heads, 8);
+    for (name, heads) in [
+        ("gemma2", 4),
+        ("gemma3", 4),
+        ("qwen2", 32),
+        ("qwen3", 32),
+        ("qwen3_moe", 4),
+        ("gpt_oss", 8),
+        ("llama_tied", 64),
+    ] {
+        let absent = read(name, &|json| {
+            json.as_object_mut().unwrap().remove("num_key_value_heads");
+            (json["num_attention_heads"], json["head_dim"]) = (64.into(), 4.into());
+        });
+        assert_eq!(absent.kv_heads, heads, "{name}");
+    }
     let window = read("qwen3_moe", &|json| {
         json.as_object_mut().unwrap().remove("sliding_window");
         json["use_sliding_window"] = true.into();

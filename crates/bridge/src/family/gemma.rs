@@ -54,6 +54,7 @@ const BIDIRECTIONAL: Refused = Refused {
 };
 
 const GEMMA2_KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(4)),
     key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(8192)),
     key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
@@ -66,6 +67,7 @@ const GEMMA2_KEYS: &[Key] = &[
 
 /// `attn_logit_softcapping` is in its configuration class, too, but its attention does not use it.
 const GEMMA3_KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(4)),
     key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
     key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),

@@ -28,6 +28,7 @@ pub static GPT_OSS: Family = Family {
 };
 
 const KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(8)),
     key(&["head_dim"], Field::HeadDim, Absent::Size(64)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
     key(&["rms_norm_eps"], Field::NormEps, Absent::Real(1e-5)),

@@ -54,6 +54,7 @@ pub static QWEN3_MOE: Family = Family {
 };
 
 const QWEN2_KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(32)),
     key(&["head_dim"], Field::HeadDim, Absent::HiddenPerHead),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
@@ -61,6 +62,7 @@ const QWEN2_KEYS: &[Key] = &[
 ];
 
 const QWEN3_KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(32)),
     // The configuration class defaults to 128, not to hidden / heads.
     key(&["head_dim"], Field::HeadDim, Absent::Size(128)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
@@ -70,6 +72,7 @@ const QWEN3_KEYS: &[Key] = &[
 ];
 
 const QWEN3_MOE_KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(4)),
     key(&["intermediate_size"], Field::Ffn, Absent::Size(6144)),
     key(&["head_dim"], Field::HeadDim, Absent::HiddenPerHead),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
