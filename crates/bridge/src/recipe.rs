@@ -9,6 +9,7 @@ use crate::weights::{AdaptedWeights, Weights};
 use ferrotron_core::config::{Config, Packing, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
 use ferrotron_core::model::config::ModelConfig;
+use ferrotron_engine::lora::LoraTargets;
 use std::path::{Path, PathBuf};
 
 /// Resolves a recipe, with the architecture of `model.hf` and the end-of-document token of its tokenizer. Returns the
@@ -52,7 +53,8 @@ fn resolve_lengths(
     Ok((recipe.resolve(model)?, weights))
 }
 
-/// The base model with the adapters of `lora.adapter`, whose rank, alpha, targets and kind the recipe gets where it has none.
+/// The base model with the adapters of `lora.adapter`, which give the recipe rank, alpha, targets and kind. Others of the user's are
+/// refused: they would train other adapters.
 fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) -> Result<Weights> {
     let wrong = |what: String| Err(Error::config(&folder.display().to_string(), what));
     let Some(base) = base else {
@@ -78,20 +80,32 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
         let held = if dora { "DoRA's adapters" } else { "adapters without DoRA" };
         return wrong(format!("has {held}; leave out lora.dora, which it gives"));
     }
-    let missing = |recipe: &Recipe, key: &str| !recipe.is_set(key);
-    if missing(recipe, "lora.rank") {
-        recipe.put_key("lora.rank", first.rank as i64)?;
+    let lora = &recipe.config.lora;
+    let given = alpha(first.rank, first.scale);
+    if recipe.is_users("lora.rank") && lora.rank != first.rank {
+        return wrong(format!("has adapters of rank {}; leave out lora.rank, which it gives", first.rank));
     }
-    if missing(recipe, "lora.alpha") {
-        recipe.put_key("lora.alpha", alpha(first.rank, first.scale))?;
+    if recipe.is_users("lora.alpha") && lora.alpha.is_some_and(|a| (a / given - 1.0).abs() > 1e-9) {
+        return wrong(format!("has adapters with an alpha of {given}; leave out lora.alpha, which it gives"));
     }
-    if missing(recipe, "lora.targets") {
-        recipe.put_key("lora.targets", adapters.targets(&config)?)?;
+    let targets = match recipe.is_users("lora.targets") {
+        true => lora.targets.0.clone(),
+        false => adapters.targets(&config)?,
+    };
+    let chosen = LoraTargets { include: targets.clone(), exclude: lora.exclude.0.clone() };
+    if let Some(module) = adapters.first_apart(&config, &chosen)? {
+        let held = if adapters.get(&module).is_some() { "an adapter" } else { "no adapter" };
+        return wrong(format!(
+            "has {held} for {module}; leave out lora.targets, which it gives, and lora.exclude"
+        ));
     }
-    if missing(recipe, "lora.dora") && dora {
+    recipe.put_key("lora.rank", first.rank as i64)?;
+    recipe.put_key("lora.alpha", given)?;
+    recipe.put_key("lora.targets", targets)?;
+    if dora {
         recipe.put_key("lora.dora", true)?;
     }
-    if missing(recipe, "lora.fused") && adapters.share_a() {
+    if !recipe.is_set("lora.fused") && adapters.share_a() {
         recipe.put_key("lora.fused", true)?;
     }
     if let Some((a, b)) = adapters.with_own_a().filter(|_| recipe.config.lora.fused) {

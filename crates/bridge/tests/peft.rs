@@ -290,9 +290,60 @@ fn dora_is_trained_further() {
     assert_eq!(before, adapters.tensor("layers.0.mlp.down.lora_m.weight").unwrap());
     adapted.train_step(&*data.train).unwrap();
     assert!(m(&adapted).iter().zip(&before).all(|(a, b)| a != b));
-    // A folder decides whether it is DoRA.
-    let mut recipe = Recipe::default();
-    keys(true).iter().chain([&"lora.dora=false".to_string()]).for_each(|k| recipe.set(k).unwrap());
-    let e = recipe::resolve(&mut recipe).unwrap_err().to_string();
-    assert!(e.contains("leave out lora.dora"), "{e}");
+    // The folder decides about rank, scale, linears and kind, whatever a recipe of this program says.
+    let start = |mut recipe: Recipe, more: &[&str]| {
+        keys(true)
+            .iter()
+            .map(String::as_str)
+            .chain(more.iter().copied())
+            .for_each(|k| recipe.set(k).unwrap());
+        recipe::resolve(&mut recipe).map(|(resolved, _)| resolved.config.lora).map_err(|e| e.to_string())
+    };
+    let lora = start(Recipe::named("lora").unwrap(), &["data.packing=none", "data.path=embedded"]).unwrap();
+    assert_eq!(lora, resolved.config.lora);
+    let given = ["lora.rank=4", &format!("lora.alpha={}", lora.alpha.unwrap()), "lora.targets=all-linear"];
+    assert_eq!(start(Recipe::default(), &given).unwrap().rank, 4);
+    for (key, want) in [
+        ("lora.dora=false", "leave out lora.dora"),
+        ("lora.rank=8", "has adapters of rank 4; leave out lora.rank"),
+        ("lora.alpha=1", "leave out lora.alpha"),
+        ("lora.targets=q_proj", "has an adapter for layers.0."),
+        (
+            "lora.exclude=v_proj",
+            "has an adapter for layers.0.attn.v; leave out lora.targets, which it gives, and lora.exclude",
+        ),
+    ] {
+        let e = start(Recipe::default(), &[key]).unwrap_err();
+        assert!(e.contains(want), "{key}: {e}");
+    }
+}
+
+/// `use_dora` and the tensors of a folder say the same.
+#[test]
+fn dora_without_its_magnitudes_is_refused() {
+    let (_, dir) = cases().into_iter().find(|(name, _)| name == "llama-dora").unwrap();
+    let base = HfConfig::from_dir(&dir.join("base")).unwrap();
+    let copy = tempfile::tempdir().unwrap();
+    let (weights, config) = ("adapter_model.safetensors", "adapter_config.json");
+    let stored = TensorFile::open(&dir.join("adapter").join(weights)).unwrap();
+    let config_text = std::fs::read_to_string(dir.join("adapter").join(config)).unwrap();
+    let read = |dora: bool, magnitudes: bool| {
+        let text = config_text.replace("\"use_dora\": true", &format!("\"use_dora\": {dora}"));
+        assert_eq!(text == config_text, dora);
+        std::fs::write(copy.path().join(config), text).unwrap();
+        let kept = stored.tensors().iter().filter(|t| magnitudes || !t.name.contains("magnitude"));
+        let declared: Vec<TensorDecl> = kept
+            .map(|t| TensorDecl { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone() })
+            .collect();
+        let path = copy.path().join(weights);
+        let mut to = TensorFileWriter::create_in_order(&path, &declared, &Default::default()).unwrap();
+        declared.iter().for_each(|t| to.write(&t.name, &stored.read(&t.name).unwrap()).unwrap());
+        to.finish().unwrap();
+        Adapters::from_peft(copy.path(), &base).map_err(|e| e.to_string())
+    };
+    assert!(read(true, true).is_ok());
+    let e = read(true, false).unwrap_err();
+    assert!(e.contains("lora_magnitude_vector") && e.contains("is missing"), "{e}");
+    let e = read(false, true).unwrap_err();
+    assert!(e.contains("`use_dora` in adapter_config.json is false"), "{e}");
 }

@@ -137,8 +137,7 @@ impl Adapters {
 
     /// Names for `lora.targets` that select these modules of a base model, and no others.
     pub(crate) fn targets(&self, base: &HfConfig) -> Result<Vec<String>> {
-        let mut all: Vec<String> = sites::sites(base, false)?.into_iter().flat_map(|s| s.parts).collect();
-        all.extend((0..base.model().layers).map(|i| format!("layers.{i}.moe.router")));
+        let all = linears(base)?;
         // Hugging Face's names, which no router has.
         let spelled = |module: &str| match module.rsplit('.').next().unwrap_or(module) {
             "out" | "o" => "o_proj".to_string(),
@@ -154,13 +153,21 @@ impl Adapters {
         };
         let exact = |include: Vec<String>| {
             let chosen = LoraTargets { include, ..LoraTargets::default() };
-            let same = all.iter().all(|module| chosen.cover(module) == self.get(module).is_some());
-            same.then_some(chosen.include)
+            self.apart(&all, &chosen).is_none().then_some(chosen.include)
         };
         Ok(exact(vec![LoraTargets::ALL.into()])
             .or_else(|| exact(names(&spelled)))
             .or_else(|| exact(names(&apart)))
             .unwrap_or_else(|| self.modules.keys().cloned().collect()))
+    }
+
+    /// The first module of a base model that is chosen and has no adapter, or has one and is not chosen.
+    pub(crate) fn first_apart(&self, base: &HfConfig, chosen: &LoraTargets) -> Result<Option<String>> {
+        Ok(self.apart(&linears(base)?, chosen).cloned())
+    }
+
+    fn apart<'a>(&self, all: &'a [String], chosen: &LoraTargets) -> Option<&'a String> {
+        all.iter().find(|module| chosen.cover(module) != self.get(module).is_some())
     }
 
     /// Whether modules share A, and all do that could: `lora.fused` is for the whole model. Of others (q, k and v with an A each
@@ -197,6 +204,13 @@ impl Adapters {
         adapter.merge(weight);
         Ok(true)
     }
+}
+
+/// Modules of a base model that adapters may be asked for, routers among them.
+fn linears(base: &HfConfig) -> Result<Vec<String>> {
+    let mut all: Vec<String> = sites::sites(base, false)?.into_iter().flat_map(|s| s.parts).collect();
+    all.extend((0..base.model().layers).map(|i| format!("layers.{i}.moe.router")));
+    Ok(all)
 }
 
 /// Whether `owner` is the module of an A that `module` shares, as `lora::fused_module` names it: `layers.0.attn.qkv` of

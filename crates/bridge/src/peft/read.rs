@@ -1,7 +1,7 @@
 //! Reads the adapters of a PEFT folder.
 
 use super::sites::{Site, sites};
-use super::{Adapter, Adapters, PeftConfig};
+use super::{ADAPTER_CONFIG, Adapter, Adapters, PeftConfig};
 use crate::cast::{cast, is_castable};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
@@ -86,10 +86,14 @@ impl Files {
         };
         let a = self.values(&format!("{prefix}{A}"), &[rank_all, site.inputs])?;
         let b = self.values(&format!("{prefix}{B}"), &[site.rows(), rank_all])?;
-        let magnitude = match self.file.get(&format!("{prefix}{MAGNITUDE}")) {
-            Some(_) => Some(self.values(&format!("{prefix}{MAGNITUDE}"), &[site.rows()])?),
-            None => None,
-        };
+        let name = format!("{prefix}{MAGNITUDE}");
+        if !config.dora && self.file.get(&name).is_some() {
+            let what = format!(
+                "is DoRA's, but `use_dora` in {ADAPTER_CONFIG} is false; set it to true, or remove the tensor"
+            );
+            return Err(Error::tensor(&name, what));
+        }
+        let magnitude = config.dora.then(|| self.values(&name, &[site.rows()])).transpose()?;
         for (e, parts) in site.each_expert().enumerate() {
             let block = rank * site.inputs;
             let all = Arc::new(a[e * block..(e + 1) * block].to_vec());

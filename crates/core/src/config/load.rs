@@ -256,7 +256,7 @@ impl Recipe {
     }
 
     /// True if the user has set a key, in a file or on the command line.
-    pub(super) fn is_users(&self, key: &str) -> bool {
+    pub fn is_users(&self, key: &str) -> bool {
         let given = self.built_in || self.stored;
         self.origins.get(key).is_some_and(|o| !given || o.layer > 1)
     }
