@@ -79,7 +79,7 @@ keys! {
         /// Intermediate size of an expert (of one branch if gated); derived as model.ffn.
         ffn: Option<usize> = None, "moe_ffn_hidden_size", "moe_intermediate_size";
         /// Every how many layers is an MoE layer, counted from the first.
-        layer_freq: Option<usize> = None, "moe_layer_freq", "decoder_sparse_step";
+        layer_freq: Option<usize> = None, "moe_layer_freq";
         /// Indices of layers, from 0, that stay dense.
         dense_layers: Option<Vec<usize>> = None, "first_k_dense_replace", "mlp_only_layers";
         /// Score function of the router: softmax, sigmoid or sqrt_softplus.

@@ -1,13 +1,28 @@
 //! The architecture that the `[model]` section describes.
 
 use super::resolve::Derivations;
-use super::{Config, KEYS, MlaDims, ModelSection, PositionKind, Recipe, nearest, write};
+use super::{Config, KEYS, MlaDims, ModelSection, MoeSection, PositionKind, Recipe, moe, nearest, write};
 use crate::error::{Error, Result};
 use crate::model::config::{MlaConfig, ModelConfig, ModelSizes, Positions, RopeConfig, inverse_sqrt};
 use crate::model::preset::PRESETS;
 
 /// Keys that may differ from the configuration of a Hugging Face folder; its weights fit all the same.
 const FREE_BESIDE_HF: &[&str] = &["model.max_positions", "model.init_std", "model.window"];
+
+/// Keys of `[moe]` that may not differ from it: shapes of the weights, then what the router computes with them. Sinkhorn has
+/// functions of its own, which it checks itself.
+const MOE_SHAPES: &[&str] = &[
+    "moe.experts",
+    "moe.ffn",
+    "moe.layer_freq",
+    "moe.dense_layers",
+    "moe.router_bias",
+    "moe.bias",
+    "moe.latent",
+    "moe.shared_ffn",
+    "moe.shared_gate",
+];
+const MOE_FUNCTIONS: &[&str] = &["moe.score_function", "moe.pre_softmax", "moe.groups", "moe.route_scale"];
 
 impl Recipe {
     /// The architecture: that of the preset or of the Hugging Face folder (`hf`, read by the caller from model.hf),
@@ -170,20 +185,36 @@ impl Recipe {
         Ok(ModelConfig { gated, ..ModelConfig::plain(sizes) })
     }
 
-    /// Refuses explicit sizes that the weights of a Hugging Face folder do not have.
+    /// Refuses an explicit architecture that the weights of a Hugging Face folder do not have.
     fn fits_weights(&self, theirs: &ModelConfig) -> Result<()> {
-        let full = Config { model: section(&ModelSection::default(), theirs), ..Config::default() };
-        for key in KEYS.iter().filter(|k| k.section == "model" && !FREE_BESIDE_HF.contains(&k.key)) {
-            let (ours, theirs) = (self.config.get("model", key.name), full.get("model", key.name));
-            if let (Some(ours), Some(theirs)) = (ours, theirs)
-                && ours != theirs
-            {
-                let what = format!(
-                    "the weights of model.hf were made for {}; leave the key out",
-                    write::value(&theirs)
-                );
-                return self.refuse(key.key, what);
+        if theirs.moe.is_none() && self.config.moe.experts.is_some() {
+            let what = "the weights of model.hf are of a dense model; leave the key out, or make an MoE model of them first \
+                        (ferrotron convert --upcycle)";
+            return self.refuse("moe.experts", what);
+        }
+        let full = Config {
+            model: section(&ModelSection::default(), theirs),
+            moe: moe::section(&MoeSection::default(), theirs),
+            ..Config::default()
+        };
+        let sinkhorn = self.config.moe.balance.0.iter().any(|word| word == "sinkhorn");
+        let fixed = |key: &str| match theirs.moe {
+            Some(_) => MOE_SHAPES.contains(&key) || (!sinkhorn && MOE_FUNCTIONS.contains(&key)),
+            None => false,
+        };
+        for key in KEYS.iter() {
+            let is_moe = fixed(key.key);
+            if !is_moe && (key.section != "model" || FREE_BESIDE_HF.contains(&key.key)) {
+                continue;
             }
+            let (ours, theirs) = (self.config.get(key.section, key.name), full.get(key.section, key.name));
+            let theirs = match (ours, theirs) {
+                (Some(ours), Some(theirs)) if ours != theirs => write::value(&theirs),
+                (Some(_), None) if is_moe => "none".into(),
+                _ => continue,
+            };
+            let what = format!("the weights of model.hf were made for {theirs}; leave the key out");
+            return self.refuse(key.key, what);
         }
         Ok(())
     }

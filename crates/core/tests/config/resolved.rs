@@ -222,6 +222,39 @@ fn presets_can_be_changed_by_explicit_sizes() {
     );
 }
 
+/// Weights of experts have their shapes, and a router was trained for what it computes.
+#[test]
+fn moe_keys_fit_the_weights_of_a_folder() {
+    let with = |model: &ModelConfig, keys: &str| {
+        let text = format!("model.hf = \"d\"\ntrain.steps = 1\ndata.path = \"x\"\ndata.seq_len = 16\n{keys}");
+        add(&text).unwrap().resolve(Some(model)).map(|r| r.model).map_err(|e| one_sentence(&e))
+    };
+    let mixtral = Recipe::named("mixtral-8x7b").unwrap().model_config(None).unwrap();
+    for (key, made_for) in [
+        ("moe.experts = 4", "8"),
+        ("moe.ffn = 64", "14336"),
+        ("moe.score_function = \"sigmoid\"", "\"softmax\""),
+        ("moe.pre_softmax = true", "false"),
+        ("moe.latent = 64", "none"),
+        ("moe.dense_layers = [0]", "none"),
+    ] {
+        let name = key.split(' ').next().unwrap();
+        let want =
+            format!("r.toml:5: {name}: the weights of model.hf were made for {made_for}; leave the key out");
+        assert_eq!(with(&mixtral, key).unwrap_err(), want);
+    }
+    // Other keys decide how the experts are trained, and a stored recipe repeats what the folder says.
+    let same =
+        "moe.experts = 8\nmoe.ffn = 14336\nmoe.layer_freq = 1\nmoe.topk = 1\nmoe.balance = \"seq_aux\"";
+    assert_eq!(with(&mixtral, same).unwrap().moe.unwrap().topk, 1);
+    let sinkhorn = "moe.balance = \"sinkhorn\"\nmoe.pre_softmax = true";
+    assert!(with(&mixtral, sinkhorn).unwrap().moe.unwrap().pre_softmax);
+    let dense = Recipe::named("qwen3-0.6b").unwrap().model_config(None).unwrap();
+    assert!(
+        with(&dense, "moe.experts = 8").unwrap_err().contains("weights of model.hf are of a dense model")
+    );
+}
+
 #[test]
 fn mla_is_one_key() {
     const LATENT: &str = "{ kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12 }";
