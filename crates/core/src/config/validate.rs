@@ -174,6 +174,31 @@ impl Recipe {
 
     /// Checks of values against each other, after derivation.
     pub(super) fn check_together(&self, r: &Resolved) -> Result<()> {
+        let (c, m) = (&r.config, &r.model);
+        self.check_layout(r)?;
+        self.check_batches(r)?;
+        self.check_vocabulary(r)?;
+        self.check_rates(r)?;
+        self.check_schedule(r)?;
+        self.check_lora_targets(r)?;
+        self.check_group_members(r)?;
+        self.check_precision(r)?;
+        self.check_loss(r)?;
+        if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {
+            return self.refuse("train.cuda_graph", format!("steps cannot be replayed: {why}; leave it out"));
+        }
+        if c.generate.tokens >= m.max_positions as u64 {
+            let what = format!(
+                "{} tokens are more than the model's {} positions; ask for fewer",
+                c.generate.tokens, m.max_positions
+            );
+            return self.refuse("generate.tokens", what);
+        }
+        Ok(())
+    }
+
+    /// Length of the run, model and ranks.
+    fn check_layout(&self, r: &Resolved) -> Result<()> {
         let (c, plan, m) = (&r.config, &r.plan, &r.model);
         if plan.steps > MAX_STEPS {
             let what =
@@ -206,7 +231,12 @@ impl Recipe {
         if let Err(e) = stages.place(m, c.parallel.pp) {
             return self.refuse("parallel.stages", e.to_string());
         }
-        self.check_expert_ranks(r)?;
+        self.check_expert_ranks(r)
+    }
+
+    /// Sizes that micro-batches must divide.
+    fn check_batches(&self, r: &Resolved) -> Result<()> {
+        let (c, plan) = (&r.config, &r.plan);
         let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {
             let ranks = if c.parallel.dp > 1 {
@@ -236,6 +266,12 @@ impl Recipe {
             );
             return self.refuse("eval.batches", what);
         }
+        Ok(())
+    }
+
+    /// The data against the vocabulary and packing.
+    fn check_vocabulary(&self, r: &Resolved) -> Result<()> {
+        let (c, m) = (&r.config, &r.model);
         if c.data.is_embedded() && m.vocab < 256 {
             let what = format!(
                 "{} tokens cannot hold the 256 bytes of the corpus inside the program; use 256",
@@ -252,22 +288,6 @@ impl Recipe {
         {
             let what = format!("{eod} is outside the vocabulary of {}; use a smaller id", m.vocab);
             return self.refuse("data.eod", what);
-        }
-        self.check_rates(r)?;
-        self.check_schedule(r)?;
-        self.check_lora_targets(r)?;
-        self.check_group_members(r)?;
-        self.check_precision(r)?;
-        self.check_loss(r)?;
-        if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {
-            return self.refuse("train.cuda_graph", format!("steps cannot be replayed: {why}; leave it out"));
-        }
-        if c.generate.tokens >= m.max_positions as u64 {
-            let what = format!(
-                "{} tokens are more than the model's {} positions; ask for fewer",
-                c.generate.tokens, m.max_positions
-            );
-            return self.refuse("generate.tokens", what);
         }
         Ok(())
     }

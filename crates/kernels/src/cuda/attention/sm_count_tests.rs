@@ -24,7 +24,8 @@ fn the_same_bits_on_gpus_with_fewer_multiprocessors() {
             let x: Vec<bf16> = (0..shape.iter().product()).map(|i| bf16::from_f32(value(i))).collect();
             s.upload(&x, shape, Category::Workspace).unwrap()
         };
-        let (q, key, v, dout) = (draw(1, &q_shape), draw(2, &k_shape), draw(3, &v_shape), draw(4, &out_shape));
+        let (q, key, v, dout) =
+            (draw(1, &q_shape), draw(2, &k_shape), draw(3, &v_shape), draw(4, &out_shape));
         let scores = AttentionParams {
             scale: 0.2,
             softcap: None,
