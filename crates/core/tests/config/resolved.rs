@@ -2,6 +2,7 @@
 
 use super::{TINY, add, fails, one_sentence};
 use ferrotron_core::config::*;
+use ferrotron_core::model::ModelConfig;
 
 #[test]
 fn every_recipe_resolves_and_its_resolution_is_stable() {
