@@ -10,8 +10,10 @@ mod generation;
 mod instrument;
 mod slice;
 mod strftime;
+mod templates;
 
 pub use assistant_spans::{ChatInput, RenderedChat};
+pub(crate) use templates::{NAMED_TEMPLATES, is_template, named_files};
 
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
@@ -26,6 +28,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use strftime::DateTime;
+use templates::Templates;
 
 /// Limit on template instructions; published templates need a few hundred per message.
 const FUEL: u64 = 2_000_000;
@@ -38,7 +41,8 @@ const MAX_ELIF: usize = 1000;
 const STACK: usize = 256 << 20;
 
 /// Variables that transformers always defines.
-const UNGIVEN: [&str; 2] = ["tools", "documents"];
+const UNGIVEN: [&str; 2] = [TOOLS, "documents"];
+const TOOLS: &str = "tools";
 /// The function of the date, as transformers names it.
 const STRFTIME_NOW: &str = "strftime_now";
 
@@ -51,13 +55,10 @@ pub struct Message {
     pub content: String,
 }
 
-/// A model's chat template.
+/// A model's chat template. Where it has one for conversations with tools, that one renders these.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// Without `{% generation %}` tags.
-    source: String,
-    /// With marks around what `{% generation %}` blocks print, if there are any.
-    marked: Option<String>,
+    templates: Templates,
     bos: String,
     eos: String,
     /// What `strftime_now` prints.
@@ -65,26 +66,15 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a folder: `chat_template.jinja`, otherwise the one in `tokenizer_config.json` or
-    /// `chat_template.json`. None if the folder has none.
+    /// The template of a folder, or several by name: `chat_template.jinja` and the files of `additional_chat_templates`, otherwise
+    /// those in `tokenizer_config.json` or `chat_template.json`. None if the folder has none.
     pub fn from_dir(dir: &Path) -> Result<Option<ChatTemplate>> {
-        let read = |name: &str| -> Result<Map<String, Json>> {
-            let path = dir.join(name);
-            match path.exists() {
-                true => parse_object(&read_text(&path)?, &path.display().to_string()),
-                false => Ok(Map::new()),
-            }
+        let path = dir.join("tokenizer_config.json");
+        let config = match path.exists() {
+            true => parse_object(&read_text(&path)?, &path.display().to_string())?,
+            false => Map::new(),
         };
-        let config = read("tokenizer_config.json")?;
-        let alone = dir.join("chat_template.jinja");
-        let source = if alone.exists() {
-            Some(read_text(&alone)?)
-        } else {
-            let old = read("chat_template.json")?;
-            [&config, &old].into_iter().find_map(|m| m.get("chat_template").and_then(default_template))
-        };
-        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default();
-        source.map(|s| ChatTemplate::new(&s, token("bos_token"), token("eos_token"))).transpose()
+        Ok(Templates::of_folder(dir)?.map(|templates| ChatTemplate::of(templates, &config)))
     }
 
     /// A template from a Jinja file; the texts of its beginning and end tokens come from the tokenizer's `folder`.
@@ -94,22 +84,19 @@ impl ChatTemplate {
             Some(path) => parse_object(&read_text(path)?, &path.display().to_string())?,
             None => Map::new(),
         };
-        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default();
-        ChatTemplate::new(&read_text(path)?, token("bos_token"), token("eos_token"))
+        Ok(ChatTemplate::of(Templates::one(&read_text(path)?)?, &config))
     }
 
     /// Checks a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
-        if source.len() > MAX_SOURCE {
-            return Err(Error::Chat(format!("it has {} bytes, more than {MAX_SOURCE}", source.len())));
-        }
-        let marked = generation::marked(source);
-        let source = generation::removed(source);
-        with_stack(|| compile(&source).map(drop))?;
-        if let Some(marked) = &marked {
-            with_stack(|| compile(marked).map(drop))?;
-        }
-        Ok(ChatTemplate { source, marked, bos: bos.into(), eos: eos.into(), now: DateTime::OF_DATA })
+        let (templates, now) = (Templates::one(source)?, DateTime::OF_DATA);
+        Ok(ChatTemplate { templates, bos: bos.into(), eos: eos.into(), now })
+    }
+
+    /// Templates with the tokens that a `tokenizer_config.json` names.
+    fn of(templates: Templates, config: &Map<String, Json>) -> ChatTemplate {
+        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default().to_string();
+        ChatTemplate { templates, bos: token("bos_token"), eos: token("eos_token"), now: DateTime::OF_DATA }
     }
 
     /// `strftime_now` prints the present (UTC), and the same in every rendering: the beginning of a conversation stays as it
@@ -120,11 +107,14 @@ impl ChatTemplate {
         self
     }
 
-    /// CRC-32C of all that its renderings depend on: the template, its tokens and, if it asks for it, the date.
+    /// CRC-32C of all that its renderings depend on: the templates, their tokens and, if one asks for it, the date.
     pub(crate) fn digest(&self) -> u32 {
-        let text = self.marked.as_ref().unwrap_or(&self.source);
-        let date = text.contains(STRFTIME_NOW).then(|| self.now.to_string());
-        [text, &self.bos, &self.eos].into_iter().chain(&date).fold(0, |crc, s| {
+        let mut parts: Vec<String> =
+            self.templates.all().flat_map(|(name, source)| [name.into(), source.whole().into()]).collect();
+        let dated = self.templates.all().any(|(_, source)| source.whole().contains(STRFTIME_NOW));
+        parts.extend([self.bos.clone(), self.eos.clone()]);
+        parts.extend(dated.then(|| self.now.to_string()));
+        parts.iter().fold(0, |crc, s| {
             crc32c::crc32c_append(crc32c::crc32c_append(crc, &s.len().to_le_bytes()), s.as_bytes())
         })
     }
@@ -152,7 +142,10 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
         context.insert("bos_token".into(), json!(self.bos));
         context.insert("eos_token".into(), json!(self.eos));
-        with_stack(|| compile(&self.source)?.render(Value::from(Serde(&context)), self.now))
+        let tools = context.get(TOOLS).is_some_and(|tools| !tools.is_null());
+        with_stack(|| {
+            compile(&self.templates.of(tools)?.text)?.render(Value::from(Serde(&context)), self.now)
+        })
     }
 }
 
@@ -231,19 +224,6 @@ fn check_tokens(source: &str, syntax: SyntaxConfig) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The template itself or, of several, the one called "default".
-fn default_template(v: &Json) -> Option<String> {
-    match v {
-        Json::String(s) => Some(s.clone()),
-        Json::Array(list) => {
-            let named = |n: &str| list.iter().find(|t| t.get("name").and_then(Json::as_str) == Some(n));
-            let one = named("default").or(list.first())?;
-            one.get("template")?.as_str().map(str::to_string)
-        }
-        _ => None,
-    }
 }
 
 /// An error and its line in one sentence.

@@ -4,7 +4,7 @@
 //! and with it adds to rendering those before it with the generation prompt: the text that the model is to produce at that
 //! point, including the end of the turn. Whitespace after the end of the turn is not part of it.
 
-use super::{ChatTemplate, Compiled, UNGIVEN, compile, generation, with_stack};
+use super::{ChatTemplate, Compiled, TOOLS, UNGIVEN, compile, generation, with_stack};
 use crate::error::Result;
 use minijinja::context;
 use minijinja::value::{Value, ValueKind};
@@ -38,8 +38,10 @@ impl ChatTemplate {
     /// Renders a conversation and finds the assistant's turns in it.
     pub fn render_assistant(&self, input: &ChatInput) -> Result<RenderedChat> {
         with_stack(|| {
-            let plain = compile(&self.source)?;
-            let marked = self.marked.as_deref().map(compile).transpose()?;
+            let tools = |(name, v): &(String, Value)| name == TOOLS && !v.is_none() && !v.is_undefined();
+            let source = self.templates.of(input.variables.iter().any(tools))?;
+            let plain = compile(&source.text)?;
+            let marked = source.marked.as_deref().map(compile).transpose()?;
             let view = Conversation { template: self, plain, input };
             match marked {
                 Some(marked) => view.by_blocks(&marked),
