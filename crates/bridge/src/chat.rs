@@ -9,6 +9,7 @@ mod filters;
 mod generation;
 mod instrument;
 mod slice;
+mod special_tokens;
 mod strftime;
 mod templates;
 
@@ -16,19 +17,20 @@ pub use assistant_spans::{ChatInput, RenderedChat};
 pub(crate) use templates::{NAMED_TEMPLATES, is_template, named_files};
 
 use crate::error::{Error, Result};
-use crate::json::{parse_object, read_text};
-use crate::tokenizer::token_text;
+use crate::json::read_text;
+use crate::tokenizer::Tokenizer;
 use budget::{Budget, refused};
 use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value, ValueKind};
+use minijinja::value::{Value, ValueKind};
 use minijinja::{AutoEscape, Environment, ErrorKind, escape_formatter};
 use serde_json::{Map, Value as Json, json};
-use std::collections::BTreeMap;
+use special_tokens::SpecialTokens;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use strftime::DateTime;
-use templates::Templates;
+use templates::{Source, Templates};
 
 /// Limit on template instructions; published templates need a few hundred per message.
 const FUEL: u64 = 2_000_000;
@@ -59,8 +61,7 @@ pub struct Message {
 #[derive(Debug)]
 pub struct ChatTemplate {
     templates: Templates,
-    bos: String,
-    eos: String,
+    tokens: SpecialTokens,
     /// What `strftime_now` prints.
     now: DateTime,
 }
@@ -69,34 +70,29 @@ impl ChatTemplate {
     /// The template of a folder, or several by name: `chat_template.jinja` and the files of `additional_chat_templates`, otherwise
     /// those in `tokenizer_config.json` or `chat_template.json`. None if the folder has none.
     pub fn from_dir(dir: &Path) -> Result<Option<ChatTemplate>> {
-        let path = dir.join("tokenizer_config.json");
-        let config = match path.exists() {
-            true => parse_object(&read_text(&path)?, &path.display().to_string())?,
-            false => Map::new(),
-        };
-        Ok(Templates::of_folder(dir)?.map(|templates| ChatTemplate::of(templates, &config)))
+        let tokens = SpecialTokens::of_folder(dir)?;
+        Ok(Templates::of_folder(dir)?.map(|templates| ChatTemplate::of(templates, tokens)))
     }
 
-    /// A template from a Jinja file; the texts of its beginning and end tokens come from the tokenizer's `folder`.
+    /// A template from a Jinja file; the texts of its special tokens come from the tokenizer's `folder`.
     pub fn from_file(path: &Path, folder: Option<&Path>) -> Result<ChatTemplate> {
-        let config = folder.map(|dir| dir.join("tokenizer_config.json")).filter(|path| path.exists());
-        let config = match &config {
-            Some(path) => parse_object(&read_text(path)?, &path.display().to_string())?,
-            None => Map::new(),
-        };
-        Ok(ChatTemplate::of(Templates::one(&read_text(path)?)?, &config))
+        let tokens = folder.map(SpecialTokens::of_folder).transpose()?.unwrap_or_default();
+        Ok(ChatTemplate::of(Templates::one(&read_text(path)?)?, tokens))
     }
 
     /// Checks a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
-        let (templates, now) = (Templates::one(source)?, DateTime::OF_DATA);
-        Ok(ChatTemplate { templates, bos: bos.into(), eos: eos.into(), now })
+        Ok(ChatTemplate::of(Templates::one(source)?, SpecialTokens::of_ends(bos, eos)))
     }
 
-    /// Templates with the tokens that a `tokenizer_config.json` names.
-    fn of(templates: Templates, config: &Map<String, Json>) -> ChatTemplate {
-        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default().to_string();
-        ChatTemplate { templates, bos: token("bos_token"), eos: token("eos_token"), now: DateTime::OF_DATA }
+    fn of(templates: Templates, tokens: SpecialTokens) -> ChatTemplate {
+        ChatTemplate { templates, tokens, now: DateTime::OF_DATA }
+    }
+
+    /// Defines `bos_token` and `eos_token` by the ids that begin and end a text, where no file of the folder names them.
+    pub(crate) fn with_tokenizer(mut self, tokenizer: &Tokenizer) -> ChatTemplate {
+        self.tokens.add_ends(tokenizer);
+        self
     }
 
     /// `strftime_now` prints the present (UTC), and the same in every rendering: the beginning of a conversation stays as it
@@ -107,13 +103,15 @@ impl ChatTemplate {
         self
     }
 
-    /// CRC-32C of all that its renderings depend on: the templates, their tokens and, if one asks for it, the date.
+    /// CRC-32C of all that its renderings depend on: the templates, the tokens that they name and, if one asks for it, the date.
     pub(crate) fn digest(&self) -> u32 {
         let mut parts: Vec<String> =
             self.templates.all().flat_map(|(name, source)| [name.into(), source.whole().into()]).collect();
-        let dated = self.templates.all().any(|(_, source)| source.whole().contains(STRFTIME_NOW));
-        parts.extend([self.bos.clone(), self.eos.clone()]);
-        parts.extend(dated.then(|| self.now.to_string()));
+        let named = |name: &str| self.templates.all().any(|(_, source)| source.whole().contains(name));
+        for (name, token) in self.tokens.defined().filter(|(name, _)| named(name)) {
+            parts.extend([name.clone(), token.to_string()]);
+        }
+        parts.extend(named(STRFTIME_NOW).then(|| self.now.to_string()));
         parts.iter().fold(0, |crc, s| {
             crc32c::crc32c_append(crc32c::crc32c_append(crc, &s.len().to_le_bytes()), s.as_bytes())
         })
@@ -134,18 +132,38 @@ impl ChatTemplate {
         add_generation_prompt: bool,
         more: &Map<String, Json>,
     ) -> Result<String> {
+        let value = |v: &Json| Value::from_serialize(v);
+        let more: Vec<(String, Value)> = more.iter().map(|(name, v)| (name.clone(), value(v))).collect();
+        let variables = self.variables(value(messages), &more, add_generation_prompt);
+        with_stack(|| compile(&self.source(&more)?.text)?.render(variables, self.now))
+    }
+
+    /// The template that renders a conversation with these variables. It is refused if it needs a token of which nothing is
+    /// known: without it the model would read what it has not been trained on.
+    fn source(&self, more: &[(String, Value)]) -> Result<&Source, String> {
+        let given = |name: &str| more.iter().any(|(given, _)| given == name);
+        let tools = more.iter().any(|(name, v)| name == TOOLS && !v.is_none() && !v.is_undefined());
+        let source = self.templates.of(tools)?;
+        match source.names.iter().find(|name| self.tokens.lacks(name) && !given(name)) {
+            None => Ok(source),
+            Some(name) => Err(format!(
+                "it reads {name}, and no file of the tokenizer's folder says what that is; set {name:?} in \
+                 tokenizer_config.json there (null if the tokenizer has none), or write its text into the template"
+            )),
+        }
+    }
+
+    /// The variables of a rendering. As in transformers, those that are given come before special tokens.
+    fn variables(&self, messages: Value, more: &[(String, Value)], add_generation_prompt: bool) -> Value {
         // As transformers has it, these are there, and none, where they are not given.
-        let mut context: Map<String, Json> =
-            UNGIVEN.iter().map(|name| (name.to_string(), Json::Null)).collect();
-        context.extend(more.clone());
-        context.insert("messages".into(), messages.clone());
-        context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
-        context.insert("bos_token".into(), json!(self.bos));
-        context.insert("eos_token".into(), json!(self.eos));
-        let tools = context.get(TOOLS).is_some_and(|tools| !tools.is_null());
-        with_stack(|| {
-            compile(&self.templates.of(tools)?.text)?.render(Value::from(Serde(&context)), self.now)
-        })
+        let ungiven = UNGIVEN.iter().map(|name| (name.to_string(), Value::from(())));
+        let tokens = self.tokens.defined().map(|(name, token)| (name.clone(), token.clone()));
+        let own = [
+            ("messages".to_string(), messages),
+            ("add_generation_prompt".to_string(), Value::from(add_generation_prompt)),
+        ];
+        let all = ungiven.chain(tokens).chain(more.iter().cloned()).chain(own);
+        Value::from(all.collect::<BTreeMap<String, Value>>())
     }
 }
 
@@ -179,6 +197,24 @@ fn compile(source: &str) -> Result<Compiled<'_>, String> {
     generator.compile_stmt(&template);
     let (instructions, blocks) = generator.finish();
     Ok(Compiled { instructions, blocks })
+}
+
+/// The names that a template reads and does not set itself; what only follows a dot is none.
+fn names_of(source: &str) -> Result<Vec<String>, String> {
+    let (mut read, mut own) = (BTreeSet::new(), BTreeSet::new());
+    let mut before = None;
+    // The library's own list of undeclared variables would compute constants first, without a limit on their size.
+    for token in tokenize(source, false, SyntaxConfig::default()) {
+        let (token, _) = token.map_err(|e| explain(&e))?;
+        match (&before, &token) {
+            (Some(Token::Dot), _) => {}
+            (Some(Token::Ident("set")), Token::Ident(name)) => _ = own.insert(name.to_string()),
+            (_, Token::Ident(name)) => _ = read.insert(name.to_string()),
+            _ => {}
+        }
+        before = Some(token);
+    }
+    Ok(read.difference(&own).cloned().collect())
 }
 
 impl Compiled<'_> {

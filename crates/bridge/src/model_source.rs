@@ -163,7 +163,7 @@ impl TextIo {
             Some(path) => Some(ChatTemplate::from_file(path, self.chat_dir.as_deref())?),
             None => self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten(),
         };
-        Ok(template.map(ChatTemplate::at_present))
+        Ok(template.map(|t| t.with_tokenizer(&self.tokenizer).at_present()))
     }
 
     /// The ids of a conversation up to where the model's answer begins.

@@ -1,8 +1,8 @@
-//! The chat templates of a folder.
+//! The chat templates and special tokens of a folder.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
-use ferrotron_bridge::Tokenizer;
 use ferrotron_bridge::chat_encoder::ChatEncoder;
+use ferrotron_bridge::{Tokenizer, byte_tokenizer_json};
 use ferrotron_core::data::Encode;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -100,4 +100,56 @@ fn the_files_of_additional_chat_templates_are_named_templates() {
     std::fs::remove_file(dir.path().join("chat_template.jinja")).unwrap();
     assert_eq!(rendered(dir.path(), &with_tools()).unwrap(), "other:qa");
     assert!(rendered(dir.path(), &plain()).unwrap_err().contains("rag, tool_use"));
+}
+
+/// A tokenizer of bytes and `<|end|>` (256).
+fn tokenizer() -> Value {
+    let mut file: Value = serde_json::from_str(&byte_tokenizer_json()).unwrap();
+    file["added_tokens"] = json!([{"id": 256, "content": "<|end|>", "single_word": false, "lstrip": false,
+        "rstrip": false, "normalized": false, "special": true}]);
+    file
+}
+
+#[test]
+fn special_tokens_come_from_all_files_that_name_them() {
+    let ends = "{{ eos_token }}{% for m in messages %}{{ m.content }}{% endfor %}";
+    let dir = folder(&[("tokenizer.json", tokenizer()), ("chat_template.jinja", ends.into())]);
+    // Nothing says what ends a text.
+    let e = rendered(dir.path(), &plain()).unwrap_err();
+    assert!(e.contains("eos_token") && e.contains("tokenizer_config.json"), "{e}");
+    // A model's configuration does, by the id.
+    write(dir.path(), &[("config.json", json!({"eos_token_id": 256}))]);
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "<|end|>qa");
+    write(dir.path(), &[("special_tokens_map.json", json!({"eos_token": {"content": "</map>"}}))]);
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "</map>qa");
+    write(dir.path(), &[("tokenizer_config.json", json!({"eos_token": "</config>"}))]);
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "</config>qa");
+    // A tokenizer that says that it has none, as Qwen's do of bos_token.
+    write(
+        dir.path(),
+        &[("tokenizer_config.json", json!({"eos_token": null})), ("special_tokens_map.json", json!({}))],
+    );
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "qa");
+}
+
+/// transformers passes `special_tokens_map` to templates, and variables that are given come before it.
+#[test]
+fn all_special_tokens_are_defined() {
+    let all = "{{ pad_token }}{{ unk_token }}{{ image_token }}{{ mask_token is defined }}\
+               {{ additional_special_tokens | join }}{% for m in messages %}{{ m.content }}{% endfor %}";
+    let dir = folder(&[
+        ("chat_template.jinja", all.into()),
+        (
+            "tokenizer_config.json",
+            json!({"pad_token": {"content": "<pad>"}, "extra_special_tokens": {"image_token": "<image>"}}),
+        ),
+        (
+            "special_tokens_map.json",
+            json!({"unk_token": "<unk>", "pad_token": "no", "additional_special_tokens": ["<a>", {"content": "<b>"}]}),
+        ),
+    ]);
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "<pad><unk><image>False<a><b>qa");
+    let mut line = plain();
+    line["chat_template_kwargs"] = json!({"pad_token": "!"});
+    assert_eq!(rendered(dir.path(), &line).unwrap(), "!<unk><image>False<a><b>qa");
 }

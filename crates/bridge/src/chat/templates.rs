@@ -1,6 +1,6 @@
 //! The chat templates of a model: one, or several by name, of which transformers' `get_chat_template` chooses.
 
-use super::{MAX_SOURCE, compile, generation, with_stack};
+use super::{MAX_SOURCE, compile, generation, names_of, with_stack};
 use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
 use serde_json::Value as Json;
@@ -28,6 +28,8 @@ pub(super) struct Source {
     pub text: String,
     /// With marks around what `{% generation %}` blocks print, if there are any.
     pub marked: Option<String>,
+    /// The names of variables and functions that it reads.
+    pub names: Vec<String>,
 }
 
 impl Source {
@@ -39,7 +41,8 @@ impl Source {
         for checked in [Some(&text), marked.as_ref()].into_iter().flatten() {
             with_stack(|| compile(checked).map(drop))?;
         }
-        Ok(Source { text, marked })
+        let names = names_of(&text).map_err(Error::Chat)?;
+        Ok(Source { text, marked, names })
     }
 
     /// What `{% generation %}` has printed marks around, if anything.
