@@ -14,7 +14,7 @@ mod strftime;
 mod templates;
 
 pub use assistant_spans::{ChatInput, RenderedChat};
-pub(crate) use templates::{NAMED_TEMPLATES, is_template, named_files};
+pub(crate) use templates::{NAMED_TEMPLATES, TEMPLATE, is_template, named_files};
 
 use crate::error::{Error, Result};
 use crate::json::read_text;

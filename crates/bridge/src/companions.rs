@@ -1,9 +1,10 @@
 //! The files that accompany the weights of a model: tokenizer, generation defaults, licence, code.
 
-use crate::chat::{NAMED_TEMPLATES, named_files};
+use crate::chat::{NAMED_TEMPLATES, TEMPLATE, named_files};
 use crate::custom_code::copy_code;
 use crate::error::{Error, Result};
-use ferrotron_core::fs::{open_regular, sync_folder};
+use crate::staged_folder::StagedFolder;
+use ferrotron_core::fs::{open_regular, remove, sync_folder};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -67,6 +68,15 @@ fn copy_named_templates(from: &Path, into: &Path) -> Result<()> {
     std::fs::create_dir(&folder).map_err(|e| Error::io(&folder, "create", e))?;
     names.iter().try_for_each(|name| copy_own(from, &format!("{NAMED_TEMPLATES}/{name}"), into))?;
     Ok(sync_folder(&folder)?)
+}
+
+/// Writes the chat template of a folder, in place of all that were copied into it.
+pub(crate) fn write_template(text: &str, folder: &StagedFolder) -> Result<()> {
+    let named = folder.path(NAMED_TEMPLATES);
+    if named.is_dir() {
+        remove(&named)?;
+    }
+    folder.write(TEMPLATE, text.as_bytes())
 }
 
 /// Copies one file that belongs to the folder `from`.

@@ -1,9 +1,17 @@
-//! The chat templates and special tokens of a folder.
+//! The chat templates and special tokens of a folder, and the template of a run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+#[path = "../../../tests/support/golden.rs"]
+mod golden;
+
 use ferrotron_bridge::chat_encoder::ChatEncoder;
-use ferrotron_bridge::{Tokenizer, byte_tokenizer_json};
+use ferrotron_bridge::conversion::{ConvertOptions, convert};
+use ferrotron_bridge::evaluate::documents;
+use ferrotron_bridge::{HfCheckpoint, Message, ModelSource, Tokenizer, byte_tokenizer_json};
+use ferrotron_core::checkpoint::{Item, Saver, Snapshot};
 use ferrotron_core::data::Encode;
+use ferrotron_core::train::{CHAT_TEMPLATE, CHECKPOINTS, weights_only};
+use ferrotron_tensor::DType;
 use serde_json::{Value, json};
 use std::path::Path;
 
@@ -152,4 +160,100 @@ fn all_special_tokens_are_defined() {
     let mut line = plain();
     line["chat_template_kwargs"] = json!({"pad_token": "!"});
     assert_eq!(rendered(dir.path(), &line).unwrap(), "!<unk><image>False<a><b>qa");
+}
+
+/// A run with a checkpoint, whose configuration has these keys under `[data]`.
+fn run(dir: &Path, data: &str) {
+    let model = HfCheckpoint::open(&golden::fixture("qwen2")).unwrap();
+    let item = |t: &ferrotron_bridge::LogicalTensor| {
+        Item::whole(
+            &format!("model/{}", t.name),
+            DType::F32,
+            t.shape.clone(),
+            model.read(&t.name, DType::F32).unwrap(),
+        )
+    };
+    let items = model.tensors().iter().map(item).collect();
+    let state = weights_only(model.config().model()).unwrap();
+    let mut saver = Saver::new(&dir.join(CHECKPOINTS), None).unwrap();
+    saver.save(Snapshot { step: 1, state, items }).unwrap();
+    saver.finish().unwrap();
+    std::fs::write(dir.join("config.toml"), format!("[data]\n{data}\n")).unwrap();
+}
+
+/// Chat, `generate --chat`, `eval` and `convert` use the template that the run was trained with.
+#[test]
+fn a_run_is_used_with_the_template_that_it_was_trained_with() {
+    let dir = folder(&[
+        ("tokenizer/tokenizer.json", tokenizer()),
+        ("tokenizer/chat_template.jinja", named("folder").into()),
+        ("tokenizer/additional_chat_templates/tool_use.jinja", named("tools").into()),
+        ("mine.jinja", named("mine").into()),
+        ("given.jinja", named("given").into()),
+        ("chats.jsonl", plain()),
+        ("text.txt", "text".into()),
+    ]);
+    let at = |name: &str| dir.path().join(name);
+    let (folder, mine) = (at("run"), at("mine.jinja"));
+    let own = format!("tokenizer = {:?}", at("tokenizer"));
+    run(&folder, &format!("{own}\nchat_template = {mine:?}"));
+    let asked = [Message { role: "user".into(), content: "q".into() }];
+    let show = |model: &Path, given: Option<&Path>| -> Result<Option<String>, String> {
+        let text = ModelSource::open(model).unwrap().text(None).unwrap();
+        let template = text.template(given).map_err(|e| e.to_string())?;
+        Ok(template.map(|t| t.render(&asked, true).unwrap()))
+    };
+    let scored = |given: Option<&str>, file: &str| -> Result<String, String> {
+        let text = ModelSource::open(&folder).unwrap().text(None).unwrap();
+        let found = documents(&at(file), &text, "text", given, None).map_err(|e| e.to_string())?;
+        let ids: Vec<u32> = found[0].tokens.iter().map(|id| *id as u32).collect();
+        Ok(text.tokenizer.decode(&ids).unwrap())
+    };
+    let converted = |name: &str| -> Result<String, String> {
+        let options = ConvertOptions {
+            dtype: None,
+            like: None,
+            merge: false,
+            upcycle: None,
+            overwrite: false,
+            allow_non_finite: false,
+            progress: &|_, _| {},
+        };
+        convert(&folder, &at(name), &options).map_err(|e| e.to_string())?;
+        Ok(std::fs::read_to_string(at(name).join("chat_template.jinja")).unwrap())
+    };
+    let is_mine = |out: &str| {
+        assert_eq!(show(&folder, None).unwrap().unwrap(), "mine:q");
+        let checkpoint = ferrotron_core::checkpoint::latest(&folder.join(CHECKPOINTS)).unwrap().unwrap();
+        assert_eq!(show(&checkpoint, None).unwrap().unwrap(), "mine:q");
+        assert_eq!(scored(None, "chats.jsonl").unwrap(), "mine:qa");
+        assert_eq!(converted(out).unwrap(), named("mine"));
+        // Trained with this template, it has no other for tools.
+        assert!(!at(out).join("additional_chat_templates").exists());
+    };
+    is_mine("first");
+    // Another that is given counts first.
+    assert_eq!(show(&folder, Some(&at("given.jinja"))).unwrap().unwrap(), "given:q");
+    assert_eq!(scored(at("given.jinja").to_str(), "chats.jsonl").unwrap(), "given:qa");
+    // The text that was kept with the run counts, also where the file is gone.
+    std::fs::rename(&mine, folder.join(CHAT_TEMPLATE)).unwrap();
+    is_mine("second");
+    std::fs::remove_file(folder.join(CHAT_TEMPLATE)).unwrap();
+    let errors = [
+        show(&folder, None).unwrap_err(),
+        scored(None, "chats.jsonl").unwrap_err(),
+        converted("third").unwrap_err(),
+    ];
+    for e in errors {
+        assert!(e.contains("mine.jinja") && e.contains("does not exist"), "{e}");
+    }
+    assert_eq!(show(&folder, Some(&at("given.jinja"))).unwrap().unwrap(), "given:q");
+    assert_eq!(scored(None, "text.txt").unwrap(), "text");
+    // A run that asked for none, and one that named none.
+    std::fs::write(folder.join("config.toml"), format!("[data]\n{own}\nchat_template = \"none\"\n")).unwrap();
+    assert_eq!(show(&folder, None).unwrap(), None);
+    std::fs::write(folder.join("config.toml"), format!("[data]\n{own}\n")).unwrap();
+    assert_eq!(show(&folder, None).unwrap().unwrap(), "folder:q");
+    assert_eq!(converted("fourth").unwrap(), named("folder"));
+    assert!(at("fourth/additional_chat_templates/tool_use.jinja").is_file());
 }

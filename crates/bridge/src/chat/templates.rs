@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The file of a folder's template, or of the one called [`DEFAULT`].
-pub(super) const TEMPLATE: &str = "chat_template.jinja";
+pub(crate) const TEMPLATE: &str = "chat_template.jinja";
 /// Folder of the others, each in `NAME.jinja`.
 pub(crate) const NAMED_TEMPLATES: &str = "additional_chat_templates";
 const ENDING: &str = ".jinja";
