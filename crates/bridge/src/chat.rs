@@ -23,8 +23,7 @@ use budget::{Budget, refused};
 use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Value, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, escape_formatter};
-use serde_json::{Map, Value as Json, json};
+use minijinja::{AutoEscape, Environment, ErrorKind, context, escape_formatter};
 use special_tokens::SpecialTokens;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -119,23 +118,27 @@ impl ChatTemplate {
 
     /// Renders a conversation; with `add_generation_prompt` the text ends where the model's answer begins.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let messages: Vec<Json> =
-            messages.iter().map(|m| json!({"role": m.role, "content": m.content})).collect();
-        self.render_json(&Json::Array(messages), add_generation_prompt, &Map::new())
+        let message = |m: &Message| context! { role => &m.role, content => &m.content };
+        self.render_values(messages.iter().map(message).collect(), &[], add_generation_prompt)
     }
 
-    /// Renders messages given as JSON (tool calls, several parts), with further template variables (`tools`,
-    /// `enable_thinking`…).
-    pub fn render_json(
+    /// Renders messages given as a JSON list (tool calls, several parts), with further template variables (`tools`,
+    /// `enable_thinking`…) in a JSON object. Both are texts, whose objects keep the order of their keys.
+    pub fn render_json(&self, messages: &str, add_generation_prompt: bool, more: &str) -> Result<String> {
+        let wrong = |what: &str, e| Error::Chat(format!("the {what} are not valid JSON: {e}"));
+        let messages: Vec<Value> = serde_json::from_str(messages).map_err(|e| wrong("messages", e))?;
+        let more: BTreeMap<String, Value> = serde_json::from_str(more).map_err(|e| wrong("variables", e))?;
+        self.render_values(messages, &Vec::from_iter(more), add_generation_prompt)
+    }
+
+    fn render_values(
         &self,
-        messages: &Json,
+        messages: Vec<Value>,
+        more: &[(String, Value)],
         add_generation_prompt: bool,
-        more: &Map<String, Json>,
     ) -> Result<String> {
-        let value = |v: &Json| Value::from_serialize(v);
-        let more: Vec<(String, Value)> = more.iter().map(|(name, v)| (name.clone(), value(v))).collect();
-        let variables = self.variables(value(messages), &more, add_generation_prompt);
-        with_stack(|| compile(&self.source(&more)?.text)?.render(variables, self.now))
+        let variables = self.variables(messages.into(), more, add_generation_prompt);
+        with_stack(|| compile(&self.source(more)?.text)?.render(variables, self.now))
     }
 
     /// The template that renders a conversation with these variables. It is refused if it needs a token of which nothing is
