@@ -8,6 +8,7 @@ mod budget;
 mod filters;
 mod generation;
 mod instrument;
+mod pattern;
 mod slice;
 mod special_tokens;
 mod strftime;

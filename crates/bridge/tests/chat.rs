@@ -155,6 +155,46 @@ fn keys_keep_their_order() {
     assert_eq!(ChatTemplate::new(source, "", "").unwrap().render_json(given, false, "{}").unwrap(), given);
 }
 
+/// Only widths and precisions are bounded, and only those of replacement fields.
+#[test]
+fn patterns_hold_ordinary_text() {
+    let long = "x".repeat(10_000);
+    for (source, want) in [
+        ("'%s 2024' | format('July')", "July 2024"),
+        ("'{{\"a\": {}}}'.format(1)", "{\"a\": 1}"),
+        ("'{{{{{}}}}} {{ {{ 12345'.format(1)", "{{1}} { { 12345"),
+        ("'100%% of %s, 5 * 10000' | format('x')", "100% of x, 5 * 10000"),
+        ("'%5.1f|%-4d|%04d' | format(1.25, 7, 8)", "  1.2|7   |0008"),
+        ("'{a:*^7} {b[k]:>4}'.format(a='x', b={'k': 2})", "***x***    2"),
+    ] {
+        assert_eq!(render(&format!("{{{{ {source} }}}}"), &[], false), want, "{source}");
+    }
+    assert_eq!(render(&format!("{{{{ '{long}%s' | format(1) }}}}"), &[], false), format!("{long}1"));
+    assert_eq!(render(&format!("{{{{ '{}'.format() }}}}", "{{".repeat(200)), &[], false), "{".repeat(200));
+    let fields = (vec!["{}"; 100].join(" "), vec!["1"; 100]);
+    let source = format!("{{{{ '{}'.format({}) }}}}", fields.0, fields.1.join(", "));
+    assert_eq!(render(&source, &[], false), fields.1.join(" "));
+    for wide in [
+        "'%1000d' | format(1)",
+        "'%%%1000d' | format(1)",
+        "'%-+ #01000d' | format(1)",
+        "'%(a)1000s' | format({'a': 1})",
+        "'%.1000f' | format(1.0)",
+        "'{:1000}'.format(1)",
+        "'{{{:1000}'.format(1)",
+        "'{:é<1000}'.format(1)",
+        "'{:}<1000}'.format(1)",
+        "'{:{<1000}'.format(1)",
+        "'{0[:]:1000}'.format({':': 1})",
+        "'{a.b:.1000f}'.format(a={'b': 1.0})",
+        "'{:,.1000f}'.format(1.0)",
+    ] {
+        let t = ChatTemplate::new(&format!("{{{{ {wide} }}}}"), "", "").unwrap();
+        let e = t.render(&[], false).expect_err(wide).to_string();
+        assert!(e.contains("999"), "{wide}: {e}");
+    }
+}
+
 #[test]
 fn generation_marks_are_transparent() {
     let source = "{% for m in messages %}{% if m.role == 'assistant' %}{%- generation %}{{ m.content }}{%- endgeneration -%} {% else %}[{{ m.content }}]{% endif %}{% endfor %}";
