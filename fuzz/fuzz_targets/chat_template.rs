@@ -3,7 +3,7 @@
 
 use ferrotron_bridge::ChatTemplate;
 use libfuzzer_sys::fuzz_target;
-use serde_json::{Map, json};
+use serde_json::json;
 
 fuzz_target!(|source: &str| {
     let Ok(template) = ChatTemplate::new(source, "<s>", "</s>") else { return };
@@ -13,7 +13,6 @@ fuzz_target!(|source: &str| {
         {"role": "user", "content": " <b>What</b> is 1+1? "},
         {"role": "assistant", "content": "<think>easy</think>\n2", "tool_calls": [call]},
     ]);
-    let mut more = Map::new();
-    more.insert("tools".into(), json!([{"type": "function", "function": {"name": "add", "parameters": {}}}]));
-    let _ = template.render_json(&messages, true, &more);
+    let more = json!({"tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]});
+    let _ = template.render_json(&messages.to_string(), true, &more.to_string());
 });

@@ -8,24 +8,29 @@ mod budget;
 mod filters;
 mod generation;
 mod instrument;
+mod pattern;
 mod slice;
+mod special_tokens;
 mod strftime;
+mod templates;
 
 pub use assistant_spans::{ChatInput, RenderedChat};
+pub(crate) use templates::{NAMED_TEMPLATES, TEMPLATE, is_template, named_files};
 
 use crate::error::{Error, Result};
-use crate::json::{parse_object, read_text};
-use crate::tokenizer::token_text;
+use crate::json::read_text;
+use crate::tokenizer::Tokenizer;
 use budget::{Budget, refused};
 use minijinja::machinery::{CodeGenerator, Instructions, Token, eval, make_string_output, parse, tokenize};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Serde, Value, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, escape_formatter};
-use serde_json::{Map, Value as Json, json};
-use std::collections::BTreeMap;
+use minijinja::value::{Value, ValueKind};
+use minijinja::{AutoEscape, Environment, ErrorKind, context, escape_formatter};
+use special_tokens::SpecialTokens;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use strftime::DateTime;
+use templates::{Source, Templates};
 
 /// Limit on template instructions; published templates need a few hundred per message.
 const FUEL: u64 = 2_000_000;
@@ -38,7 +43,8 @@ const MAX_ELIF: usize = 1000;
 const STACK: usize = 256 << 20;
 
 /// Variables that transformers always defines.
-const UNGIVEN: [&str; 2] = ["tools", "documents"];
+const UNGIVEN: [&str; 2] = [TOOLS, "documents"];
+const TOOLS: &str = "tools";
 /// The function of the date, as transformers names it.
 const STRFTIME_NOW: &str = "strftime_now";
 
@@ -51,65 +57,42 @@ pub struct Message {
     pub content: String,
 }
 
-/// A model's chat template.
+/// A model's chat template. Where it has one for conversations with tools, that one renders these.
 #[derive(Debug)]
 pub struct ChatTemplate {
-    /// Without `{% generation %}` tags.
-    source: String,
-    /// With marks around what `{% generation %}` blocks print, if there are any.
-    marked: Option<String>,
-    bos: String,
-    eos: String,
+    templates: Templates,
+    tokens: SpecialTokens,
     /// What `strftime_now` prints.
     now: DateTime,
 }
 
 impl ChatTemplate {
-    /// The template of a folder: `chat_template.jinja`, otherwise the one in `tokenizer_config.json` or
-    /// `chat_template.json`. None if the folder has none.
+    /// The template of a folder, or several by name: `chat_template.jinja` and the files of `additional_chat_templates`, otherwise
+    /// those in `tokenizer_config.json` or `chat_template.json`. None if the folder has none.
     pub fn from_dir(dir: &Path) -> Result<Option<ChatTemplate>> {
-        let read = |name: &str| -> Result<Map<String, Json>> {
-            let path = dir.join(name);
-            match path.exists() {
-                true => parse_object(&read_text(&path)?, &path.display().to_string()),
-                false => Ok(Map::new()),
-            }
-        };
-        let config = read("tokenizer_config.json")?;
-        let alone = dir.join("chat_template.jinja");
-        let source = if alone.exists() {
-            Some(read_text(&alone)?)
-        } else {
-            let old = read("chat_template.json")?;
-            [&config, &old].into_iter().find_map(|m| m.get("chat_template").and_then(default_template))
-        };
-        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default();
-        source.map(|s| ChatTemplate::new(&s, token("bos_token"), token("eos_token"))).transpose()
+        let tokens = SpecialTokens::of_folder(dir)?;
+        Ok(Templates::of_folder(dir)?.map(|templates| ChatTemplate::of(templates, tokens)))
     }
 
-    /// A template from a Jinja file; the texts of its beginning and end tokens come from the tokenizer's `folder`.
+    /// A template from a Jinja file; the texts of its special tokens come from the tokenizer's `folder`.
     pub fn from_file(path: &Path, folder: Option<&Path>) -> Result<ChatTemplate> {
-        let config = folder.map(|dir| dir.join("tokenizer_config.json")).filter(|path| path.exists());
-        let config = match &config {
-            Some(path) => parse_object(&read_text(path)?, &path.display().to_string())?,
-            None => Map::new(),
-        };
-        let token = |key: &str| config.get(key).and_then(token_text).unwrap_or_default();
-        ChatTemplate::new(&read_text(path)?, token("bos_token"), token("eos_token"))
+        let tokens = folder.map(SpecialTokens::of_folder).transpose()?.unwrap_or_default();
+        Ok(ChatTemplate::of(Templates::one(&read_text(path)?)?, tokens))
     }
 
     /// Checks a template; `bos` and `eos` are the texts of the beginning and end tokens.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<ChatTemplate> {
-        if source.len() > MAX_SOURCE {
-            return Err(Error::Chat(format!("it has {} bytes, more than {MAX_SOURCE}", source.len())));
-        }
-        let marked = generation::marked(source);
-        let source = generation::removed(source);
-        with_stack(|| compile(&source).map(drop))?;
-        if let Some(marked) = &marked {
-            with_stack(|| compile(marked).map(drop))?;
-        }
-        Ok(ChatTemplate { source, marked, bos: bos.into(), eos: eos.into(), now: DateTime::OF_DATA })
+        Ok(ChatTemplate::of(Templates::one(source)?, SpecialTokens::of_ends(bos, eos)))
+    }
+
+    fn of(templates: Templates, tokens: SpecialTokens) -> ChatTemplate {
+        ChatTemplate { templates, tokens, now: DateTime::OF_DATA }
+    }
+
+    /// Defines `bos_token` and `eos_token` by the ids that begin and end a text, where no file of the folder names them.
+    pub(crate) fn with_tokenizer(mut self, tokenizer: &Tokenizer) -> ChatTemplate {
+        self.tokens.add_ends(tokenizer);
+        self
     }
 
     /// `strftime_now` prints the present (UTC), and the same in every rendering: the beginning of a conversation stays as it
@@ -120,39 +103,71 @@ impl ChatTemplate {
         self
     }
 
-    /// CRC-32C of all that its renderings depend on: the template, its tokens and, if it asks for it, the date.
+    /// CRC-32C of all that its renderings depend on: the templates, the tokens that they name and, if one asks for it, the date.
     pub(crate) fn digest(&self) -> u32 {
-        let text = self.marked.as_ref().unwrap_or(&self.source);
-        let date = text.contains(STRFTIME_NOW).then(|| self.now.to_string());
-        [text, &self.bos, &self.eos].into_iter().chain(&date).fold(0, |crc, s| {
+        let mut parts: Vec<String> =
+            self.templates.all().flat_map(|(name, source)| [name.into(), source.whole().into()]).collect();
+        let named = |name: &str| self.templates.all().any(|(_, source)| source.whole().contains(name));
+        for (name, token) in self.tokens.defined().filter(|(name, _)| named(name)) {
+            parts.extend([name.clone(), token.to_string()]);
+        }
+        parts.extend(named(STRFTIME_NOW).then(|| self.now.to_string()));
+        parts.iter().fold(0, |crc, s| {
             crc32c::crc32c_append(crc32c::crc32c_append(crc, &s.len().to_le_bytes()), s.as_bytes())
         })
     }
 
     /// Renders a conversation; with `add_generation_prompt` the text ends where the model's answer begins.
     pub fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String> {
-        let messages: Vec<Json> =
-            messages.iter().map(|m| json!({"role": m.role, "content": m.content})).collect();
-        self.render_json(&Json::Array(messages), add_generation_prompt, &Map::new())
+        let message = |m: &Message| context! { role => &m.role, content => &m.content };
+        self.render_values(messages.iter().map(message).collect(), &[], add_generation_prompt)
     }
 
-    /// Renders messages given as JSON (tool calls, several parts), with further template variables (`tools`,
-    /// `enable_thinking`…).
-    pub fn render_json(
+    /// Renders messages given as a JSON list (tool calls, several parts), with further template variables (`tools`,
+    /// `enable_thinking`…) in a JSON object. Both are texts, whose objects keep the order of their keys.
+    pub fn render_json(&self, messages: &str, add_generation_prompt: bool, more: &str) -> Result<String> {
+        let wrong = |what: &str, e| Error::Chat(format!("the {what} are not valid JSON: {e}"));
+        let messages: Vec<Value> = serde_json::from_str(messages).map_err(|e| wrong("messages", e))?;
+        let more: BTreeMap<String, Value> = serde_json::from_str(more).map_err(|e| wrong("variables", e))?;
+        self.render_values(messages, &Vec::from_iter(more), add_generation_prompt)
+    }
+
+    fn render_values(
         &self,
-        messages: &Json,
+        messages: Vec<Value>,
+        more: &[(String, Value)],
         add_generation_prompt: bool,
-        more: &Map<String, Json>,
     ) -> Result<String> {
+        let variables = self.variables(messages.into(), more, add_generation_prompt);
+        with_stack(|| compile(&self.source(more)?.text)?.render(variables, self.now))
+    }
+
+    /// The template that renders a conversation with these variables. It is refused if it needs a token of which nothing is
+    /// known: without it the model would read what it has not been trained on.
+    fn source(&self, more: &[(String, Value)]) -> Result<&Source, String> {
+        let given = |name: &str| more.iter().any(|(given, _)| given == name);
+        let tools = more.iter().any(|(name, v)| name == TOOLS && !v.is_none() && !v.is_undefined());
+        let source = self.templates.of(tools)?;
+        match source.names.iter().find(|name| self.tokens.lacks(name) && !given(name)) {
+            None => Ok(source),
+            Some(name) => Err(format!(
+                "it reads {name}, and no file of the tokenizer's folder says what that is; set {name:?} in \
+                 tokenizer_config.json there (null if the tokenizer has none), or write its text into the template"
+            )),
+        }
+    }
+
+    /// The variables of a rendering. As in transformers, those that are given come before special tokens.
+    fn variables(&self, messages: Value, more: &[(String, Value)], add_generation_prompt: bool) -> Value {
         // As transformers has it, these are there, and none, where they are not given.
-        let mut context: Map<String, Json> =
-            UNGIVEN.iter().map(|name| (name.to_string(), Json::Null)).collect();
-        context.extend(more.clone());
-        context.insert("messages".into(), messages.clone());
-        context.insert("add_generation_prompt".into(), json!(add_generation_prompt));
-        context.insert("bos_token".into(), json!(self.bos));
-        context.insert("eos_token".into(), json!(self.eos));
-        with_stack(|| compile(&self.source)?.render(Value::from(Serde(&context)), self.now))
+        let ungiven = UNGIVEN.iter().map(|name| (name.to_string(), Value::from(())));
+        let tokens = self.tokens.defined().map(|(name, token)| (name.clone(), token.clone()));
+        let own = [
+            ("messages".to_string(), messages),
+            ("add_generation_prompt".to_string(), Value::from(add_generation_prompt)),
+        ];
+        let all = ungiven.chain(tokens).chain(more.iter().cloned()).chain(own);
+        Value::from(all.collect::<BTreeMap<String, Value>>())
     }
 }
 
@@ -186,6 +201,24 @@ fn compile(source: &str) -> Result<Compiled<'_>, String> {
     generator.compile_stmt(&template);
     let (instructions, blocks) = generator.finish();
     Ok(Compiled { instructions, blocks })
+}
+
+/// The names that a template reads and does not set itself; what only follows a dot is none.
+fn names_of(source: &str) -> Result<Vec<String>, String> {
+    let (mut read, mut own) = (BTreeSet::new(), BTreeSet::new());
+    let mut before = None;
+    // The library's own list of undeclared variables would compute constants first, without a limit on their size.
+    for token in tokenize(source, false, SyntaxConfig::default()) {
+        let (token, _) = token.map_err(|e| explain(&e))?;
+        match (&before, &token) {
+            (Some(Token::Dot), _) => {}
+            (Some(Token::Ident("set")), Token::Ident(name)) => _ = own.insert(name.to_string()),
+            (_, Token::Ident(name)) => _ = read.insert(name.to_string()),
+            _ => {}
+        }
+        before = Some(token);
+    }
+    Ok(read.difference(&own).cloned().collect())
 }
 
 impl Compiled<'_> {
@@ -231,19 +264,6 @@ fn check_tokens(source: &str, syntax: SyntaxConfig) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// The template itself or, of several, the one called "default".
-fn default_template(v: &Json) -> Option<String> {
-    match v {
-        Json::String(s) => Some(s.clone()),
-        Json::Array(list) => {
-            let named = |n: &str| list.iter().find(|t| t.get("name").and_then(Json::as_str) == Some(n));
-            let one = named("default").or(list.first())?;
-            one.get("template")?.as_str().map(str::to_string)
-        }
-        _ => None,
-    }
 }
 
 /// An error and its line in one sentence.

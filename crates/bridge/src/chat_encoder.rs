@@ -26,7 +26,7 @@ impl<'a> ChatEncoder<'a> {
             (None, Some(folder)) => ChatTemplate::from_dir(folder)?,
             (None, None) => None,
         };
-        Ok(Self { tokenizer, template })
+        Ok(Self { tokenizer, template: template.map(|t| t.with_tokenizer(tokenizer)) })
     }
 
     /// Identifies the template among others.

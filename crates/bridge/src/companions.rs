@@ -1,8 +1,10 @@
 //! The files that accompany the weights of a model: tokenizer, generation defaults, licence, code.
 
+use crate::chat::{NAMED_TEMPLATES, TEMPLATE, named_files};
 use crate::custom_code::copy_code;
 use crate::error::{Error, Result};
-use ferrotron_core::fs::open_regular;
+use crate::staged_folder::StagedFolder;
+use ferrotron_core::fs::{open_regular, remove, sync_folder};
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -40,7 +42,7 @@ pub(crate) fn is_companion(name: &str) -> bool {
     NAMES.contains(&name)
 }
 
-/// Copies tokenizer files, generation defaults, licences, and the code that a `config.json` and `tokenizer_config.json` which
+/// Copies tokenizer files, chat templates, generation defaults, licences, and the code that a `config.json` and `tokenizer_config.json` which
 /// are then in `into` name.
 pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
     let entries = std::fs::read_dir(from).map_err(|e| Error::io(from, "list", e))?;
@@ -51,7 +53,30 @@ pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
             copy_own(from, name, into)?;
         }
     }
+    copy_named_templates(from, into)?;
     copy_code(from, into)
+}
+
+/// Copies the templates of [`NAMED_TEMPLATES`].
+fn copy_named_templates(from: &Path, into: &Path) -> Result<()> {
+    let names = named_files(from)?;
+    if names.is_empty() {
+        return Ok(());
+    }
+    own_file(from, NAMED_TEMPLATES)?;
+    let folder = into.join(NAMED_TEMPLATES);
+    std::fs::create_dir(&folder).map_err(|e| Error::io(&folder, "create", e))?;
+    names.iter().try_for_each(|name| copy_own(from, &format!("{NAMED_TEMPLATES}/{name}"), into))?;
+    Ok(sync_folder(&folder)?)
+}
+
+/// Writes the chat template of a folder, in place of all that were copied into it.
+pub(crate) fn write_template(text: &str, folder: &StagedFolder) -> Result<()> {
+    let named = folder.path(NAMED_TEMPLATES);
+    if named.is_dir() {
+        remove(&named)?;
+    }
+    folder.write(TEMPLATE, text.as_bytes())
 }
 
 /// Copies one file that belongs to the folder `from`.
@@ -131,6 +156,29 @@ mod tests {
         fs::write(at("x/blobs/secret"), "secret").unwrap();
         symlink("../../blobs/secret", plain.join("NOTICE")).unwrap();
         assert!(copy_companions(&plain, &at("again")).is_err());
+    }
+
+    /// The folder of named templates is copied, and only they of what is in it.
+    #[test]
+    fn additional_chat_templates_are_copied() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        for folder in ["from/additional_chat_templates/deeper", "to", "again", "elsewhere"] {
+            fs::create_dir_all(at(folder)).unwrap();
+        }
+        for name in ["tool_use.jinja", "notes.txt", "deeper/a.jinja"] {
+            fs::write(at("from/additional_chat_templates").join(name), name).unwrap();
+        }
+        copy_companions(&at("from"), &at("to")).unwrap();
+        let copied = fs::read_dir(at("to/additional_chat_templates")).unwrap();
+        let copied: Vec<_> = copied.map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(copied, ["tool_use.jinja"]);
+        // A link to another folder would publish its files.
+        fs::write(at("elsewhere/secret.jinja"), "secret").unwrap();
+        fs::remove_dir_all(at("from/additional_chat_templates")).unwrap();
+        symlink("../elsewhere", at("from/additional_chat_templates")).unwrap();
+        let e = copy_companions(&at("from"), &at("again")).unwrap_err().to_string();
+        assert!(e.contains("additional_chat_templates") && e.contains("outside"), "{e}");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Converts a Hugging Face folder to a native checkpoint, or back.
 
 use crate::cast::cast;
+use crate::chat::TEMPLATE;
 use crate::companions::{copy_companions, copy_own};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
@@ -10,7 +11,7 @@ use crate::generation_config::{GENERATION_CONFIG, generation_config};
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::json::read_text;
 use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
-use crate::model_source::{COMPANIONS, ModelSource};
+use crate::model_source::{COMPANIONS, ModelSource, RunTemplate};
 use crate::native_checkpoint::PREFIX;
 use crate::peft::{Adapter, write_peft};
 use crate::replaceable::OutputKind;
@@ -245,7 +246,8 @@ fn to_peft(
     let dtype = options.dtype.unwrap_or(DType::F32);
     let count =
         |(_, a): (&str, &Adapter)| (a.a.len() + a.b.len() + a.magnitude.as_ref().map_or(0, Vec::len)) as u64;
-    let bytes = write_peft(to, &adapted.adapters, (&config, base.as_deref()), (dtype, options.overwrite))?;
+    let (named, template) = ((&config, base.as_deref()), template_of_run(found)?);
+    let bytes = write_peft(to, &adapted.adapters, named, template.as_deref(), (dtype, options.overwrite))?;
     Ok(Converted {
         kind: ConvertedKind::Peft,
         from: found.folder().into(),
@@ -288,7 +290,8 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
     };
     let files = reference.as_ref().map(HfCheckpoint::dir).or(companions.as_deref());
     let generation = generation_config(found, files, &config, reference.is_some())?;
-    let more = [("tokenizer.json", &tokenizer), (GENERATION_CONFIG, &generation)];
+    let template = template_of_run(found)?;
+    let more = [("tokenizer.json", &tokenizer), (GENERATION_CONFIG, &generation), (TEMPLATE, &template)];
     let more: Vec<(&str, &str)> =
         more.iter().filter_map(|(name, text)| Some((*name, text.as_ref()?.as_str()))).collect();
     let counter = Counter::new(found.weights.tensors(), options);
@@ -318,6 +321,13 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         non_finite: counter.non_finite.take(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
+}
+
+/// The text of the chat template that the model's run was trained with, where it names one: the exported model is to be prompted
+/// with it, and not with that of the folder it started from.
+fn template_of_run(found: &ModelSource) -> Result<Option<String>> {
+    let named = found.run_template();
+    named.as_ref().map(RunTemplate::file).transpose()?.flatten().map(read_text).transpose()
 }
 
 /// The dtype a tensor is stored in: the requested one, otherwise its own; buffers are f32.

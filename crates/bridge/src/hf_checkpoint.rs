@@ -1,6 +1,7 @@
 //! A Hugging Face folder whose weights have been checked against its configuration.
 
 use crate::cast::is_castable;
+use crate::chat::{NAMED_TEMPLATES, named_files};
 use crate::companions::is_companion;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
@@ -204,7 +205,9 @@ impl HfCheckpoint {
         let weights = |name: &str| self.shards.files.iter().any(|s| s.name == name);
         let own = |name: &str| name == "config.json" || name == INDEX || weights(name) || is_companion(name);
         let list = |e| Error::io(&self.dir, "list", e);
-        let mut files = Vec::new();
+        let templates = self.dir.join(NAMED_TEMPLATES);
+        let mut files: Vec<PathBuf> =
+            named_files(&self.dir)?.into_iter().map(|name| templates.join(name)).collect();
         for entry in std::fs::read_dir(&self.dir).map_err(list)? {
             let entry = entry.map_err(list)?;
             if entry.file_name().to_str().is_some_and(own) {

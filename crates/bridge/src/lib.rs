@@ -43,7 +43,7 @@ pub use expected::{HfPart, HfTensor};
 pub use export::{ExportOptions, ExportSummary, TensorData, TensorSource, assemble, export};
 pub use hf_checkpoint::HfCheckpoint;
 pub use logical::{LogicalTensor, logical_buffers, logical_tensors};
-pub use model_source::{ModelSource, TextIo};
+pub use model_source::{ModelSource, RunTemplate, TextIo};
 pub use native_checkpoint::NativeCheckpoint;
 pub use problems::Problem;
 pub use tokenizer::{TextStream, Tokenizer, byte_tokenizer_json};

@@ -1,6 +1,7 @@
 //! A model with what text generation needs: weights, tokenizer, stop tokens and chat template.
 
 use crate::chat::{ChatTemplate, Message};
+use crate::chat_encoder::NO_TEMPLATE;
 use crate::error::{Error, Result};
 use crate::forward::check_dtype;
 use crate::generation_config::GENERATION_CONFIG;
@@ -9,7 +10,7 @@ use crate::tokenizer::Tokenizer;
 use crate::weights::{ModelLocation, Weights, locate_model, open_model, to_core};
 use ferrotron_core::config::{Config, Recipe};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
-use ferrotron_core::train::CONFIG;
+use ferrotron_core::train::{CHAT_TEMPLATE, CONFIG};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
@@ -45,6 +46,17 @@ pub struct TextIo {
     pub stop: Vec<i32>,
     /// The folder of the model's chat template, which is read only when it is needed.
     pub chat_dir: Option<PathBuf>,
+    /// The `data.chat_template` of the run that the model is of: it counts before the folder's.
+    pub run_template: Option<RunTemplate>,
+}
+
+/// The chat template that a run was trained with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RunTemplate {
+    /// It asked for none.
+    None,
+    /// This file.
+    File(PathBuf),
 }
 
 impl ModelSource {
@@ -95,6 +107,18 @@ impl ModelSource {
         self.tokenizer_path().is_none() && (recipe || self.model().vocab == 256)
     }
 
+    /// The chat template that the model's run names, if there is a run and it names one: the text that was kept with the run,
+    /// otherwise the file.
+    pub(crate) fn run_template(&self) -> Option<RunTemplate> {
+        let named = self.config.as_ref()?.data.chat_template.as_ref()?;
+        let ModelLocation::Checkpoint { run: Some(run), .. } = &self.place else { return None };
+        Some(match run.join(CHAT_TEMPLATE) {
+            _ if named == NO_TEMPLATE => RunTemplate::None,
+            kept if kept.is_file() => RunTemplate::File(kept),
+            _ => RunTemplate::File(PathBuf::from(named)),
+        })
+    }
+
     /// Tokenizer, stop tokens and chat template, from `given` or the model's own tokenizer.
     pub fn text(&self, given: Option<&Path>) -> Result<TextIo> {
         let eod = self.config.as_ref().and_then(|c| c.data.eod);
@@ -110,6 +134,7 @@ impl ModelSource {
                 start: Some(i32::from(b'\n')),
                 stop,
                 chat_dir: None,
+                run_template: self.run_template(),
             });
         };
         let mut tokenizer = tokenizer_at(&path)?;
@@ -127,7 +152,8 @@ impl ModelSource {
         let line = || tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied()).filter(inside);
         let start = tokenizer.bos().filter(inside).or(stop.first().copied()).or_else(line);
         let stop = stop.into_iter().map(|id| id as i32).collect();
-        Ok(TextIo { start: start.map(|id| id as i32), stop, chat_dir, tokenizer })
+        let run_template = self.run_template();
+        Ok(TextIo { start: start.map(|id| id as i32), stop, chat_dir, run_template, tokenizer })
     }
 
     fn no_tokenizer(&self) -> Error {
@@ -156,14 +182,31 @@ impl ModelSource {
     }
 }
 
+impl RunTemplate {
+    /// The file, which must be there; none if the run asked for no template.
+    pub(crate) fn file(&self) -> Result<Option<&Path>> {
+        match self {
+            RunTemplate::None => Ok(None),
+            RunTemplate::File(path) if path.is_file() => Ok(Some(path)),
+            RunTemplate::File(path) => Err(Error::absent(
+                path,
+                "is the data.chat_template that the run was trained with, and does not exist; put it there (chat and eval take \
+                 another with --chat-template)",
+            )),
+        }
+    }
+}
+
 impl TextIo {
     /// The chat template: that of a Jinja file, or the model's own if it has one. Its date is the present.
     pub fn template(&self, given: Option<&Path>) -> Result<Option<ChatTemplate>> {
-        let template = match given {
-            Some(path) => Some(ChatTemplate::from_file(path, self.chat_dir.as_deref())?),
-            None => self.chat_dir.as_deref().map(ChatTemplate::from_dir).transpose()?.flatten(),
+        let folder = self.chat_dir.as_deref();
+        let template = match (given, &self.run_template) {
+            (Some(path), _) => Some(ChatTemplate::from_file(path, folder)?),
+            (None, Some(run)) => run.file()?.map(|path| ChatTemplate::from_file(path, folder)).transpose()?,
+            (None, None) => folder.map(ChatTemplate::from_dir).transpose()?.flatten(),
         };
-        Ok(template.map(ChatTemplate::at_present))
+        Ok(template.map(|t| t.with_tokenizer(&self.tokenizer).at_present()))
     }
 
     /// The ids of a conversation up to where the model's answer begins.

@@ -1,5 +1,6 @@
 //! Recognizes folders that a conversion wrote, so that nothing else is ever replaced.
 
+use crate::chat::{NAMED_TEMPLATES, is_template};
 use crate::companions::is_companion;
 use crate::config::HfConfig;
 use crate::custom_code::code_files;
@@ -56,12 +57,24 @@ pub(crate) fn check_replaceable(dir: &Path, kind: OutputKind) -> Result<()> {
             _ if own.contains(&name) && is_regular_file(&path) => {}
             OutputKind::HuggingFace | OutputKind::Peft
                 if !own.is_empty() && is_companion(&name) && is_regular_file(&path) => {}
+            OutputKind::HuggingFace | OutputKind::Peft
+                if !own.is_empty() && name == NAMED_TEMPLATES && is_folder(&path) =>
+            {
+                foreign.extend(no_templates(dir)?);
+            }
             OutputKind::Checkpoint if !own.is_empty() && name == COMPANIONS && is_folder(&path) => {
                 let code = code(&path);
                 let known = |n: &String| n == "config.json" || is_companion(n) || code.contains(n);
-                let strange = |n: &String| !known(n) || !is_regular_file(&path.join(n));
-                foreign
-                    .extend(names(&path)?.into_iter().filter(strange).map(|n| format!("{COMPANIONS}/{n}")));
+                let mut strange = Vec::new();
+                for n in names(&path)? {
+                    let inner = path.join(&n);
+                    if n == NAMED_TEMPLATES && is_folder(&inner) {
+                        strange.extend(no_templates(&path)?);
+                    } else if !known(&n) || !is_regular_file(&inner) {
+                        strange.push(n);
+                    }
+                }
+                foreign.extend(strange.into_iter().map(|n| format!("{COMPANIONS}/{n}")));
             }
             _ => foreign.push(name),
         }
@@ -96,6 +109,13 @@ fn peft_files(dir: &Path) -> Result<Vec<String>, String> {
     PeftConfig::from_dir(dir).map_err(wrong)?;
     TensorFile::open(&dir.join(ADAPTER_WEIGHTS)).map_err(|e| wrong(e.into()))?;
     Ok([ADAPTER_CONFIG, ADAPTER_WEIGHTS].map(String::from).to_vec())
+}
+
+/// What lies in a folder's [`NAMED_TEMPLATES`] and is no template.
+fn no_templates(dir: &Path) -> Result<Vec<String>> {
+    let folder = dir.join(NAMED_TEMPLATES);
+    let strange = |n: &String| !is_template(n) || !is_regular_file(&folder.join(n));
+    Ok(names(&folder)?.into_iter().filter(strange).map(|n| format!("{NAMED_TEMPLATES}/{n}")).collect())
 }
 
 fn is_folder(path: &Path) -> bool {

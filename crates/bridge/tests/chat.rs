@@ -5,7 +5,7 @@
 mod soak;
 
 use ferrotron_bridge::{ChatTemplate, Message};
-use serde_json::{Map, json};
+use serde_json::json;
 
 fn talk(turns: &[(&str, &str)]) -> Vec<Message> {
     turns.iter().map(|(r, c)| Message { role: r.to_string(), content: c.to_string() }).collect()
@@ -93,8 +93,7 @@ fn tools_and_documents_that_are_not_given_are_none() {
         assert_eq!(render(source, &[], false), want, "{source}");
     }
     let t = ChatTemplate::new("{{ tools }}", "", "").unwrap();
-    let more = Map::from_iter([("tools".to_string(), json!([1]))]);
-    assert_eq!(t.render_json(&json!([]), false, &more).unwrap(), "[1]");
+    assert_eq!(t.render_json("[]", false, r#"{"tools": [1]}"#).unwrap(), "[1]");
 }
 
 #[test]
@@ -124,11 +123,14 @@ fn numbers_are_printed_as_python_does() {
 #[test]
 fn json_is_printed_as_python_does() {
     let t = ChatTemplate::new("{{ tools | tojson }}\n{{ tools[0] | tojson(indent=2) }}", "", "").unwrap();
-    let mut more = Map::new();
-    more.insert("tools".into(), json!([{"name": "f<é>", "args": [1, 2.5, null, true], "none": {}}]));
-    let want = "[{\"args\": [1, 2.5, null, true], \"name\": \"f<é>\", \"none\": {}}]\n\
-        {\n  \"args\": [\n    1,\n    2.5,\n    null,\n    true\n  ],\n  \"name\": \"f<é>\",\n  \"none\": {}\n}";
-    assert_eq!(t.render_json(&json!([]), false, &more).unwrap(), want);
+    let more = r#"{"tools": [{"name": "f<é>", "args": [1, 2.5, null, true], "none": {}}]}"#;
+    let want = "[{\"name\": \"f<é>\", \"args\": [1, 2.5, null, true], \"none\": {}}]\n\
+        {\n  \"name\": \"f<é>\",\n  \"args\": [\n    1,\n    2.5,\n    null,\n    true\n  ],\n  \"none\": {}\n}";
+    assert_eq!(t.render_json("[]", false, more).unwrap(), want);
+    for (messages, more) in [("{}", "{}"), ("[", "{}"), ("[]", "[]"), ("[]", "")] {
+        let e = t.render_json(messages, false, more).unwrap_err().to_string();
+        assert!(e.contains("not valid JSON"), "{e}");
+    }
     for (options, want) in [
         ("separators=(',', ':')", r#"[{"a":[1,2],"b":{}}]"#),
         ("separators=[';', '=']", r#"[{"a"=[1;2];"b"={}}]"#),
@@ -141,6 +143,55 @@ fn json_is_printed_as_python_does() {
     for wrong in ["separators=','", "separators=(',', ':', '')", "separators=3", "seperators=(',', ':')"] {
         let t = ChatTemplate::new(&format!("{{{{ [1] | tojson({wrong}) }}}}"), "", "").unwrap();
         assert!(t.render(&[], false).is_err(), "{wrong}");
+    }
+}
+
+/// Messages have their role before their content, and JSON the order of its source.
+#[test]
+fn keys_keep_their_order() {
+    let source = "{{ messages | tojson }}";
+    assert_eq!(render(source, &[("user", "q")], false), r#"[{"role": "user", "content": "q"}]"#);
+    let given = r#"[{"role": "user", "content": [{"type": "text", "a": 1}]}]"#;
+    assert_eq!(ChatTemplate::new(source, "", "").unwrap().render_json(given, false, "{}").unwrap(), given);
+}
+
+/// Only widths and precisions are bounded, and only those of replacement fields.
+#[test]
+fn patterns_hold_ordinary_text() {
+    let long = "x".repeat(10_000);
+    for (source, want) in [
+        ("'%s 2024' | format('July')", "July 2024"),
+        ("'{{\"a\": {}}}'.format(1)", "{\"a\": 1}"),
+        ("'{{{{{}}}}} {{ {{ 12345'.format(1)", "{{1}} { { 12345"),
+        ("'100%% of %s, 5 * 10000' | format('x')", "100% of x, 5 * 10000"),
+        ("'%5.1f|%-4d|%04d' | format(1.25, 7, 8)", "  1.2|7   |0008"),
+        ("'{a:*^7} {b[k]:>4}'.format(a='x', b={'k': 2})", "***x***    2"),
+    ] {
+        assert_eq!(render(&format!("{{{{ {source} }}}}"), &[], false), want, "{source}");
+    }
+    assert_eq!(render(&format!("{{{{ '{long}%s' | format(1) }}}}"), &[], false), format!("{long}1"));
+    assert_eq!(render(&format!("{{{{ '{}'.format() }}}}", "{{".repeat(200)), &[], false), "{".repeat(200));
+    let fields = (vec!["{}"; 100].join(" "), vec!["1"; 100]);
+    let source = format!("{{{{ '{}'.format({}) }}}}", fields.0, fields.1.join(", "));
+    assert_eq!(render(&source, &[], false), fields.1.join(" "));
+    for wide in [
+        "'%1000d' | format(1)",
+        "'%%%1000d' | format(1)",
+        "'%-+ #01000d' | format(1)",
+        "'%(a)1000s' | format({'a': 1})",
+        "'%.1000f' | format(1.0)",
+        "'{:1000}'.format(1)",
+        "'{{{:1000}'.format(1)",
+        "'{:é<1000}'.format(1)",
+        "'{:}<1000}'.format(1)",
+        "'{:{<1000}'.format(1)",
+        "'{0[:]:1000}'.format({':': 1})",
+        "'{a.b:.1000f}'.format(a={'b': 1.0})",
+        "'{:,.1000f}'.format(1.0)",
+    ] {
+        let t = ChatTemplate::new(&format!("{{{{ {wide} }}}}"), "", "").unwrap();
+        let e = t.render(&[], false).expect_err(wide).to_string();
+        assert!(e.contains("999"), "{wide}: {e}");
     }
 }
 
@@ -195,9 +246,8 @@ fn found_in_the_folder() {
 /// Renders a hostile template: text or an error, soon.
 fn attempt(source: &str) -> Result<String, String> {
     let begin = std::time::Instant::now();
-    let messages = json!([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]);
-    let done =
-        ChatTemplate::new(source, "<s>", "</s>").and_then(|t| t.render_json(&messages, true, &Map::new()));
+    let messages = talk(&[("user", "hello"), ("assistant", "hi")]);
+    let done = ChatTemplate::new(source, "<s>", "</s>").and_then(|t| t.render(&messages, true));
     let took = begin.elapsed();
     assert!(took.as_secs() < 20, "{took:?}: {}", &source[..source.len().min(200)]);
     let done = done.map_err(|e| e.to_string());
@@ -346,7 +396,7 @@ fn what_long_conversations_need_is_allowed() {
         {% if messages[loop.index0 - 1].role == m.role and not loop.first %}{{ raise_exception('roles') }}{% endif %}\
         {% set ns.seen = ns.seen + [m.role] %}{{ '<|' + m['role'] + '|>\n' + m.content | trim + '<|end|>\n' }}{% endfor %}{{ ns.seen|length }}";
     let template = ChatTemplate::new(source, "", "").unwrap();
-    let text = template.render_json(&json!(turns), false, &Map::new()).unwrap();
+    let text = template.render_json(&json!(turns).to_string(), false, "{}").unwrap();
     assert!(text.ends_with("<|end|>\n300") && text.matches("last").count() == 1);
     let one = render(
         "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",

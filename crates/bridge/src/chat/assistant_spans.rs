@@ -4,11 +4,10 @@
 //! and with it adds to rendering those before it with the generation prompt: the text that the model is to produce at that
 //! point, including the end of the turn. Whitespace after the end of the turn is not part of it.
 
-use super::{ChatTemplate, Compiled, UNGIVEN, compile, generation, with_stack};
+use super::{ChatTemplate, Compiled, compile, generation, with_stack};
 use crate::error::Result;
 use minijinja::context;
 use minijinja::value::{Value, ValueKind};
-use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Contents of two made-up turns with no common beginning or end.
@@ -38,8 +37,9 @@ impl ChatTemplate {
     /// Renders a conversation and finds the assistant's turns in it.
     pub fn render_assistant(&self, input: &ChatInput) -> Result<RenderedChat> {
         with_stack(|| {
-            let plain = compile(&self.source)?;
-            let marked = self.marked.as_deref().map(compile).transpose()?;
+            let source = self.source(&input.variables)?;
+            let plain = compile(&source.text)?;
+            let marked = source.marked.as_deref().map(compile).transpose()?;
             let view = Conversation { template: self, plain, input };
             match marked {
                 Some(marked) => view.by_blocks(&marked),
@@ -57,15 +57,7 @@ struct Conversation<'a> {
 
 impl Conversation<'_> {
     fn variables(&self, messages: &[Value], add_generation_prompt: bool) -> Value {
-        let ungiven = UNGIVEN.iter().map(|name| (name.to_string(), Value::from(())));
-        let given = ungiven.chain(self.input.variables.iter().cloned());
-        let own = [
-            ("messages".to_string(), Value::from(messages.to_vec())),
-            ("add_generation_prompt".to_string(), Value::from(add_generation_prompt)),
-            ("bos_token".to_string(), Value::from(self.template.bos.as_str())),
-            ("eos_token".to_string(), Value::from(self.template.eos.as_str())),
-        ];
-        Value::from(given.chain(own).collect::<BTreeMap<String, Value>>())
+        self.template.variables(messages.to_vec().into(), &self.input.variables, add_generation_prompt)
     }
 
     fn render(&self, messages: &[Value], add_generation_prompt: bool) -> Result<String, String> {

@@ -3,6 +3,7 @@
 
 use super::budget::{Budget, MAX_VALUE, refused, size};
 use super::instrument::{BOUNDED, INDEXED, ITERATED, SLICED, TIMES};
+use super::pattern::{MAX_WIDTH, Style, fields};
 use super::slice::slice;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, filters};
@@ -12,10 +13,8 @@ use std::sync::Arc;
 
 type Result<T> = std::result::Result<T, Error>;
 
-/// Longest pattern of `format`, most fields in it, and most digits of a width or precision.
-const MAX_PATTERN: usize = 4096;
-const MAX_FIELDS: usize = 64;
-const MAX_DIGITS: usize = 3;
+/// Most bytes of a field of `format` beside its argument: characters that fill it, digits after its point.
+const WIDEST: u64 = 5 * MAX_WIDTH as u64;
 /// Most groups that `batch` and `slice` make, and the widest indentation.
 const MAX_COUNT: u64 = 10_000;
 /// Longest separator of `tojson`.
@@ -47,7 +46,7 @@ pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
         ("indent", Value::from_function(filters::indent), counted),
         ("batch", Value::from_function(filters::batch), counted),
         ("slice", Value::from_function(filters::slice), counted),
-        ("format", Value::from_function(filters::format), formatted),
+        ("format", Value::from_function(filters::format), |args| formatted(args, Style::Printf)),
         ("map", Value::from_function(filters::map), for_each),
         ("select", Value::from_function(filters::select), for_each),
         ("reject", Value::from_function(filters::reject), for_each),
@@ -69,7 +68,7 @@ pub(super) fn add(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
             ("replace", ValueKind::String) => replaced(&all)?,
             // The separator is the receiver.
             ("join", ValueKind::String) => joined(&all.iter().rev().cloned().collect::<Vec<_>>())?,
-            ("format", ValueKind::String) => formatted(&all)?,
+            ("format", ValueKind::String) => formatted(&all, Style::Braces)?,
             _ => 0,
         })?;
         minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
@@ -122,12 +121,13 @@ fn counted(args: &[Value]) -> Result<u64> {
     Ok(size(all)?.saturating_add(lines.saturating_mul(count)))
 }
 
-fn formatted(args: &[Value]) -> Result<u64> {
+/// `format` of the first argument, every field of which may print all others.
+fn formatted(args: &[Value], style: Style) -> Result<u64> {
     let Some((first, rest)) = args.split_first() else { return Ok(0) };
-    pattern(first.as_str())?;
-    let fields = first.as_str().map_or(0, |s| s.matches(['%', '{']).count() as u64);
+    let text = first.as_str().unwrap_or_default();
     let each: u64 = rest.iter().map(size).sum::<Result<u64>>()?;
-    Ok(fields.saturating_mul(each.saturating_add(1000)))
+    let printed = fields(text, style).map_err(refused)?.saturating_mul(each.saturating_add(WIDEST));
+    Ok(printed.saturating_add(text.len() as u64))
 }
 
 /// Filters that apply another filter or a test to every item, with their own arguments each time.
@@ -137,19 +137,6 @@ fn for_each(args: &[Value]) -> Result<u64> {
     let each: u64 = rest.iter().map(size).sum::<Result<u64>>()?;
     // What is compared with is seldom long.
     Ok(size(all)?.saturating_add(items.saturating_mul(each.saturating_sub(1024))))
-}
-
-/// Fails if a format string makes much more text than its arguments have.
-fn pattern(pattern: Option<&str>) -> Result<()> {
-    let Some(text) = pattern else { return Ok(()) };
-    let fields = text.matches(['%', '{']).count();
-    let digits = text.split(|c: char| !c.is_ascii_digit()).map(str::len).max().unwrap_or(0);
-    // A width or precision may itself be an argument.
-    let nested = text.contains('*') || text.split('}').any(|part| part.matches('{').count() > 1);
-    if text.len() > MAX_PATTERN || fields > MAX_FIELDS || digits > MAX_DIGITS || nested {
-        return Err(refused("it formats with a pattern that is too long or too wide".into()));
-    }
-    Ok(())
 }
 
 fn times(budget: &Budget, left: &Value, right: &Value) -> Result<Value> {

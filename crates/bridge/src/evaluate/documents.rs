@@ -1,9 +1,9 @@
 //! The documents of a dataset: texts, and conversations of which the assistant's turns are scored.
 
-use crate::chat_encoder::ChatEncoder;
+use crate::chat_encoder::{ChatEncoder, NO_TEMPLATE};
 use crate::dataset::inputs;
 use crate::error::{Error, Result};
-use crate::model_source::TextIo;
+use crate::model_source::{RunTemplate, TextIo};
 use ferrotron_core::config::DataFormat;
 use ferrotron_core::data::build::{document_text, read_line};
 use ferrotron_core::data::input::InputReader;
@@ -27,7 +27,7 @@ pub struct Document {
 
 /// Reads at most `limit` documents behind a path, folder or glob: a line of a `.jsonl` is a text under `field` or a
 /// conversation, every other file is one text. Empty ones are left out. `template` is a chat template's file; without it that
-/// of the model's folder counts.
+/// of the model's run or folder counts.
 pub fn documents(
     path: &Path,
     text: &TextIo,
@@ -35,9 +35,16 @@ pub fn documents(
     template: Option<&str>,
     limit: Option<usize>,
 ) -> Result<Vec<Document>> {
+    let inputs = inputs(&[PathBuf::from(path)], DataFormat::Auto, field)?;
+    let any_chat = inputs.iter().any(|i| i.format == TextFormat::Chat);
+    // Text is scored without a template, also where that of the run is gone.
+    let of_run = text.run_template.as_ref().filter(|_| template.is_none() && any_chat);
+    let of_run = of_run.map(RunTemplate::file).transpose()?;
+    let of_run = of_run.map(|file| file.map_or(NO_TEMPLATE.into(), Path::to_string_lossy));
+    let template = template.or(of_run.as_deref());
     let encoder = ChatEncoder::new(&text.tokenizer, text.chat_dir.as_deref(), template)?;
     let (mut out, limit) = (Vec::new(), limit.unwrap_or(usize::MAX));
-    for input in inputs(&[PathBuf::from(path)], DataFormat::Auto, field)? {
+    for input in inputs {
         let mut reader = InputReader::open(&input.path)?;
         if input.format == TextFormat::Whole {
             let mut whole = String::new();

@@ -3,7 +3,8 @@
 mod sharding;
 mod write_tensor;
 
-use crate::companions::copy_companions;
+use crate::chat::TEMPLATE;
+use crate::companions::{copy_companions, write_template};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::hf_checkpoint::{HfCheckpoint, Role};
@@ -84,7 +85,10 @@ pub fn export(
         copy_companions(from, folder.dir())?;
     }
     for (name, text) in options.more {
-        folder.write(name, text.as_bytes())?;
+        match *name {
+            TEMPLATE => write_template(text, &folder)?,
+            name => folder.write(name, text.as_bytes())?,
+        }
     }
     folder.publish()?;
     Ok(ExportSummary {

@@ -5,7 +5,7 @@ use super::read::{A, ADAPTER_WEIGHTS, B, INNER, MAGNITUDE, WRAPPED};
 use super::sites::{Site, sites};
 use super::{ADAPTER_CONFIG, Adapter, Adapters};
 use crate::cast::cast;
-use crate::companions::copy_companions;
+use crate::companions::{copy_companions, write_template};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::replaceable::OutputKind;
@@ -26,11 +26,13 @@ struct Stored {
 }
 
 /// Writes the adapters of a base model as a PEFT folder, and returns the bytes of their tensors. `folder` is the base model's, if it
-/// is on this machine: PEFT finds it by that name, and its tokenizer files are copied.
+/// is on this machine: PEFT finds it by that name, and its tokenizer files are copied;
+/// `template` is a chat template in place of the base model's.
 pub fn write_peft(
     out: &Path,
     adapters: &Adapters,
     (base, folder): (&HfConfig, Option<&Path>),
+    template: Option<&str>,
     (dtype, overwrite): (DType, bool),
 ) -> Result<u64> {
     let all = sites(base, false)?;
@@ -81,6 +83,9 @@ pub fn write_peft(
     file.finish()?;
     if let Some(folder) = folder {
         copy_companions(folder, staged.dir())?;
+    }
+    if let Some(template) = template {
+        write_template(template, &staged)?;
     }
     staged.publish()?;
     Ok(bytes)

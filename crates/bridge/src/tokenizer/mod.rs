@@ -168,6 +168,12 @@ impl Tokenizer {
         self.specials.iter().find(|(t, _)| t == text).map(|&(_, id)| id)
     }
 
+    /// The text of a token, if it has one of its own.
+    pub(crate) fn text_of(&self, id: u32) -> Option<String> {
+        let special = self.specials.iter().find(|&&(_, own)| own == id).map(|(text, _)| text.clone());
+        special.or_else(|| self.decode_with_specials(&[id]).ok()).filter(|text| !text.is_empty())
+    }
+
     /// The id that begins a text, if the model has one.
     pub fn bos(&self) -> Option<u32> {
         self.bos

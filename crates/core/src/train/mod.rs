@@ -59,7 +59,7 @@ pub use model_state::ModelState;
 pub use moe_metrics::StepMetrics;
 pub use mtp::upload as upload_mtp_inputs;
 pub use run::{Observer, Outcome, Run};
-pub use run_folder::{CHECKPOINTS, CONFIG, LOGS, is_running, lock_run};
+pub use run_folder::{CHAT_TEMPLATE, CHECKPOINTS, CONFIG, LOGS, is_running, lock_run};
 pub use run_open::{InitialWeights, OpenOptions, Restarted};
 pub use saved_batch::{SavedBatch, replay_folder};
 pub use snapshots::Snapshots;

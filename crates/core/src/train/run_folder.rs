@@ -22,6 +22,10 @@ use std::time::Duration;
 pub const CHECKPOINTS: &str = "checkpoints";
 /// The resolved recipe inside a run folder.
 pub const CONFIG: &str = STORED_CONFIG;
+/// The text of the run's `data.chat_template` inside a run folder: it stays with the run where the file does not.
+pub const CHAT_TEMPLATE: &str = "chat-template.jinja";
+/// Bytes of that file that are read at most.
+const MAX_TEMPLATE: u64 = 64 << 20;
 /// The run that `--fresh` replaces, until the new one has a checkpoint.
 const REPLACED: &str = ".replaced";
 /// The same while it is being deleted.
@@ -284,6 +288,15 @@ impl RunFolder {
         }
         fs::write_atomic(&path, text.as_bytes())
     }
+
+    /// Keeps the text of the chat template that `data.chat_template` names. Data that are tokenized already do not need the file:
+    /// where it is gone, what was kept of it stays.
+    pub(super) fn write_chat_template(&self, named: Option<&str>) -> Result<()> {
+        match named.map(Path::new).filter(|path| path.is_file()) {
+            Some(path) => fs::write_atomic(&self.at(CHAT_TEMPLATE), &fs::read_limited(path, MAX_TEMPLATE)?),
+            None => Ok(()),
+        }
+    }
 }
 
 /// A file that a run writes beside its checkpoints.
@@ -291,6 +304,7 @@ fn is_run_file(name: &str) -> bool {
     let segment = name.strip_prefix("config-until-").and_then(|n| n.strip_suffix(".toml"));
     name == events::FILE_NAME
         || name == CONFIG
+        || name == CHAT_TEMPLATE
         || name == GEMMS
         || name == LOGS
         || name == events::TENSORBOARD

@@ -218,6 +218,7 @@ impl Run {
             self.notes.push(what);
         }
         folder.write_config(&self.resolved, step)?;
+        folder.write_chat_template(self.resolved.config.data.chat_template.as_deref())?;
         let mut tensorboard = None;
         if self.resolved.config.logging.tensorboard {
             match TensorBoard::create(&self.dir, &self.dir.join(TENSORBOARD)) {

@@ -11,6 +11,7 @@ fn old_run(dir: &Path) {
     std::fs::write(dir.join("events.jsonl"), "old log").unwrap();
     std::fs::write(dir.join("config.toml"), "old configuration").unwrap();
     std::fs::write(dir.join("config-until-00000003.toml"), "older configuration").unwrap();
+    std::fs::write(dir.join(CHAT_TEMPLATE), "old template").unwrap();
     std::fs::write(dir.join(GEMMS), "old algorithms").unwrap();
     std::fs::create_dir(dir.join(LOGS)).unwrap();
     std::fs::write(dir.join(LOGS).join("rank-0.log"), "old lines").unwrap();
@@ -50,7 +51,8 @@ fn a_replaced_run_comes_back_after_a_crash_at_any_point() {
         files(&dir)
     };
     // The renames of `set_aside`, in order, and what a new run does before its first checkpoint.
-    let names = ["events.jsonl", "config.toml", "config-until-00000003.toml", GEMMS, LOGS, CHECKPOINTS];
+    let files_of_a_run = ["events.jsonl", "config.toml", "config-until-00000003.toml", CHAT_TEMPLATE, GEMMS];
+    let names = [&files_of_a_run[..], &[LOGS, CHECKPOINTS]].concat();
     for point in 0..=names.len() + 2 {
         let dir = root.path().join(format!("crash-{point}"));
         old_run(&dir);
@@ -148,4 +150,26 @@ fn a_damaged_table_of_gemm_algorithms_is_noted_and_ignored() {
     std::fs::write(dir.path().join(GEMMS), "{").unwrap();
     assert!(folder.gemm_table().is_none());
     assert!(folder.notes.len() == 1 && folder.notes[0].contains(GEMMS), "{:?}", folder.notes);
+}
+
+/// A run is used with the template that it was trained with, also where the file is gone.
+#[test]
+fn the_text_of_the_chat_template_stays_with_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let (run, file) = (dir.path().join("run"), dir.path().join("mine.jinja"));
+    let folder = RunFolder::open(&run, false).unwrap();
+    let named = file.to_str();
+    for none in [None, Some("none"), named] {
+        folder.write_chat_template(none).unwrap();
+        assert!(!run.join(CHAT_TEMPLATE).exists());
+    }
+    let kept = || std::fs::read_to_string(run.join(CHAT_TEMPLATE)).unwrap();
+    for text in ["first", "second"] {
+        std::fs::write(&file, text).unwrap();
+        folder.write_chat_template(named).unwrap();
+        assert_eq!(kept(), text);
+    }
+    std::fs::remove_file(&file).unwrap();
+    folder.write_chat_template(named).unwrap();
+    assert_eq!(kept(), "second");
 }
