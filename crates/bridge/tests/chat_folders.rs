@@ -128,9 +128,13 @@ fn special_tokens_come_from_all_files_that_name_them() {
     // A model's configuration does, by the id.
     write(dir.path(), &[("config.json", json!({"eos_token_id": 256}))]);
     assert_eq!(rendered(dir.path(), &plain()).unwrap(), "<|end|>qa");
+    write(dir.path(), &[("tokenizer_config.json", json!({"eos_token": "</config>"}))]);
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "</config>qa");
+    // As in transformers the older file counts, unless the configuration lists all added tokens.
     write(dir.path(), &[("special_tokens_map.json", json!({"eos_token": {"content": "</map>"}}))]);
     assert_eq!(rendered(dir.path(), &plain()).unwrap(), "</map>qa");
-    write(dir.path(), &[("tokenizer_config.json", json!({"eos_token": "</config>"}))]);
+    let lists = json!({"eos_token": "</config>", "added_tokens_decoder": {}});
+    write(dir.path(), &[("tokenizer_config.json", lists)]);
     assert_eq!(rendered(dir.path(), &plain()).unwrap(), "</config>qa");
     // A tokenizer that says that it has none, as Qwen's do of bos_token.
     write(
@@ -149,11 +153,12 @@ fn all_special_tokens_are_defined() {
         ("chat_template.jinja", all.into()),
         (
             "tokenizer_config.json",
-            json!({"pad_token": {"content": "<pad>"}, "extra_special_tokens": {"image_token": "<image>"}}),
+            json!({"pad_token": "no", "extra_special_tokens": {"image_token": "<image>"}}),
         ),
         (
             "special_tokens_map.json",
-            json!({"unk_token": "<unk>", "pad_token": "no", "additional_special_tokens": ["<a>", {"content": "<b>"}]}),
+            json!({"unk_token": "<unk>", "pad_token": {"content": "<pad>"},
+                "additional_special_tokens": ["<a>", {"content": "<b>"}]}),
         ),
     ]);
     assert_eq!(rendered(dir.path(), &plain()).unwrap(), "<pad><unk><image>False<a><b>qa");

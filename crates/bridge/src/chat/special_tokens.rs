@@ -1,8 +1,7 @@
 //! The special tokens that templates name, as transformers' `special_tokens_map` passes them.
 
 use crate::error::Result;
-use crate::json::{parse_object, read_text};
-use crate::tokenizer::{Tokenizer, token_text};
+use crate::tokenizer::{MORE_SPECIAL, SPECIAL, Tokenizer, special_tokens, token_text};
 use minijinja::value::Value;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -10,12 +9,6 @@ use std::path::Path;
 
 const BOS: &str = "bos_token";
 const EOS: &str = "eos_token";
-/// The names that every tokenizer of transformers knows.
-const NAMES: [&str; 7] = [BOS, EOS, "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Tokens of one model by their names, such as `image_token`.
-const OWN: &str = "extra_special_tokens";
-/// Tokens without names, a list.
-const ADDITIONAL: &str = "additional_special_tokens";
 
 /// Special tokens by name. None is one that a file says the tokenizer has not: it is undefined, and prints nothing.
 #[derive(Debug, Default)]
@@ -28,43 +21,29 @@ impl SpecialTokens {
         SpecialTokens([(BOS, bos), (EOS, eos)].map(token).into())
     }
 
-    /// Those that `tokenizer_config.json` names, otherwise `special_tokens_map.json`.
+    /// Those that the tokenizer's files name: also the tokens of one model, such as `image_token`.
     pub fn of_folder(dir: &Path) -> Result<SpecialTokens> {
+        let named = special_tokens(dir)?;
+        let text = |token: &Json| token_text(token).map(Value::from);
         let mut tokens = SpecialTokens::default();
-        for name in ["tokenizer_config.json", "special_tokens_map.json"] {
-            let path = dir.join(name);
-            if !path.exists() {
-                continue;
+        for name in SPECIAL {
+            if let Some(token) = named.get(name) {
+                tokens.0.insert(name.into(), text(token));
             }
-            let map = parse_object(&read_text(&path)?, &path.display().to_string())?;
-            for name in NAMES {
-                match map.get(name) {
-                    Some(token) if token.is_null() => tokens.add(name, None),
-                    Some(token) => tokens.add_text(name, token),
-                    None => {}
+        }
+        for key in MORE_SPECIAL {
+            match named.get(key) {
+                Some(Json::Object(own)) => {
+                    tokens.0.extend(own.iter().map(|(name, token)| (name.clone(), text(token))));
                 }
-            }
-            for (name, token) in map.get(OWN).and_then(Json::as_object).into_iter().flatten() {
-                tokens.add_text(name, token);
-            }
-            if let Some(list) = map.get(ADDITIONAL).and_then(Json::as_array).filter(|l| !l.is_empty()) {
-                let texts: Vec<Value> = list.iter().filter_map(token_text).map(Value::from).collect();
-                tokens.add(ADDITIONAL, Some(Value::from(texts)));
+                Some(Json::Array(list)) if !list.is_empty() => {
+                    let texts: Vec<Value> = list.iter().filter_map(text).collect();
+                    tokens.0.insert(key.into(), Some(Value::from(texts)));
+                }
+                _ => {}
             }
         }
         Ok(tokens)
-    }
-
-    fn add_text(&mut self, name: &str, token: &Json) {
-        if let Some(text) = token_text(token) {
-            self.add(name, Some(text.into()));
-        }
-    }
-
-    /// A text counts before none, and an earlier one before a later.
-    fn add(&mut self, name: &str, token: Option<Value>) {
-        let known = self.0.entry(name.into()).or_default();
-        *known = known.take().or(token);
     }
 
     /// The beginning and end tokens by the tokenizer's ids, where no file says anything about them.
@@ -72,7 +51,7 @@ impl SpecialTokens {
         for (name, id) in [(BOS, tokenizer.bos()), (EOS, tokenizer.eos().first().copied())] {
             let text = id.filter(|_| !self.0.contains_key(name)).and_then(|id| tokenizer.text_of(id));
             if let Some(text) = text {
-                self.add(name, Some(text.into()));
+                self.0.insert(name.into(), Some(text.into()));
             }
         }
     }

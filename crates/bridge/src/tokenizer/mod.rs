@@ -11,6 +11,7 @@ mod stream;
 
 pub use byte_level::byte_tokenizer_json;
 pub(crate) use file::token_text;
+pub(crate) use named::{MORE_SPECIAL, SPECIAL, special_tokens};
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};

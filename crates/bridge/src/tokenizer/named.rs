@@ -8,12 +8,17 @@ use serde_json::{Map, Value, json};
 use std::path::Path;
 
 /// Keys of single special tokens.
-const SPECIAL: [&str; 7] =
+pub(crate) const SPECIAL: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// Keys of lists of them.
-const MORE_SPECIAL: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
+/// Keys of lists of them, the second also of an object by name.
+pub(crate) const MORE_SPECIAL: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 /// Added tokens by their ids.
 const DECODER: &str = "added_tokens_decoder";
+
+/// The special tokens that the files of a folder name, by key.
+pub(crate) fn special_tokens(dir: &Path) -> Result<Map<String, Value>> {
+    Ok(NamedTokens::of(dir)?.special)
+}
 
 /// What the files of a folder name.
 #[derive(Default)]
@@ -64,8 +69,8 @@ impl NamedTokens {
         let mut tokens: Vec<(String, usize)> =
             checked.specials.iter().map(|(text, id)| (text.clone(), *id as usize)).collect();
         let mut more = Vec::new();
-        let lists = MORE_SPECIAL.iter().filter_map(|key| self.special.get(*key)?.as_array()).flatten();
-        let specials = SPECIAL.iter().filter_map(|key| self.special.get(*key)).chain(lists);
+        let more_special = MORE_SPECIAL.iter().filter_map(|key| self.special.get(*key)).flat_map(tokens_in);
+        let specials = SPECIAL.iter().filter_map(|key| self.special.get(*key)).chain(more_special);
         let added = self.added.iter().map(|token| (token, true));
         for (token, is_listed) in added.chain(specials.map(|token| (token, false))) {
             let Some(text) = token_text(token).filter(|text| !text.is_empty()) else { continue };
@@ -98,5 +103,14 @@ impl NamedTokens {
             None => value["added_tokens"] = Value::Array(more),
         }
         Some(value.to_string())
+    }
+}
+
+/// The tokens of a list, or of an object by name.
+fn tokens_in(list: &Value) -> Vec<&Value> {
+    match list {
+        Value::Array(list) => list.iter().collect(),
+        Value::Object(named) => named.values().collect(),
+        _ => Vec::new(),
     }
 }
