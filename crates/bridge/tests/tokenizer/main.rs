@@ -328,7 +328,7 @@ fn tokens_named_beside_the_file_are_added_to_it() {
     assert_eq!(ids(&[(end, more)], "Ġthe"), (vec![the], vec![]));
     // An end that no model was trained with.
     let nowhere = (end, json!({"eos_token": "<|nowhere|>"}));
-    let e = open(&[nowhere.clone()]).unwrap_err().to_string();
+    let e = open(std::slice::from_ref(&nowhere)).unwrap_err().to_string();
     assert!(e.contains("no token \"<|nowhere|>\"") && e.contains("eos_token_id"), "{e}");
     let known = ("generation_config.json", json!({"eos_token_id": 5}));
     assert_eq!(open(&[nowhere, known]).unwrap().eos(), [5]);
