@@ -203,7 +203,16 @@ fn every_layout_matches_the_f64_reference() {
 #[test]
 fn shapes_of_several_tiles_match_the_f64_reference() {
     let (mut random, threads) = (Random(3), threads(2));
-    for size in [(300, 70, 600), (70, 700, 150), (257, 515, 33), (33, 65, 2100), (129, 1100, 65)] {
+    for size in [
+        (300, 70, 600),
+        (70, 700, 150),
+        (257, 515, 33),
+        (33, 65, 2100),
+        (129, 1100, 65),
+        // Slabs of panels and of k; many blocks of k in a slab.
+        (30, 2100, 300),
+        (29, 40, 5000),
+    ] {
         try_types(&mut random, &threads, size, &mut Random::unit);
     }
 }

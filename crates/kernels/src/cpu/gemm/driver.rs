@@ -133,7 +133,7 @@ pub(super) struct From<T> {
 
 impl<T> From<T> {
     /// The part that begins at this row and column of op(·). The offset wraps, since an empty operand has no valid address.
-    fn part(self, row: usize, col: usize) -> From<T> {
+    pub(super) fn part(self, row: usize, col: usize) -> From<T> {
         let at = if self.trans { col * self.ld + row } else { row * self.ld + col };
         From { at: self.at.wrapping_add(at), ..self }
     }

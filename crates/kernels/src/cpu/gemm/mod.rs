@@ -1,9 +1,9 @@
 //! GEMM on the CPU, accumulated in f32.
 //!
 //! One driver (`driver`) splits C into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where the CPU has it (`amx`),
-//! otherwise f32 SIMD (`vector`), for which bf16 operands are converted while they are packed. f32 GEMMs on AVX2 and above use
-//! the `gemm` crate (`gemm_crate`). The order of every sum depends on the shape alone, so results do not depend on the number
-//! of threads.
+//! otherwise f32 SIMD (`vector`), for which bf16 operands are converted while they are packed. f32 GEMMs on AVX2 and above have
+//! a driver and kernels of their own (`f32_driver`, `f32_strip`). The order of every sum depends on the shape alone, so results do
+//! not depend on the number of threads.
 //!
 //! AMX treats subnormal inputs as zero and flushes subnormal sums to zero; all else follows IEEE on every level.
 
@@ -11,7 +11,8 @@
 mod amx;
 mod driver;
 mod epilogue;
-mod gemm_crate;
+mod f32_driver;
+mod f32_strip;
 mod scratch;
 mod tiling;
 #[cfg(target_arch = "x86_64")]
@@ -81,10 +82,12 @@ pub fn gemm_f32(
     c: &mut [f32],
 ) {
     shape.check(a.len(), b.len(), epilogue.bias.map(<[f32]>::len), c.len());
-    if cpu.isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
-        return gemm_crate::run(cpu.threads, shape, a, b, epilogue, c);
+    match f32_strip::strips(cpu.isa) {
+        Some(kernels) if shape.m * shape.n * shape.k > 0 => {
+            f32_driver::run(cpu, kernels, shape, [a, b], epilogue, c);
+        }
+        _ => vector::run(cpu, driver::Job::new(shape, a, b, epilogue, c)),
     }
-    vector::run(cpu, driver::Job::new(shape, a, b, epilogue, c));
 }
 
 /// As [`gemm_f32`] with f16 operands; C is f16 (rounded once, at the end) or f32.

@@ -138,7 +138,7 @@ multiversion! {
 ///
 /// # Safety
 /// The pointers are valid for that, and the CPU has this level.
-unsafe fn flip<T: Float>(
+pub(super) unsafe fn flip<T: Float>(
     isa: Isa,
     from: *const T,
     ld: usize,

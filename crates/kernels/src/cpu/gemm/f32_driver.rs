@@ -1,0 +1,228 @@
+//! f32 GEMM on AVX2 and AVX-512: how it is split.
+//!
+//! B is packed a slab at a time, into panels of 32 columns that all threads share and each keeps in its L2. Tasks are ranges of rows
+//! of C, and of panels where rows are few; a task takes its rows strip by strip (`f32_strip`), so that A is read once for a slab.
+//! Every element of C is a sum of blocks of k in order. Their length depends on the shape alone.
+
+use super::driver::{From, TILE};
+use super::f32_strip::{K_BLOCK, K_BLOCK_TRANS, SCRATCH, Strip, StripFn};
+use super::scratch::{PIECE, SHARED};
+use super::vector::flip;
+use super::{Epilogue, GemmShape};
+use crate::cpu::{CpuContext, Isa};
+use std::ops::Range;
+use std::ptr::null;
+
+/// Elements of packed B that leave room in L2.
+const SLAB: usize = 256 << 10;
+/// Strips of a task: so few that its part of C stays in L2 from one block of k to the next.
+const TASK_STRIPS: usize = 8;
+/// Tasks for each thread, so that none waits long for the last one.
+const TASKS: usize = 4;
+/// Multiply-adds that are worth handing over to another thread.
+const TASK_WORK: usize = 1 << 18;
+/// How many rows ahead B is fetched while it is packed: they are far apart, so that the CPU does not by itself.
+const AHEAD: usize = 8;
+/// Parts of panels packed in one go.
+const PACK: usize = 4;
+
+/// Memory that threads share: A, B and packed B are read, and every task writes other elements of C.
+#[derive(Clone, Copy)]
+struct Shared(*mut f32);
+// SAFETY: as above.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    fn at(&self, index: usize) -> *mut f32 {
+        self.0.wrapping_add(index)
+    }
+}
+
+/// Fetches a row of a panel.
+fn prefetch(row: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    for line in [0, 16] {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: prefetching any address is harmless.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = row;
+}
+
+/// Part `i` of `parts` of `0..len`; their lengths differ by one at most.
+fn part(i: usize, parts: usize, len: usize) -> Range<usize> {
+    i * len / parts..(i + 1) * len / parts
+}
+
+/// A range of k and of panels.
+struct Slab<'a> {
+    shape: GemmShape,
+    epilogue: Epilogue<'a, f32>,
+    a: Shared,
+    b: Shared,
+    c: Shared,
+    /// Blocks of k, in each the panels.
+    packed: Shared,
+    isa: Isa,
+    /// For strips of `1..=len` rows.
+    kernels: &'static [StripFn],
+    /// Length of a block of k; the last may be shorter.
+    block: usize,
+    k: Range<usize>,
+    panels: Range<usize>,
+}
+
+impl Slab<'_> {
+    /// Block `i` of k.
+    fn block(&self, i: usize) -> Range<usize> {
+        let start = self.k.start + i * self.block;
+        start..(start + self.block).min(self.k.end)
+    }
+
+    fn blocks(&self) -> usize {
+        self.k.len().div_ceil(self.block)
+    }
+
+    /// Strips of all rows.
+    fn strips(&self) -> usize {
+        self.shape.m.div_ceil(self.kernels.len())
+    }
+
+    /// Panel `j` of block `i`, packed.
+    fn packed(&self, i: usize, j: usize) -> *mut f32 {
+        let block = i * self.block * self.panels.len() * TILE;
+        self.packed.at(block + (j - self.panels.start) * self.block(i).len() * TILE)
+    }
+
+    /// Packs panel `j` of block `i`; columns that B does not have become zero.
+    fn pack(&self, i: usize, j: usize) {
+        let (s, k, col, out) = (&self.shape, self.block(i), j * TILE, self.packed(i, j));
+        let cols = (s.n - col).min(TILE);
+        let b = From { at: self.b.at(0).cast_const(), ld: s.ldb, trans: s.trans_b }.part(k.start, col).at;
+        // SAFETY: these columns and this block of k are inside B; no other thread writes this panel of the block.
+        unsafe {
+            if cols < TILE {
+                out.write_bytes(0, k.len() * TILE);
+            }
+            if s.trans_b {
+                return flip(self.isa, b, s.ldb, [cols, k.len()], out, TILE);
+            }
+            for l in 0..k.len() {
+                let (from, to) = (b.add(l * s.ldb), out.add(l * TILE));
+                prefetch(from.wrapping_add(AHEAD * s.ldb));
+                if cols == TILE {
+                    to.cast::<[f32; TILE]>().write(from.cast::<[f32; TILE]>().read());
+                } else {
+                    to.copy_from_nonoverlapping(from, cols);
+                }
+            }
+        }
+    }
+
+    /// Parts of the strips, and of the panels, that are one task each.
+    fn tasks(&self, threads: usize) -> [usize; 2] {
+        let work = self.shape.m * self.panels.len() * TILE * self.k.len();
+        let wanted = if threads == 1 { 1 } else { TASKS * threads.min(work.div_ceil(TASK_WORK)) };
+        let strips = self.strips();
+        let down = strips.div_ceil(TASK_STRIPS).max(wanted).min(strips);
+        [down, wanted.div_ceil(down).min(self.panels.len())]
+    }
+
+    /// Computes these strips of C for these panels. `scratch` is the memory of a strip.
+    fn task(&self, strips: Range<usize>, panels: Range<usize>, scratch: *mut f32) {
+        let Slab { shape: s, epilogue, .. } = self;
+        let rows = |strip: usize| part(strip, self.strips(), s.m);
+        let a = |row: usize, k: usize| {
+            self.a.at(if s.trans_a { k * s.lda + row } else { row * s.lda + k }).cast_const()
+        };
+        let col = panels.start * TILE;
+        for i in 0..self.blocks() {
+            let k = self.block(i);
+            let bias =
+                epilogue.bias.filter(|_| k.start == 0).map_or(null(), |b| b.as_ptr().wrapping_add(col));
+            for strip in strips.clone() {
+                let rows_of = rows(strip);
+                let next_a = match strip + 1 < strips.end {
+                    true => a(rows(strip + 1).start, k.start),
+                    false => a(rows(strips.start).start, k.end),
+                };
+                let operands = Strip {
+                    k: k.len(),
+                    a: a(rows_of.start, k.start),
+                    lda: s.lda,
+                    next_a,
+                    b: self.packed(i, panels.start),
+                    c: self.c.at(rows_of.start * s.ldc + col),
+                    ldc: s.ldc,
+                    cols: s.n.min(panels.end * TILE) - col,
+                    bias,
+                    accumulate: epilogue.accumulate || k.start > 0,
+                    scratch,
+                };
+                // SAFETY: the kernels are those of this CPU. Rows, columns and the block are inside the operands, whose lengths
+                // the caller of `run` has checked; no other task writes this part of C.
+                unsafe { self.kernels[rows_of.len() - 1](&operands) };
+            }
+        }
+    }
+}
+
+/// See [`super::gemm_f32`], which has checked the lengths. `m`, `n` and `k` are not zero; `kernels` are those of the level.
+pub(super) fn run(
+    cpu: CpuContext,
+    kernels: [&'static [StripFn]; 2],
+    shape: GemmShape,
+    [a, b]: [&[f32]; 2],
+    epilogue: Epilogue<'_, f32>,
+    c: &mut [f32],
+) {
+    let GemmShape { n, k, trans_a, .. } = shape;
+    let longest = if trans_a { K_BLOCK_TRANS } else { K_BLOCK };
+    let block = k.div_ceil(k.div_ceil(longest));
+    let all = n.div_ceil(TILE);
+    let slabs = all.div_ceil((SLAB / (TILE * block)).max(1));
+    for panels in (0..slabs).map(|i| part(i, slabs, all)) {
+        let blocks = (SLAB / (panels.len() * TILE * block)).max(1);
+        for start in (0..k).step_by(blocks * block) {
+            let end = k.min(start + blocks * block);
+            SHARED.with(|packed| {
+                packed.with((end - start) * panels.len() * TILE * size_of::<f32>(), |packed| {
+                    let slab = Slab {
+                        shape,
+                        epilogue,
+                        a: Shared(a.as_ptr().cast_mut()),
+                        b: Shared(b.as_ptr().cast_mut()),
+                        c: Shared(c.as_mut_ptr()),
+                        packed: Shared(packed.cast()),
+                        isa: cpu.isa,
+                        kernels: kernels[usize::from(trans_a)],
+                        block,
+                        k: start..end,
+                        panels: panels.clone(),
+                    };
+                    compute(&slab, cpu);
+                });
+            });
+        }
+    }
+}
+
+fn compute(slab: &Slab<'_>, cpu: CpuContext) {
+    let count = slab.panels.len();
+    cpu.threads.parallel_ranges(slab.blocks() * count, PACK, &|parts| {
+        for p in parts {
+            slab.pack(p / count, slab.panels.start + p % count);
+        }
+    });
+    let [down, across] = slab.tasks(cpu.threads.count());
+    cpu.threads.parallel_for(down * across, &|task| {
+        let panels = part(task % across, across, count);
+        let panels = slab.panels.start + panels.start..slab.panels.start + panels.end;
+        PIECE.with(|scratch| {
+            scratch.with(SCRATCH * size_of::<f32>(), |scratch| {
+                slab.task(part(task / across, down, slab.strips()), panels, scratch.cast());
+            });
+        });
+    });
+}
