@@ -20,7 +20,7 @@ pub(super) struct ExpectedSplits {
     calm: [u32; 2],
     /// How many must be at first.
     first_calm: u32,
-    /// Steps that were launched again because a message did not hold its tokens.
+    /// Steps whose messages did not hold their tokens.
     pub(super) overflows: u64,
 }
 
@@ -90,7 +90,12 @@ impl Trainer {
         Ok(())
     }
 
-    /// Steps that were launched again because an MoE message of expected size did not hold its tokens.
+    /// Whether the host reads the counts of MoE messages until sizes that are expected come into force.
+    pub fn awaits_split_sizes(&self) -> bool {
+        self.runner.splits.as_ref().is_some_and(|splits| splits.epoch().is_none())
+    }
+
+    /// Steps so far whose MoE messages of expected size did not hold their tokens, so that they ran again.
     pub fn split_overflows(&self) -> u64 {
         self.runner.splits.as_ref().map_or(0, |splits| splits.overflows)
     }

@@ -234,7 +234,7 @@ impl Trainer {
         self.hooks.cuda_graph.decision()
     }
 
-    /// Steps replayed from a CUDA graph so far.
+    /// Ended steps that were replayed from a CUDA graph. A replay that an overflow undoes is none.
     pub fn steps_replayed(&self) -> u64 {
         self.hooks.cuda_graph.steps_replayed()
     }
