@@ -44,13 +44,6 @@ pub struct InFlightStep {
     pub(super) splits: Option<StepSplits>,
 }
 
-impl InFlightStep {
-    /// When the device is done with it.
-    pub(in crate::train) fn done(&self) -> &Event {
-        &self.done
-    }
-}
-
 /// The data of a step, read and not launched yet.
 pub(in crate::train) struct HostBatch(GlobalBatch);
 
@@ -289,6 +282,7 @@ impl Trainer {
         }
         self.hooks.sent = payloads.map(|p| p.read(s)).transpose()?.map(|calls| step_calls(step, calls));
         self.runner.sections.ended(sections)?;
+        self.last_done = done;
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;
         // MTP losses carry loss_weight/D in the gradient; the report has their plain means.
