@@ -100,8 +100,8 @@ impl Trainer {
         self.runner.splits.as_ref().map_or(0, |splits| splits.overflows)
     }
 
-    /// Returns to sizes that the host reads until the next step has been counted: a rank that begins here has no counts of steps
-    /// before, and all must agree.
+    /// Returns to sizes that the host reads, until sizes would have held as many steps in a row as at the start of a run: a rank that
+    /// begins here has no counts of steps before, and all must agree.
     pub(super) fn forget_split_sizes(&mut self) -> Result<()> {
         if let Some(splits) = &mut self.runner.splits {
             (splits.in_force, splits.calm) = (false, [0, splits.first_calm]);
