@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Trains over NCCL with real processes that share one GPU (NCCL 2.30 or newer), under many layouts, and compares the losses
-with those of one rank.
+with those of one rank. Where a case is for CUDA graphs or for MoE messages that overflow, that must have happened.
 
 Usage: gpu_layouts.py FERROTRON LOGS [--part I/N] [--launcher variables|torchrun] [--only NAME]
 Each part ends within eight minutes. FERROTRON_CUDA_LIB names the folder of NCCL where the system's is older than 2.30."""
-import argparse, json, os, pathlib, shutil, socket, subprocess, sys, tempfile, time
+import argparse, json, os, pathlib, re, shutil, socket, subprocess, sys, tempfile, time
 
 DENSE = """[model]
 layers = 4
@@ -17,12 +17,28 @@ vocab = 256
 max_positions = 256
 """
 MOE = DENSE + "[moe]\nexperts = 4\ntopk = 2\nffn = 128\ndense_layers = [0]\n"
-REST = """[data]
+# Every token goes to all experts, so that counts are those of the data: messages sized by the steps before do not hold the long
+# document, whatever the router does.
+LONGER = DENSE + "[moe]\nexperts = 4\ntopk = 4\nffn = 128\ndense_layers = [0]\n"
+EMBEDDED = """[data]
 path = "embedded"
 seq_len = 128
 [train]
 steps = 16
-global_batch = 16
+"""
+# A document to a row, padded to 128 tokens: each has 70, but the long one 128. Step 14 reads it, by the order of data.seed = 1234.
+DOCUMENTS, LONG_DOCUMENT, LONG_STEP = 640, 324, 14
+PADDED_ROWS = f"""[data]
+path = "FOLDER/documents.jsonl"
+cache = "FOLDER/cache"
+packing = "documents"
+split = [100, 0, 0]
+seed = 1234
+seq_len = 128
+[train]
+steps = {DOCUMENTS // 16}
+"""
+REST = """global_batch = 16
 micro_batch = 2
 cuda_graph = "off"
 [optimizer]
@@ -79,14 +95,23 @@ LAYOUTS = [
     ("graph-moe-ep2", MOE, 2, f'ep=2,train.cuda_graph="on",{PADDED}'),
     ("moe-ep2-counts", MOE, 2, "ep=2,moe.split_headroom=0"),
     ("moe-ep4-counts", MOE, 4, "ep=4,moe.split_headroom=0"),
-    ("moe-ep2-overflow", MOE, 2, "ep=2,moe.split_headroom=0.001"),
-    ("graph-moe-split-ep2", MOE, 2, 'ep=2,train.cuda_graph="on"'),
-    ("graph-moe-overflow-ep2", MOE, 2, 'ep=2,train.cuda_graph="on",moe.split_headroom=0.001'),
-    ("graph-moe-split-ep4", MOE, 4, 'ep=4,train.cuda_graph="on"'),
+    ("moe-overflow-ep2-counts", LONGER, 2, "ep=2,moe.split_headroom=0"),
+    ("moe-overflow-ep2", LONGER, 2, "ep=2"),
+    ("graph-moe-overflow-ep2", LONGER, 2, 'ep=2,train.cuda_graph="on"'),
+    # So much headroom that sizes stay, and three steps in a row have the same.
+    ("graph-moe-split-ep2", MOE, 2, 'ep=2,train.cuda_graph="on",moe.split_headroom=2'),
+    ("graph-moe-split-ep4", MOE, 4, 'ep=4,train.cuda_graph="on",moe.split_headroom=2'),
     ("graph-moe-tp2-ep2", MOE, 4, f'tp=2,etp=1,ep=2,train.cuda_graph="on",moe.dispatcher="all_gather"'),
 ]
 # Layouts whose losses have the same bits: the host of the second reads the counts of MoE messages.
-SAME = {"moe-ep2": "moe-ep2-counts", "moe-ep2-overflow": "moe-ep2-counts", "moe-ep4": "moe-ep4-counts"}
+SAME = {
+    "moe-ep2": "moe-ep2-counts",
+    "moe-ep4": "moe-ep4-counts",
+    "moe-overflow-ep2": "moe-overflow-ep2-counts",
+    "graph-moe-overflow-ep2": "moe-overflow-ep2-counts",
+    "graph-moe-split-ep2": "moe-ep2-counts",
+    "graph-moe-split-ep4": "moe-ep4-counts",
+}
 # (name, keys, largest relative difference from one rank)
 PRECISIONS = [
     ("f32", ['precision.dtype="f32"'], 1e-5),
@@ -101,6 +126,28 @@ def losses(folder):
     return [line["loss"] for line in lines if line["kind"] == "step"]
 
 
+def write_documents(folder):
+    with open(folder / "documents.jsonl", "w") as file:
+        for i in range(DOCUMENTS):
+            text = f"document {i}: " + " ".join(str(i + k) for k in range(60))
+            file.write(json.dumps({"text": text[: 128 if i == LONG_DOCUMENT else 70]}) + "\n")
+
+
+def missing(name, out, log):
+    """What a case is for and did not happen; None if it did."""
+    if "overflow" in name and "counts" not in name:
+        if "MoE: more tokens than expected" not in (out / "logs" / "rank-0.log").read_text():
+            return "no MoE message overflowed"
+    if name.startswith("graph-"):
+        found = re.search(r"([\d,]+) of [\d,]+ steps replayed", log.read_text())
+        replayed = int(found[1].replace(",", "")) if found else 0
+        # More than before the overflow: new sizes have been captured anew.
+        least = LONG_STEP if "overflow" in name else 1
+        if replayed < least:
+            return f"{replayed} steps were replayed, at least {least} should be"
+    return None
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -110,7 +157,8 @@ def free_port():
 def run(binary, model, ranks, keys, out, log, launcher):
     """Trains with one process per rank; returns an error or None."""
     recipe = out.parent / f"{out.name}.toml"
-    recipe.write_text(model + REST)
+    data = PADDED_ROWS.replace("FOLDER", str(out.parent)) if model == LONGER else EMBEDDED
+    recipe.write_text(model + data + REST)
     command = [binary, "train", str(recipe), "--device", "cuda", "--out", str(out), "--timeout", "60"]
     for key in keys:
         command += ["--set", key]
@@ -155,8 +203,11 @@ def main():
     cases = [(l, p) for p in PRECISIONS for l in LAYOUTS if p[0] == "f32" or l[0] in ("tp2-dp2", "pp2", "moe-ep2", "moe-ep2-counts", "dp2-zero2", "graph-tp2", "graph-moe-ep2", "zero3-dp2", "zero3-tp2-dp2", "moe-zero3-dp2")]
     if said.only:
         cases = [c for c in cases if said.only in c[0][0]]
-    cases = cases[part - 1 :: parts]
+    # Layouts whose losses are compared are in the same part.
+    groups = list(dict.fromkeys((SAME.get(l[0], l[0]), p[0]) for l, p in cases))
+    cases = [(l, p) for l, p in cases if groups.index((SAME.get(l[0], l[0]), p[0])) % parts == part - 1]
     work = pathlib.Path(tempfile.mkdtemp())
+    write_documents(work)
     one, failed, all = {}, 0, {}
     for (name, model, ranks, layout), (precision, keys, bound) in cases:
         began = time.time()
@@ -176,8 +227,9 @@ def main():
         apart = max((abs(a / b - 1) for a, b in zip(got, want or [])), default=float("nan"))
         if not error and not apart <= bound:
             error = f"more than {bound:g} from one rank"
+        error = error or missing(name, out, said.logs / f"{out.name}.log")
         failed += bool(error)
-        print(f"{name:22} {ranks} ranks {precision:12} {apart:9.2e} {time.time() - began:5.1f} s  {error or 'ok'}", flush=True)
+        print(f"{name:24} {ranks} ranks {precision:12} {apart:9.2e} {time.time() - began:5.1f} s  {error or 'ok'}", flush=True)
         shutil.rmtree(out, ignore_errors=True)
     for (name, other), (precision, *_) in ((s, p) for s in SAME.items() for p in PRECISIONS):
         pair = [all.get((n, precision)) for n in (name, other)]

@@ -40,6 +40,10 @@ const SPILLS: [(&str, usize); 7] = [
 /// Architectures on which nothing else may spill: the oldest, and the one that speed is measured on.
 const STRICT: [&str; 2] = ["sm_80", "sm_90a"];
 
+/// Kernels whose warpgroups exchange registers by setmaxnreg until all of the block's are in use: a thread must have this many at
+/// launch. With fewer, the last warpgroup to ask would wait for ever.
+const LAUNCH_REGISTERS: [(&str, usize); 1] = [("attention_hopper_backward_192_bf16", 128)];
+
 /// A compiled source, by name and variant, for an architecture.
 type Key = (&'static str, Variant, &'static str);
 
@@ -123,6 +127,10 @@ fn check_limits(source: &Source, arch: &str, kernels: &[KernelResources]) -> Vec
         if k.registers > *registers {
             wrong.push(format!("{what}: {} registers of {registers}", k.registers));
         }
+        let at_launch = LAUNCH_REGISTERS.iter().find(|(name, _)| *name == k.name);
+        if let Some((_, registers)) = at_launch.filter(|(_, registers)| k.registers != *registers) {
+            wrong.push(format!("{what}: {} registers at launch instead of {registers}", k.registers));
+        }
         let spills =
             SPILLS.iter().find(|(start, _)| source.name.starts_with(start) && !STRICT.contains(&arch));
         if k.spills > spills.map_or(0, |(_, bytes)| *bytes) && !may_spill {
@@ -154,6 +162,8 @@ fn every_kernel_compiles_for_every_card_within_its_limits_and_those_that_are_lau
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    let is_there = |name: &str| all.values().flatten().any(|k| k.name == name);
+    assert!(LAUNCH_REGISTERS.iter().all(|(name, _)| is_there(name)), "{LAUNCH_REGISTERS:?}");
     let launched = launched();
     assert!(launched.len() > 200, "only {} launches were found", launched.len());
     for (source, variant, name, place) in launched {

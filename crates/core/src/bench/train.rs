@@ -90,7 +90,8 @@ pub struct RoutingReport {
     pub forced: bool,
     /// Routing metrics of the last step, by name.
     pub loads: StepMetrics,
-    /// Timed steps that ran again, because an MoE message of expected size did not hold its tokens.
+    /// Timed steps whose MoE messages of expected size did not hold their tokens: each ran again, and so did the one launched
+    /// after it.
     pub overflows: u64,
 }
 
@@ -129,9 +130,9 @@ impl TrainBench {
     }
 }
 
-/// Steps after which the trainer has decided at the latest whether to replay a CUDA graph. New split sizes of MoE messages start its
-/// warm-up anew.
-const GRAPH_DECIDED: u64 = 16;
+/// Steps after which the trainer has decided at the latest whether to replay a CUDA graph, and uses expected split sizes of MoE
+/// messages. New sizes start the warm-up of a graph anew.
+const LAUNCH_DECIDED: u64 = 16;
 /// Steps after which the trainer has chosen at the latest what to offload.
 const OFFLOAD_CHOSEN: u64 = 32;
 
@@ -150,9 +151,10 @@ pub fn train(
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
     let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-    // Timed steps are all replayed or all launched: that is decided before them.
-    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < GRAPH_DECIDED;
-    while trainer.step() < warmup as u64 || graph_undecided(&trainer) {
+    // Timed steps are all replayed or all launched, and the host reads the counts of MoE messages in all or in none: that is
+    // decided before them.
+    let is_undecided = |t: &Trainer| t.cuda_graph_undecided() || t.awaits_split_sizes();
+    while trainer.step() < warmup as u64 || (is_undecided(&trainer) && trainer.step() < LAUNCH_DECIDED) {
         trainer.train_step(&data)?;
         note_first_step();
         trainer.share_gemm_choices()?;

@@ -72,6 +72,11 @@ impl CudaGraph {
         self.policy.replayed
     }
 
+    /// A replayed step has ended, and counts.
+    pub(super) fn replay_ended(&mut self) {
+        self.policy.replayed += 1;
+    }
+
     /// Whether the next step may be replayed.
     pub(super) fn may_replay(&self) -> bool {
         self.policy.decision().value == CudaGraphMode::On || self.policy.is_open()
@@ -143,7 +148,6 @@ impl CudaGraph {
         if mode == LaunchMode::Replay {
             step.sent.add_replayed(rank);
         }
-        self.policy.replayed += 1;
         Ok(Some(launched))
     }
 }

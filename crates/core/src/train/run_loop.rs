@@ -160,12 +160,12 @@ impl Run {
 
     /// Waits for the end of a step and reports it; then evaluates and saves where that is due.
     fn finish_step(&mut self, this: InFlightStep, l: &mut TrainLoop) -> Result<(), Failure> {
-        let done = this.done().clone();
         let report = self.end_checked_step(this, &mut l.in_flight, l.data, l.observer)?;
         // Collectives of a job that has failed end without a result.
         self.trainer.rank.world.check().map_err(Error::from)?;
         let now = Traffic::of(&self.trainer.rank);
         (self.sent, l.counted) = (now.since(&l.counted), now);
+        let done = self.trainer.last_done.clone();
         let seconds = done.since(&l.since).map_err(Error::from)?.as_secs_f64();
         l.since = done;
         self.step_done(&report, seconds, l.out, l.observer)?;

@@ -20,7 +20,7 @@ pub(super) struct ExpectedSplits {
     calm: [u32; 2],
     /// How many must be at first.
     first_calm: u32,
-    /// Steps that were launched again because a message did not hold its tokens.
+    /// Steps whose messages did not hold their tokens.
     pub(super) overflows: u64,
 }
 
@@ -90,13 +90,18 @@ impl Trainer {
         Ok(())
     }
 
-    /// Steps that were launched again because an MoE message of expected size did not hold its tokens.
+    /// Whether the host reads the counts of MoE messages until sizes that are expected come into force.
+    pub fn awaits_split_sizes(&self) -> bool {
+        self.runner.splits.as_ref().is_some_and(|splits| splits.epoch().is_none())
+    }
+
+    /// Steps so far whose MoE messages of expected size did not hold their tokens, so that they ran again.
     pub fn split_overflows(&self) -> u64 {
         self.runner.splits.as_ref().map_or(0, |splits| splits.overflows)
     }
 
-    /// Returns to sizes that the host reads until the next step has been counted: a rank that begins here has no counts of steps
-    /// before, and all must agree.
+    /// Returns to sizes that the host reads, until sizes would have held as many steps in a row as at the start of a run: a rank that
+    /// begins here has no counts of steps before, and all must agree.
     pub(super) fn forget_split_sizes(&mut self) -> Result<()> {
         if let Some(splits) = &mut self.runner.splits {
             (splits.in_force, splits.calm) = (false, [0, splits.first_calm]);
@@ -110,7 +115,7 @@ impl Trainer {
 mod tests {
     use super::*;
     use crate::config::Recipe;
-    use crate::data::source;
+    use crate::data::{Batches, source};
     use crate::ranks::on_threads_with;
     use std::time::Duration;
 
@@ -128,9 +133,8 @@ mod tests {
         assert_eq!(s.overflows, 8);
     }
 
-    /// A restored rank has no counts, as one that replaces another has none: sizes begin anew, and bits stay.
-    #[test]
-    fn sizes_begin_anew_after_a_snapshot() {
+    /// The results of `work` on two expert-parallel ranks, whose sizes are used from the second step on.
+    fn on_two_ranks(work: impl Fn(&mut Trainer, &dyn Batches) -> Result<bool> + Sync) -> Vec<bool> {
         let mut recipe = Recipe::named("tiny").unwrap();
         for set in ["moe.experts=4", "moe.topk=2", "moe.ffn=16", "parallel.ep=2", "parallel.dp=2"] {
             recipe.set(set).unwrap();
@@ -146,22 +150,47 @@ mod tests {
             let mut t = Trainer::new(rank, &resolved)?;
             assert!(!t.expects_split_sizes(), "threads wait for each other anyway");
             t.expect_split_sizes(SplitHeadroom { calm: 0, ..SplitHeadroom::new(1.0) })?;
-            let epoch = |t: &Trainer| t.runner.splits.as_ref().and_then(ExpectedSplits::epoch);
-            let steps = |t: &mut Trainer| (0..3).map(|_| t.train_step(&*data)).collect::<Result<Vec<_>>>();
-            steps(&mut t)?;
-            assert!(epoch(&t).is_some());
-            let mut snapshot = t.begin_memory_snapshot(None)?;
-            let first = steps(&mut t)?;
-            // An overflow that nothing has handled is of a step that never was.
-            let overflow = t.split_sizes().map(SplitSizes::overflow).unwrap()?;
-            t.rank.compute.upload_into(&overflow, &[1i32])?;
-            t.restore_memory_snapshot(&mut snapshot)?;
-            assert_eq!(epoch(&t), None);
-            let second = steps(&mut t)?;
-            assert!(epoch(&t).is_some());
-            Ok(first == second)
+            work(&mut t, &*data)
         };
-        let same = on_threads_with(&layout, Duration::from_secs(30), Default::default(), make, work);
-        assert_eq!(same.unwrap(), [true, true]);
+        on_threads_with(&layout, Duration::from_secs(30), Default::default(), make, work).unwrap()
+    }
+
+    fn raise_overflow(t: &Trainer) -> Result<()> {
+        let overflow = t.split_sizes().map(SplitSizes::overflow).unwrap()?;
+        Ok(t.rank.compute.upload_into(&overflow, &[1i32])?)
+    }
+
+    /// A restored rank has no counts, as one that replaces another has none: sizes begin anew, and bits stay.
+    #[test]
+    fn sizes_begin_anew_after_a_snapshot() {
+        let same = on_two_ranks(|t, data| {
+            let steps = |t: &mut Trainer| (0..3).map(|_| t.train_step(data)).collect::<Result<Vec<_>>>();
+            steps(t)?;
+            assert!(!t.awaits_split_sizes());
+            let mut snapshot = t.begin_memory_snapshot(None)?;
+            let first = steps(t)?;
+            // An overflow that nothing has handled is of a step that never was.
+            raise_overflow(t)?;
+            t.restore_memory_snapshot(&mut snapshot)?;
+            assert!(t.awaits_split_sizes());
+            let second = steps(t)?;
+            assert!(!t.awaits_split_sizes());
+            Ok(first == second)
+        });
+        assert_eq!(same, [true, true]);
+    }
+
+    #[test]
+    fn a_step_that_overflows_ends_when_it_has_run_again() {
+        let later = on_two_ranks(|t, data| {
+            t.train_step(data)?;
+            raise_overflow(t)?;
+            let step = t.begin_step(data)?;
+            let launched = t.rank.compute.record()?;
+            t.end_step(step, &mut None)?;
+            assert_eq!(t.split_overflows(), 1);
+            Ok(t.last_done.since(&launched)? > Duration::ZERO)
+        });
+        assert_eq!(later, [true, true]);
     }
 }

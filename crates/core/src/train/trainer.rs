@@ -51,6 +51,8 @@ pub struct Trainer {
     pub(super) staging: Stream,
     /// When the copies of the last checkpoint are done, before which the optimizer must not change its state.
     pub(super) staged: Option<Event>,
+    /// When the device was done with the last ended step; of one that ran again, with its last run.
+    pub(super) last_done: Event,
     /// Configuration and data of the run it is part of, for its checkpoints.
     pub(super) record: Option<RunRecord>,
     /// Algorithms of its GEMMs, where they are chosen.
@@ -93,6 +95,7 @@ impl Trainer {
         }
         let staging = rank.device().stream("checkpoint")?.with_rank(rank.world.rank());
         let gemms = GemmTable::begin(&rank);
+        let last_done = rank.compute.record()?;
         Ok(Trainer {
             rank,
             model,
@@ -102,6 +105,7 @@ impl Trainer {
             recipe: r.clone(),
             staging,
             staged: None,
+            last_done,
             record: None,
             gemms,
             best: None,
@@ -234,7 +238,7 @@ impl Trainer {
         self.hooks.cuda_graph.decision()
     }
 
-    /// Steps replayed from a CUDA graph so far.
+    /// Ended steps that were replayed from a CUDA graph. A replay that an overflow undoes is none.
     pub fn steps_replayed(&self) -> u64 {
         self.hooks.cuda_graph.steps_replayed()
     }

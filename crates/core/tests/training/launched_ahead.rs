@@ -1,15 +1,16 @@
 //! Steps that are launched before the one before is read give the same run: losses, evaluations, checkpoints, requests.
 
-use crate::support::{Broken, RULE, Stopper, newest, recipe};
+use crate::support::{Broken, RULE, Rule, Stopper, newest, recipe, saved_at};
 use ferrotron_core::Result;
 use ferrotron_core::checkpoint;
 use ferrotron_core::config::Resolved;
-use ferrotron_core::data::Batches;
+use ferrotron_core::data::{Batches, IGNORE, Row};
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
-use ferrotron_core::train::{Observer, Outcome, Run};
+use ferrotron_core::train::{Observer, OpenOptions, Outcome, Run, Snapshots};
 use ferrotron_engine::Rank;
+use ferrotron_engine::moe::SplitHeadroom;
 use ferrotron_tensor::Instrumentation;
 use std::cell::Cell;
 use std::path::Path;
@@ -131,4 +132,110 @@ fn data_that_cannot_be_read_saves_the_step_before() {
         let path = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();
         assert_eq!(checkpoint::load(&path).unwrap().step(), 3, "alone: {alone}");
     }
+}
+
+/// The rule in rows that are padded: those of each step have two tokens more than those of the step before.
+struct Growing;
+
+impl Growing {
+    const STEPS: u64 = 11;
+    /// Samples of a step.
+    const BATCH: u64 = 4;
+    const SEQ: usize = 2 + 2 * Self::STEPS as usize;
+}
+
+impl Batches for Growing {
+    fn seq(&self) -> usize {
+        Self::SEQ
+    }
+    fn samples(&self) -> u64 {
+        Self::STEPS * Self::BATCH
+    }
+    fn resets(&self) -> bool {
+        true
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        let tokens = 4 + 2 * (n % self.samples() / Self::BATCH) as usize;
+        Rule { seq: tokens, vocab: 16 }.row(n, row)?;
+        row.padding = Self::SEQ - tokens;
+        if row.padding > 0 {
+            row.starts.push(tokens);
+            row.tokens.resize(Self::SEQ, 0);
+            row.labels.resize(Self::SEQ, IGNORE);
+            row.positions.extend(0..row.padding as i32);
+        }
+        Ok(())
+    }
+}
+
+/// Asks to save before the fifth call.
+#[derive(Default)]
+struct Saves {
+    calls: Cell<u64>,
+    events: Vec<Event>,
+}
+
+impl Observer for Saves {
+    fn event(&mut self, event: &Event) {
+        self.events.push(event.clone());
+    }
+    fn stop(&self) -> bool {
+        false
+    }
+    fn save(&self) -> bool {
+        self.calls.set(self.calls.get() + 1);
+        self.calls.get() == 5
+    }
+}
+
+/// A run of two expert-parallel ranks from the newest of its `snapshots`, with MoE messages of expected size or without. The steps
+/// done before, the overflows, and the events of the first rank.
+fn train_experts(dir: &Path, r: &Resolved, expects: bool, snapshots: &[Snapshots]) -> (u64, u64, Vec<Event>) {
+    // Sizes are the largest counts so far, and they are used at once.
+    let headroom = SplitHeadroom { share: 0.0, rows: 0, multiple: 1, calm: 0 };
+    let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
+    let make = || Ok(Rank::cpu_instrumented(1, r.config.train.seed, watch)?);
+    let all = on_threads(&r.config.parallel.layout(), make, |rank| {
+        let snapshots = snapshots[rank.world.rank()].clone();
+        let mut run =
+            Run::open_with(rank, r.clone(), dir, OpenOptions { snapshots, ..OpenOptions::default() })?;
+        run.launches_ahead = true;
+        if expects {
+            run.trainer.expect_split_sizes(headroom)?;
+        }
+        let (from, mut observer) = (run.trainer.step(), Saves::default());
+        run.train(&Growing, Some(&Growing), &mut observer)?;
+        Ok((from, run.trainer.split_overflows(), observer.events))
+    });
+    all.unwrap().into_iter().next().unwrap()
+}
+
+/// Every token goes to all experts, so that every step overflows but the first two, whose counts the host reads. Evaluations,
+/// checkpoints and snapshots are of the steps as they ran again.
+#[test]
+fn a_run_whose_steps_overflow_is_the_same() {
+    let (steps, batch, seq) = (Growing::STEPS, Growing::BATCH, Growing::SEQ);
+    let sizes = [("train.steps", steps), ("train.global_batch", batch), ("data.seq_len", seq as u64)];
+    let sizes = sizes.map(|(key, n)| format!("{key}={n}"));
+    let mut set: Vec<&str> = sizes.iter().map(String::as_str).collect();
+    set.extend(["parallel.ep=2", "parallel.dp=2", "moe.experts=4", "moe.topk=4", "moe.ffn=16"]);
+    set.extend(["train.micro_batch=1", "data.reset_at_documents=true"]);
+    // The last snapshot is of step 10, behind which nothing else holds back the launch of the next step.
+    set.extend(["fault.snapshot_every=2", "eval.every=3", "checkpoint.every=4", "checkpoint.keep=0"]);
+    let r = recipe(&set);
+    let [exact, expected, restored] = [(); 3].map(|()| tempfile::tempdir().unwrap());
+    let kept = [(); 2].map(|()| Snapshots::default());
+    let (_, none, one) = train_experts(exact.path(), &r, false, &[(); 2].map(|()| Snapshots::default()));
+    let (from, overflows, two) = train_experts(expected.path(), &r, true, &kept);
+    assert_eq!((none, from, overflows), (0, 0, steps - 2));
+    assert_eq!(summary(&one), summary(&two));
+    let (losses, evals, saves) = summary(&two);
+    assert_eq!((losses.len() as u64, evals.len(), saves), (steps, 4, vec![4, 5, 8, 11]));
+    for step in [4, 5, 8, 11] {
+        let [one, two] = [&exact, &expected].map(|dir| saved_at(dir.path(), step));
+        assert!(one == two, "another checkpoint of step {step}");
+    }
+    let (from, overflows, last) = train_experts(restored.path(), &r, true, &kept);
+    assert_eq!((from, overflows, summary(&last).0.as_slice()), (10, 0, &losses[10..]));
+    assert!(newest(exact.path()) == newest(restored.path()), "the snapshot is of another state");
 }

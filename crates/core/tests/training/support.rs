@@ -138,9 +138,17 @@ pub fn run(
 
 /// The files of the newest checkpoint of a run, by name.
 pub fn newest(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let path = checkpoint::latest(&dir.join("checkpoints")).unwrap().expect("no checkpoint");
+    files(dir, &checkpoint::latest(&dir.join("checkpoints")).unwrap().expect("no checkpoint"))
+}
+
+/// The files of a run's checkpoint of a step, by name.
+pub fn saved_at(dir: &Path, step: u64) -> BTreeMap<PathBuf, Vec<u8>> {
+    files(dir, &dir.join("checkpoints").join(checkpoint::folder_name(step)))
+}
+
+fn files(dir: &Path, path: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut out = BTreeMap::new();
-    for entry in std::fs::read_dir(&path).unwrap() {
+    for entry in std::fs::read_dir(path).unwrap() {
         let file = entry.unwrap().path();
         out.insert(file.strip_prefix(dir).unwrap().to_path_buf(), std::fs::read(&file).unwrap());
     }

@@ -167,11 +167,12 @@ fn rows(m: &Measured) -> Vec<Vec<String>> {
 fn routing(r: &bench::RoutingReport) -> String {
     let loads =
         r.imbalance().map_or_else(String::new, |x| format!(" (most loaded expert {x:.2} x the mean)"));
-    let again = match r.overflows {
+    let overflows = match r.overflows {
         0 => String::new(),
-        n => format!(", {n} steps ran again (moe.split_headroom)"),
+        1 => ", 1 overflow (moe.split_headroom)".into(),
+        n => format!(", {n} overflows (moe.split_headroom)"),
     };
-    format!("{}{loads}{again}", r.name())
+    format!("{}{loads}{overflows}", r.name())
 }
 
 /// The compute precision, and the FP8 recipe if there is one.

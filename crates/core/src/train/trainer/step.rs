@@ -26,6 +26,8 @@ pub struct InFlightStep {
     samples: u64,
     consumed: u64,
     launched: LaunchedStep,
+    /// It is a replay of a CUDA graph.
+    is_replayed: bool,
     /// When the device is done with it.
     done: Event,
     /// Times of host and device, where they decide whether a CUDA graph pays.
@@ -40,13 +42,6 @@ pub struct InFlightStep {
     sections: Option<StepMarks>,
     /// What its MoE messages had to hold, and the state before it, where split sizes are expected.
     pub(super) splits: Option<StepSplits>,
-}
-
-impl InFlightStep {
-    /// When the device is done with it.
-    pub(in crate::train) fn done(&self) -> &Event {
-        &self.done
-    }
 }
 
 /// The data of a step, read and not launched yet.
@@ -146,6 +141,7 @@ impl Trainer {
             true => hooks.cuda_graph.run(rank, &mut self.model, &self.optimizer, runner, (&batch, rates))?,
             false => None,
         };
+        let is_replayed = replayed.is_some();
         let launched = match replayed {
             Some(launched) => launched,
             None => {
@@ -174,6 +170,7 @@ impl Trainer {
             samples,
             consumed: self.tokens(),
             launched,
+            is_replayed,
             done: self.rank.compute.record()?,
             timer,
             operands,
@@ -239,6 +236,7 @@ impl Trainer {
             samples,
             consumed,
             launched,
+            is_replayed,
             done,
             timer,
             operands,
@@ -274,6 +272,9 @@ impl Trainer {
         let (rank, decoder, s) = (&self.rank, &self.model.decoder, &self.runner.readback);
         let num_zeros = num_zeros.map(|n| s.download::<f64>(&n)).transpose()?.map(|n| n[0] as u64);
         self.hooks.moe_metrics.read(s, &self.model, launched.moe_counters.as_ref())?;
+        if is_replayed {
+            self.hooks.cuda_graph.replay_ended();
+        }
         if let Some(timer) = &timer {
             self.hooks
                 .cuda_graph
@@ -281,6 +282,7 @@ impl Trainer {
         }
         self.hooks.sent = payloads.map(|p| p.read(s)).transpose()?.map(|calls| step_calls(step, calls));
         self.runner.sections.ended(sections)?;
+        self.last_done = done;
         // The compute stream may reuse the memory of what was read once this event has passed.
         rank.compute.wait(&s.record()?)?;
         // MTP losses carry loss_weight/D in the gradient; the report has their plain means.
