@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Changes whenever the same input would give other tokens or masks.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 /// Another process may be tokenizing the same files.
 const PATIENCE: Duration = Duration::from_secs(6 * 3600);
 
