@@ -30,6 +30,8 @@ pub struct Tokenizer {
     origin: String,
     vocab_size: usize,
     /// CRC-32C over all pairs of id and token; `None` for bytes.
+    /// CRC-32C of the `tokenizer.json`, with what the files beside it add to it.
+    file_digest: u32,
     digest: Option<u32>,
     /// Special tokens by their text.
     specials: Vec<(String, u32)>,
@@ -57,6 +59,7 @@ impl Tokenizer {
             kind: TokenizerKind::Bytes,
             origin,
             vocab_size: 256,
+            file_digest: 0,
             digest: None,
             specials,
             bos: None,
@@ -122,8 +125,10 @@ impl Tokenizer {
 
     fn build(text: &str, origin: &str, named: &NamedTokens) -> Result<Tokenizer> {
         let wrong = |what: String| Error::Tokenizer { origin: origin.into(), what };
+        let mut file_digest = crc32c::crc32c(text.as_bytes());
         let mut checked = file::check(text).map_err(wrong)?;
         if let Some(text) = named.added_to(&checked) {
+            file_digest = crc32c::crc32c(text.as_bytes());
             checked = file::check(&text).map_err(wrong)?;
         }
         let built = guard(|| {
@@ -143,6 +148,7 @@ impl Tokenizer {
             kind: TokenizerKind::File(Box::new(built), growth, surfaces),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
+            file_digest,
             digest: Some(checked.digest),
             specials: checked.specials,
             bos: None,
@@ -163,6 +169,13 @@ impl Tokenizer {
             digest: self.digest.filter(|d| Some(*d) != byte_level_digest()).map(|d| format!("{d:08x}")),
         }
     }
+    /// Identifies all that the tokens of a text depend on, also where [`Tokenizer::info`] is the same: how added tokens are found, and what
+    /// ends a text.
+    pub(crate) fn text_digest(&self) -> u32 {
+        let ends = self.eos.iter().flat_map(|id| id.to_le_bytes());
+        crc32c::crc32c_append(self.file_digest, &ends.collect::<Vec<u8>>())
+    }
+
 
     /// The id of a special or added token.
     pub fn special(&self, text: &str) -> Option<u32> {
