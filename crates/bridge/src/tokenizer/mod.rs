@@ -11,14 +11,13 @@ mod stream;
 
 pub use byte_level::byte_tokenizer_json;
 pub(crate) use file::token_text;
-pub(crate) use named::{MORE_SPECIAL, SPECIAL, special_tokens};
+pub(crate) use named::NamedTokens;
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
 use alignment::{Surfaces, overlaps};
 use ferrotron_core::data::TokenizerInfo;
 use limits::Growth;
-use named::NamedTokens;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -30,9 +29,9 @@ pub struct Tokenizer {
     origin: String,
     vocab_size: usize,
     /// CRC-32C over all pairs of id and token; `None` for bytes.
+    digest: Option<u32>,
     /// CRC-32C of the `tokenizer.json`, with what the files beside it add to it.
     file_digest: u32,
-    digest: Option<u32>,
     /// Special tokens by their text.
     specials: Vec<(String, u32)>,
     bos: Option<u32>,
@@ -59,8 +58,8 @@ impl Tokenizer {
             kind: TokenizerKind::Bytes,
             origin,
             vocab_size: 256,
-            file_digest: 0,
             digest: None,
+            file_digest: 0,
             specials,
             bos: None,
             eos: Vec::new(),
@@ -125,11 +124,11 @@ impl Tokenizer {
 
     fn build(text: &str, origin: &str, named: &NamedTokens) -> Result<Tokenizer> {
         let wrong = |what: String| Error::Tokenizer { origin: origin.into(), what };
-        let mut file_digest = crc32c::crc32c(text.as_bytes());
         let mut checked = file::check(text).map_err(wrong)?;
+        let mut file_digest = crc32c::crc32c(text.as_bytes());
         if let Some(text) = named.added_to(&checked) {
-            file_digest = crc32c::crc32c(text.as_bytes());
             checked = file::check(&text).map_err(wrong)?;
+            file_digest = crc32c::crc32c(text.as_bytes());
         }
         let built = guard(|| {
             let mut value = checked.value;
@@ -148,8 +147,8 @@ impl Tokenizer {
             kind: TokenizerKind::File(Box::new(built), growth, surfaces),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
-            file_digest,
             digest: Some(checked.digest),
+            file_digest,
             specials: checked.specials,
             bos: None,
             eos: Vec::new(),
@@ -169,13 +168,13 @@ impl Tokenizer {
             digest: self.digest.filter(|d| Some(*d) != byte_level_digest()).map(|d| format!("{d:08x}")),
         }
     }
+
     /// Identifies all that the tokens of a text depend on, also where [`Tokenizer::info`] is the same: how added tokens are found, and what
     /// ends a text.
     pub(crate) fn text_digest(&self) -> u32 {
         let ends = self.eos.iter().flat_map(|id| id.to_le_bytes());
         crc32c::crc32c_append(self.file_digest, &ends.collect::<Vec<u8>>())
     }
-
 
     /// The id of a special or added token.
     pub fn special(&self, text: &str) -> Option<u32> {
