@@ -79,7 +79,7 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     if let Some((module, _)) = adapters.iter().find(|(_, a)| a.magnitude.is_some() != dora) {
         return wrong(format!("has DoRA's adapters and others ({module}); one kind can be trained further"));
     }
-    if recipe.is_set("lora.dora") && recipe.config.lora.dora != dora {
+    if recipe.is_users("lora.dora") && recipe.config.lora.dora != dora {
         let held = if dora { "DoRA's adapters" } else { "adapters without DoRA" };
         return wrong(format!("has {held}; leave out lora.dora, which it gives"));
     }
@@ -105,13 +105,13 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     recipe.put_key("lora.rank", first.rank as i64)?;
     recipe.put_key("lora.alpha", given)?;
     recipe.put_key("lora.targets", targets)?;
-    if dora {
-        recipe.put_key("lora.dora", true)?;
-    }
+    recipe.put_key("lora.dora", dora)?;
+    let apart = adapters.with_own_a().filter(|_| recipe.config.lora.fused);
     if !recipe.is_set("lora.fused") && adapters.share_a() {
         recipe.put_key("lora.fused", true)?;
-    }
-    if let Some((a, b)) = adapters.with_own_a().filter(|_| recipe.config.lora.fused) {
+    } else if apart.is_some() && !recipe.is_users("lora.fused") {
+        recipe.put_key("lora.fused", false)?;
+    } else if let Some((a, b)) = apart {
         return wrong(format!(
             "has an A each for {a} and {b}, which lora.fused would join; leave out lora.fused"
         ));

@@ -306,7 +306,14 @@ fn dora_is_trained_further() {
     assert_eq!(lora, resolved.config.lora);
     let given = ["lora.rank=4", &format!("lora.alpha={}", lora.alpha.unwrap()), "lora.targets=all-linear"];
     assert_eq!(start(Recipe::default(), &given).unwrap().rank, 4);
+    // So it does beside what a run has stored, all of whose keys are there.
+    let stored = tempfile::tempdir().unwrap();
+    let config = stored.path().join("config.toml");
+    std::fs::write(&config, "[lora]\ndora = false\nfused = true\nrank = 8\n").unwrap();
+    let lora = start(Recipe::read_stored(&config).unwrap(), &[]).unwrap();
+    assert_eq!((lora.dora, lora.fused, lora.rank), (true, false, 4));
     for (key, want) in [
+        ("lora.fused=true", "leave out lora.fused"),
         ("lora.dora=false", "leave out lora.dora"),
         ("lora.rank=8", "has adapters of rank 4; leave out lora.rank"),
         ("lora.alpha=1", "leave out lora.alpha"),
