@@ -22,6 +22,11 @@ impl<'a> ChatEncoder<'a> {
     pub fn new(tokenizer: &'a Tokenizer, folder: Option<&Path>, given: Option<&str>) -> Result<Self> {
         let template = match (given, folder) {
             (Some(NO_TEMPLATE), _) => None,
+            (Some(path), _) if !Path::new(path).exists() => {
+                let what = "is the chat template that is asked for, and does not exist; name a file that does: a run keeps the text of \
+                            its own in its folder, as chat-template.jinja";
+                return Err(Error::absent(Path::new(path), what));
+            }
             (Some(path), folder) => Some(ChatTemplate::from_file(Path::new(path), folder)?),
             (None, Some(folder)) => ChatTemplate::from_dir(folder)?,
             (None, None) => None,

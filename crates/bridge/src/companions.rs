@@ -12,49 +12,86 @@ use std::path::{Path, PathBuf};
 /// Longest file that is copied; published tokenizers have up to 40 MB.
 const MAX_BYTES: u64 = 1 << 30;
 
+/// Files that come with the weights.
+const OF_WEIGHTS: &[&str] = &[
+    "LICENSE",
+    "LICENSE-CODE",
+    "LICENSE-MODEL",
+    "LICENSE.md",
+    "LICENSE.txt",
+    "NOTICE",
+    "NOTICE.md",
+    "NOTICE.txt",
+    "generation_config.json",
+];
+/// Files of a tokenizer.
+const OF_TOKENIZER: &[&str] = &[
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tekken.json",
+    "tiktoken.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+
 /// True for the names of such files.
 pub(crate) fn is_companion(name: &str) -> bool {
-    const NAMES: &[&str] = &[
-        "LICENSE",
-        "LICENSE-CODE",
-        "LICENSE-MODEL",
-        "LICENSE.md",
-        "LICENSE.txt",
-        "NOTICE",
-        "NOTICE.md",
-        "NOTICE.txt",
-        "added_tokens.json",
-        "chat_template.jinja",
-        "chat_template.json",
-        "generation_config.json",
-        "merges.txt",
-        "sentencepiece.bpe.model",
-        "special_tokens_map.json",
-        "spiece.model",
-        "tekken.json",
-        "tiktoken.model",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-        "vocab.json",
-        "vocab.txt",
-    ];
-    NAMES.contains(&name)
+    OF_WEIGHTS.contains(&name) || OF_TOKENIZER.contains(&name)
+}
+
+/// Writes the files beside the weights of a model: tokenizer and chat templates of the folder `tokenizer`; licences, generation defaults
+/// and code of the folder `model`; then the texts `more` by name, in place of what was copied. Of one folder alone come all files.
+pub(crate) fn write_companions(
+    folder: &StagedFolder,
+    (model, tokenizer): (Option<&Path>, Option<&Path>),
+    more: &[(&str, &str)],
+) -> Result<()> {
+    match (model, tokenizer) {
+        (Some(model), Some(tokenizer)) => {
+            copy_named(model, OF_WEIGHTS, folder.dir())?;
+            copy_tokenizer(tokenizer, folder.dir())?;
+            copy_code(model, folder.dir())?;
+            copy_code(tokenizer, folder.dir())?;
+        }
+        (one, other) => one.or(other).map_or(Ok(()), |dir| copy_companions(dir, folder.dir()))?,
+    }
+    more.iter().try_for_each(|(name, text)| match *name {
+        TEMPLATE => write_template(text, folder),
+        name => folder.write(name, text.as_bytes()),
+    })
 }
 
 /// Copies tokenizer files, chat templates, generation defaults, licences, and the code that a `config.json` and `tokenizer_config.json` which
 /// are then in `into` name.
 pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
+    copy_named(from, OF_WEIGHTS, into)?;
+    copy_tokenizer(from, into)?;
+    copy_code(from, into)
+}
+
+fn copy_tokenizer(from: &Path, into: &Path) -> Result<()> {
+    copy_named(from, OF_TOKENIZER, into)?;
+    copy_named_templates(from, into)
+}
+
+/// Copies the files of these names that a folder has.
+fn copy_named(from: &Path, names: &[&str], into: &Path) -> Result<()> {
     let entries = std::fs::read_dir(from).map_err(|e| Error::io(from, "list", e))?;
     for entry in entries {
-        let entry = entry.map_err(|e| Error::io(from, "list", e))?;
-        let name = entry.file_name();
-        if let Some(name) = name.to_str().filter(|n| is_companion(n)) {
+        let name = entry.map_err(|e| Error::io(from, "list", e))?.file_name();
+        if let Some(name) = name.to_str().filter(|n| names.contains(n)) {
             copy_own(from, name, into)?;
         }
     }
-    copy_named_templates(from, into)?;
-    copy_code(from, into)
+    Ok(())
 }
 
 /// Copies the templates of [`NAMED_TEMPLATES`].
@@ -71,7 +108,7 @@ fn copy_named_templates(from: &Path, into: &Path) -> Result<()> {
 }
 
 /// Writes the chat template of a folder, in place of all that were copied into it.
-pub(crate) fn write_template(text: &str, folder: &StagedFolder) -> Result<()> {
+fn write_template(text: &str, folder: &StagedFolder) -> Result<()> {
     let named = folder.path(NAMED_TEMPLATES);
     if named.is_dir() {
         remove(&named)?;

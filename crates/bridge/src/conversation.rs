@@ -146,20 +146,20 @@ fn messages(list: &Value, name: &str) -> Result<Vec<Value>, String> {
 /// Names of the reasoning of a turn, the one that templates read first.
 const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
-/// A message whose reasoning has the names that templates read, as in transformers: the first of its names counts.
-fn with_reasoning(m: &Value) -> Result<Value, String> {
-    let Some(reasoning) = REASONING.iter().find_map(|key| field(m, key)) else { return Ok(m.clone()) };
-    let own = m.try_iter().map_err(|e| e.to_string())?;
-    let own = own.map(|key| (key.to_string(), m.get_item(&key).unwrap_or_default()));
-    let thinking = ("thinking".to_string(), reasoning.clone());
-    let content = ("reasoning_content".to_string(), reasoning);
-    Ok(Value::from_pairs([thinking].into_iter().chain(own).chain([content])))
+/// A message as transformers gives it to templates: without keys that are null (tables fill the columns that other messages have with
+/// them), and with its reasoning under the names that templates read, of which the first counts.
+fn of_template(m: &Value) -> Result<Value, String> {
+    let reasoning = REASONING.iter().find_map(|key| field(m, key));
+    let named = |name: &str| reasoning.clone().map(|text| (name.to_string(), text));
+    let keys = m.try_iter().map_err(|e| e.to_string())?.map(|key| key.to_string());
+    let own = keys.filter_map(|key| field(m, &key).map(|value| (key, value)));
+    Ok(Value::from_pairs(named("thinking").into_iter().chain(own).chain(named("reasoning_content"))))
 }
 
 fn message(m: &Value) -> Result<Value, String> {
     if let Some(role) = field(m, "role") {
         return match role.as_str() {
-            Some(_) => with_reasoning(m),
+            Some(_) => of_template(m),
             None => Err("has a role that is not a string".into()),
         };
     }
@@ -250,6 +250,19 @@ mod tests {
                 "{given}"
             );
         }
+    }
+
+    /// As in transformers, a template sees what a message has, and not the empty columns of a table.
+    #[test]
+    fn keys_that_are_null_are_left_out() {
+        let line = r#"{"messages": [{"role": "user", "content": "a", "tool_calls": null},
+            {"role": "assistant", "content": null, "thinking": null, "reasoning": "R", "extra": {"kept": null}}]}"#;
+        let turns = chat(line).messages;
+        assert_eq!(turns[0].to_string(), "{'role': 'user', 'content': 'a'}");
+        let has = |key: &str| turns[1].get_attr(key).is_ok_and(|v| !v.is_undefined());
+        assert_eq!(["content", "tool_calls", "thinking"].map(has), [false, false, true]);
+        let shown = |key: &str| turns[1].get_attr(key).unwrap().to_string();
+        assert_eq!(["thinking", "reasoning_content", "extra"].map(shown), ["R", "R", "{'kept': None}"]);
     }
 
     #[test]

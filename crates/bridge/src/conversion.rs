@@ -1,22 +1,19 @@
 //! Converts a Hugging Face folder to a native checkpoint, or back.
 
+use crate::beside_weights::BesideWeights;
 use crate::cast::cast;
-use crate::chat::TEMPLATE;
 use crate::companions::{copy_companions, copy_own};
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::export::{ExportOptions, TensorData, export};
 use crate::finite;
-use crate::generation_config::{GENERATION_CONFIG, generation_config};
 use crate::hf_checkpoint::HfCheckpoint;
-use crate::json::read_text;
 use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
-use crate::model_source::{COMPANIONS, ModelSource, RunTemplate};
+use crate::model_source::{COMPANIONS, ModelSource};
 use crate::native_checkpoint::PREFIX;
 use crate::peft::{Adapter, write_peft};
 use crate::replaceable::OutputKind;
 use crate::staged_folder::StagedFolder;
-use crate::tokenizer::byte_tokenizer_json;
 use crate::weights::{AdaptedWeights, ModelLocation, Weights, locate_model, to_core};
 use ferrotron_core::checkpoint::{SingleFile, check_folder_name, write_single_file};
 use ferrotron_core::fs::sync_folder;
@@ -246,8 +243,12 @@ fn to_peft(
     let dtype = options.dtype.unwrap_or(DType::F32);
     let count =
         |(_, a): (&str, &Adapter)| (a.a.len() + a.b.len() + a.magnitude.as_ref().map_or(0, Vec::len)) as u64;
-    let (named, template) = ((&config, base.as_deref()), template_of_run(found)?);
-    let bytes = write_peft(to, &adapted.adapters, named, template.as_deref(), (dtype, options.overwrite))?;
+    let files = BesideWeights::of(found, base.as_deref(), false)?;
+    let texts = files.texts(found, &config)?;
+    let more: Vec<(&str, &str)> = texts.iter().map(|(name, text)| (*name, text.as_str())).collect();
+    let files = (files.tokenizer.as_deref(), &more[..]);
+    let named = (&config, base.as_deref());
+    let bytes = write_peft(to, &adapted.adapters, named, files, (dtype, options.overwrite))?;
     Ok(Converted {
         kind: ConvertedKind::Peft,
         from: found.folder().into(),
@@ -272,8 +273,9 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         Some(like) => Some(HfCheckpoint::open(like)?),
         None => origin_checkpoint(found),
     };
-    let companions = found.companions();
-    let config = match (&reference, &companions) {
+    let followed = reference.as_ref().map(HfCheckpoint::dir);
+    let files = BesideWeights::of(found, followed, options.like.is_some())?;
+    let config = match (&reference, &files.tokenizer) {
         (Some(checkpoint), _) => checkpoint.config().with_model(model)?,
         (None, Some(dir)) if dir.join("config.json").is_file() => {
             // A config.json of another family or shape does not describe this model.
@@ -282,18 +284,8 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         }
         _ => HfConfig::from_model(model, options.dtype.unwrap_or(common))?,
     };
-    let tokenizer = match found.tokenizer_path() {
-        _ if reference.is_some() => None,
-        Some(file) if file.is_file() => Some(read_text(&file)?),
-        None if found.reads_bytes() && model.vocab >= 256 => Some(byte_tokenizer_json()),
-        _ => None,
-    };
-    let files = reference.as_ref().map(HfCheckpoint::dir).or(companions.as_deref());
-    let generation = generation_config(found, files, &config, reference.is_some())?;
-    let template = template_of_run(found)?;
-    let more = [("tokenizer.json", &tokenizer), (GENERATION_CONFIG, &generation), (TEMPLATE, &template)];
-    let more: Vec<(&str, &str)> =
-        more.iter().filter_map(|(name, text)| Some((*name, text.as_ref()?.as_str()))).collect();
+    let texts = files.texts(found, &config)?;
+    let more: Vec<(&str, &str)> = texts.iter().map(|(name, text)| (*name, text.as_str())).collect();
     let counter = Counter::new(found.weights.tensors(), options);
     let source = |name: &str| {
         let dtype = found.weights.dtype(name)?;
@@ -305,7 +297,7 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         // None: the dtypes of the reference.
         dtype: options.dtype.or(if reference.is_some() { None } else { Some(common) }),
         reference: reference.as_ref(),
-        companions: companions.as_deref().filter(|_| reference.is_none()),
+        companions: files.tokenizer.as_deref(),
         more: &more,
         overwrite: options.overwrite,
         ..ExportOptions::default()
@@ -321,13 +313,6 @@ fn to_hugging_face(found: &ModelSource, to: &Path, options: &ConvertOptions) -> 
         non_finite: counter.non_finite.take(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
-}
-
-/// The text of the chat template that the model's run was trained with, where it names one: the exported model is to be prompted
-/// with it, and not with that of the folder it started from.
-fn template_of_run(found: &ModelSource) -> Result<Option<String>> {
-    let named = found.run_template();
-    named.as_ref().map(RunTemplate::file).transpose()?.flatten().map(read_text).transpose()
 }
 
 /// The dtype a tensor is stored in: the requested one, otherwise its own; buffers are f32.

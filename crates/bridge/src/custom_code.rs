@@ -13,9 +13,10 @@ use std::path::Path;
 const MAX_BYTES: u64 = 16 << 20;
 const MAX_FILES: usize = 64;
 
-/// Copies the code that the `config.json` and `tokenizer_config.json` in `into` name.
+/// Copies the code that the `config.json` and `tokenizer_config.json` in `into` name, as far as it is not there.
 pub(crate) fn copy_code(from: &Path, into: &Path) -> Result<()> {
-    code_files(into, from)?.iter().try_for_each(|name| copy_own(from, name, into))
+    let code = code_files(into, from)?;
+    code.iter().filter(|name| !into.join(name).exists()).try_for_each(|name| copy_own(from, name, into))
 }
 
 /// The names of the files in `dir` that the configurations in the folder `configs` name, and of those that they import.

@@ -1,5 +1,6 @@
 //! Hugging Face checkpoints in and out: `config.json`, weights, tokenizers and chat templates.
 
+mod beside_weights;
 mod cast;
 pub mod chat;
 pub mod chat_encoder;
@@ -33,6 +34,7 @@ mod shards;
 mod staged_folder;
 mod tokenized;
 pub mod tokenizer;
+mod tokenizer_of_model;
 mod view;
 pub mod weights;
 

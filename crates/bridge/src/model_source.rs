@@ -1,25 +1,23 @@
 //! A model with what text generation needs: weights, tokenizer, stop tokens and chat template.
 
 use crate::chat::{ChatTemplate, Message};
-use crate::chat_encoder::NO_TEMPLATE;
+use crate::dataset::folder_of;
 use crate::error::{Error, Result};
 use crate::forward::check_dtype;
 use crate::generation_config::GENERATION_CONFIG;
 use crate::logical::load_dtype;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{ModelLocation, Weights, locate_model, open_model, to_core};
-use ferrotron_core::config::{Config, Recipe};
+pub use crate::tokenizer_of_model::tokenizer_at;
+use crate::tokenizer_of_model::{MAX_RUNS, run_config, template_of, tokenizer_of};
+use crate::weights::{ModelLocation, Weights, open_model, to_core};
+use ferrotron_core::config::Config;
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
-use ferrotron_core::train::{CHAT_TEMPLATE, CONFIG};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
 
 /// Folder inside a converted checkpoint for the files that the Hugging Face folder had beside its weights.
 pub(crate) const COMPANIONS: &str = "hf";
-
-/// Most runs, each trained from the one before, through which a tokenizer is looked for.
-pub(crate) const MAX_RUNS: usize = 100;
 
 /// The files that name a model's beginning and end tokens by their ids.
 const GENERATION_FILES: [&str; 2] = [GENERATION_CONFIG, "config.json"];
@@ -46,11 +44,11 @@ pub struct TextIo {
     pub stop: Vec<i32>,
     /// The folder of the model's chat template, which is read only when it is needed.
     pub chat_dir: Option<PathBuf>,
-    /// The `data.chat_template` of the run that the model is of: it counts before the folder's.
+    /// The `data.chat_template` of the run that the model is of, or the template of its adapters: it counts before the folder's.
     pub run_template: Option<RunTemplate>,
 }
 
-/// The chat template that a run was trained with.
+/// The chat template that a run or adapters were trained with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunTemplate {
     /// It asked for none.
@@ -98,7 +96,10 @@ impl ModelSource {
     /// The folder with the files that belong to the model beside its weights, if there is one.
     pub(crate) fn companions(&self) -> Option<PathBuf> {
         let own = self.folder().join(COMPANIONS);
-        if own.is_dir() { Some(own) } else { self.tokenizer_path().filter(|p| p.is_dir()) }
+        if own.is_dir() {
+            return Some(own);
+        }
+        self.tokenizer_path().and_then(|path| folder_of(&path)).filter(|dir| dir.is_dir())
     }
 
     /// True if its tokens are bytes: according to its recipe, otherwise by its vocabulary size of 256.
@@ -107,16 +108,9 @@ impl ModelSource {
         self.tokenizer_path().is_none() && (recipe || self.model().vocab == 256)
     }
 
-    /// The chat template that the model's run names, if there is a run and it names one: the text that was kept with the run,
-    /// otherwise the file.
+    /// The chat template that counts before that of the tokenizer's folder, if there is one.
     pub(crate) fn run_template(&self) -> Option<RunTemplate> {
-        let named = self.config.as_ref()?.data.chat_template.as_ref()?;
-        let ModelLocation::Checkpoint { run: Some(run), .. } = &self.place else { return None };
-        Some(match run.join(CHAT_TEMPLATE) {
-            _ if named == NO_TEMPLATE => RunTemplate::None,
-            kept if kept.is_file() => RunTemplate::File(kept),
-            _ => RunTemplate::File(PathBuf::from(named)),
-        })
+        template_of(&self.place, self.config.as_ref())
     }
 
     /// Tokenizer, stop tokens and chat template, from `given` or the model's own tokenizer.
@@ -241,58 +235,5 @@ impl TextIo {
             }
             (false, _) => Ok(ids.into_iter().map(|id| id as i32).collect()),
         }
-    }
-}
-
-/// The configuration of the run that a checkpoint belongs to.
-fn run_config(place: &ModelLocation) -> Result<Option<Config>> {
-    match place {
-        ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
-            Ok(Some(Recipe::read_stored(&run.join(CONFIG))?.config))
-        }
-        _ => Ok(None),
-    }
-}
-
-/// The folder or file of a model's tokenizer: its own, the one converted with it, the one that its recipe names, or that of
-/// the model that it was trained from.
-fn tokenizer_of(place: &ModelLocation, config: Option<&Config>, runs: usize) -> Option<PathBuf> {
-    match place {
-        ModelLocation::HuggingFace(dir) => Some(dir.clone()),
-        ModelLocation::Peft { folder, base } => {
-            Some(if has_tokenizer(folder) { folder.clone() } else { base.clone() })
-        }
-        ModelLocation::Checkpoint { folder, .. } => {
-            let named = config.and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
-            let converted = || Some(folder.join(COMPANIONS)).filter(|dir| has_tokenizer(dir));
-            let first = || tokenizer_of_start(Path::new(config?.model.hf.as_ref()?), runs);
-            named.or_else(converted).or_else(first)
-        }
-    }
-}
-
-/// The tokenizer of the model in `path` that a run starts from, if there is one; it may be another run's model.
-pub(crate) fn tokenizer_of_start(path: &Path, runs: usize) -> Option<PathBuf> {
-    let own = [path.to_path_buf(), path.join(COMPANIONS)];
-    own.into_iter().find(|dir| has_tokenizer(dir)).or_else(|| {
-        let (runs, place) = (runs.checked_sub(1)?, locate_model(path).ok()?);
-        let found = tokenizer_of(&place, run_config(&place).ok()?.as_ref(), runs)?;
-        // One that is named and gone is an error where it is opened.
-        (!found.is_dir() || has_tokenizer(&found)).then_some(found)
-    })
-}
-
-fn has_tokenizer(dir: &Path) -> bool {
-    dir.join("tokenizer.json").is_file()
-}
-
-/// Opens a tokenizer by the folder of its `tokenizer.json`, or by a file of that format.
-pub fn tokenizer_at(path: &Path) -> Result<Tokenizer> {
-    // The files beside a tokenizer.json name the beginning and end tokens.
-    match path.parent().filter(|_| path.is_file() && path.ends_with("tokenizer.json")) {
-        Some(dir) if dir.as_os_str().is_empty() => Tokenizer::from_dir(Path::new(".")),
-        Some(dir) => Tokenizer::from_dir(dir),
-        None if path.is_dir() || !path.exists() => Tokenizer::from_dir(path),
-        None => Tokenizer::from_file(path),
     }
 }

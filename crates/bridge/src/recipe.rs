@@ -1,10 +1,12 @@
 //! Resolves recipes that name Hugging Face folders, checkpoints or tokenizers.
 
+use crate::chat_encoder::NO_TEMPLATE;
 use crate::error::{Error, Result};
-use crate::model_source::{MAX_RUNS, tokenizer_at, tokenizer_of_start};
+use crate::model_source::RunTemplate;
 use crate::peft::{Adapters, alpha};
 use crate::tokenized;
 pub use crate::tokenized::Untokenized;
+use crate::tokenizer_of_model::{MAX_RUNS, template_of_start, tokenizer_at, tokenizer_of_start};
 use crate::weights::{AdaptedWeights, Weights};
 use ferrotron_core::config::{Config, Packing, Recipe, Resolved};
 use ferrotron_core::data::{source, vocabulary};
@@ -44,6 +46,7 @@ fn resolve_lengths(
     progress: &dyn Fn(&str, u64, u64),
 ) -> Result<(Resolved, Option<Weights>)> {
     fill_eod(recipe)?;
+    fill_template(recipe)?;
     let mut weights = recipe.config.model.hf.as_ref().map(|dir| Weights::open(Path::new(dir))).transpose()?;
     if let Some(folder) = recipe.config.lora.adapter.clone() {
         weights = Some(with_adapters(recipe, weights, PathBuf::from(folder))?);
@@ -76,7 +79,7 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     if let Some((module, _)) = adapters.iter().find(|(_, a)| a.magnitude.is_some() != dora) {
         return wrong(format!("has DoRA's adapters and others ({module}); one kind can be trained further"));
     }
-    if recipe.is_set("lora.dora") && recipe.config.lora.dora != dora {
+    if recipe.is_users("lora.dora") && recipe.config.lora.dora != dora {
         let held = if dora { "DoRA's adapters" } else { "adapters without DoRA" };
         return wrong(format!("has {held}; leave out lora.dora, which it gives"));
     }
@@ -102,13 +105,13 @@ fn with_adapters(recipe: &mut Recipe, base: Option<Weights>, folder: PathBuf) ->
     recipe.put_key("lora.rank", first.rank as i64)?;
     recipe.put_key("lora.alpha", given)?;
     recipe.put_key("lora.targets", targets)?;
-    if dora {
-        recipe.put_key("lora.dora", true)?;
-    }
+    recipe.put_key("lora.dora", dora)?;
+    let apart = adapters.with_own_a().filter(|_| recipe.config.lora.fused);
     if !recipe.is_set("lora.fused") && adapters.share_a() {
         recipe.put_key("lora.fused", true)?;
-    }
-    if let Some((a, b)) = adapters.with_own_a().filter(|_| recipe.config.lora.fused) {
+    } else if apart.is_some() && !recipe.is_users("lora.fused") {
+        recipe.put_key("lora.fused", false)?;
+    } else if let Some((a, b)) = apart {
         return wrong(format!(
             "has an A each for {a} and {b}, which lora.fused would join; leave out lora.fused"
         ));
@@ -170,6 +173,22 @@ fn fill_eod(recipe: &mut Recipe) -> Result<()> {
         recipe.put_key("data.eod", i64::from(*eod))?;
     }
     Ok(())
+}
+
+/// The chat template of the run that this one starts from, where the recipe names neither a template nor a tokenizer.
+fn fill_template(recipe: &mut Recipe) -> Result<()> {
+    let c = &recipe.config;
+    let Some(start) = &c.model.hf else { return Ok(()) };
+    if c.data.chat_template.is_some() || c.data.tokenizer.is_some() || c.data.is_embedded() {
+        return Ok(());
+    }
+    match template_of_start(Path::new(start), MAX_RUNS)? {
+        None => Ok(()),
+        Some(RunTemplate::None) => Ok(recipe.put_key("data.chat_template", NO_TEMPLATE)?),
+        Some(RunTemplate::File(path)) => {
+            Ok(recipe.put_key("data.chat_template", path.display().to_string())?)
+        }
+    }
 }
 
 /// The tokenizer that a recipe names: its own, or that of `model.hf`.

@@ -5,6 +5,7 @@ use crate::dataset::{DatasetOptions, Eod, build, folder_of, inputs, pair_paths};
 use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
 use crate::recipe::tokenizer_path;
+use crate::tokenizer::Tokenizer;
 use ferrotron_core::config::{Config, Resolved};
 use ferrotron_core::data::digest::file_digest;
 use ferrotron_core::data::{DatasetInfo, IndexedDataset};
@@ -14,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Changes whenever the same input would give other tokens or masks.
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 /// Another process may be tokenizing the same files.
 const PATIENCE: Duration = Duration::from_secs(6 * 3600);
 
@@ -97,17 +98,12 @@ impl CacheEntry {
         let paths = [PathBuf::from(path)];
         let tokenizer_path = tokenizer_path(c);
         let tokenizer = tokenizer_path.as_deref().map(tokenizer_at).transpose()?;
+        let tokenizer = tokenizer.unwrap_or_else(Tokenizer::bytes);
         let folder = tokenizer_path.as_deref().and_then(folder_of);
-        let template = match &tokenizer {
-            Some(t) => ChatEncoder::new(t, folder.as_deref(), d.chat_template.as_deref())?.digest(),
-            None => 0,
-        };
+        let encoder = ChatEncoder::new(&tokenizer, folder.as_deref(), d.chat_template.as_deref())?;
         let mut key = DefaultHasher::new();
-        (VERSION, template, &d.chat_template, d.format.name(), &d.field, d.eod).hash(&mut key);
-        if let Some(path) = &tokenizer_path {
-            let file = if path.is_dir() { path.join("tokenizer.json") } else { path.clone() };
-            file_digest(&file)?.hash(&mut key);
-        }
+        (VERSION, tokenizer.text_digest(), encoder.digest()).hash(&mut key);
+        (d.format.name(), &d.field, d.eod).hash(&mut key);
         let inputs = inputs(&paths, d.format, &d.field)?;
         let mut bytes = 0;
         for input in &inputs {

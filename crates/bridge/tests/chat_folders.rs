@@ -1,34 +1,20 @@
 //! The chat templates and special tokens of a folder, and the template of a run.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+#[path = "support/folders.rs"]
+mod folders;
 #[path = "../../../tests/support/golden.rs"]
 mod golden;
 
 use ferrotron_bridge::chat_encoder::ChatEncoder;
 use ferrotron_bridge::conversion::{ConvertOptions, convert};
 use ferrotron_bridge::evaluate::documents;
-use ferrotron_bridge::{HfCheckpoint, Message, ModelSource, Tokenizer, byte_tokenizer_json};
-use ferrotron_core::checkpoint::{Item, Saver, Snapshot};
+use ferrotron_bridge::{Message, ModelSource, Tokenizer};
 use ferrotron_core::data::Encode;
-use ferrotron_core::train::{CHAT_TEMPLATE, CHECKPOINTS, weights_only};
-use ferrotron_tensor::DType;
+use ferrotron_core::train::{CHAT_TEMPLATE, CHECKPOINTS};
+use folders::{folder, named, plain, run, tokenizer, write};
 use serde_json::{Value, json};
 use std::path::Path;
-
-/// A folder with these files; values that are no strings are written as JSON.
-fn folder(files: &[(&str, Value)]) -> tempfile::TempDir {
-    let dir = tempfile::tempdir().unwrap();
-    write(dir.path(), files);
-    dir
-}
-
-fn write(dir: &Path, files: &[(&str, Value)]) {
-    for (name, content) in files {
-        let path = dir.join(name);
-        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-        std::fs::write(path, content.as_str().map_or_else(|| content.to_string(), String::from)).unwrap();
-    }
-}
 
 /// What the template of a folder makes of a conversation: tokens are bytes.
 fn rendered(dir: &Path, line: &Value) -> Result<String, String> {
@@ -42,19 +28,10 @@ fn rendered(dir: &Path, line: &Value) -> Result<String, String> {
     Ok(tokenizer.decode_with_specials(&ids).unwrap())
 }
 
-fn plain() -> Value {
-    json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})
-}
-
 fn with_tools() -> Value {
     let mut line = plain();
     line["tools"] = json!([{"type": "function"}]);
     line
-}
-
-/// A template that prints its name, then the contents.
-fn named(name: &str) -> String {
-    format!("{name}:{{% for m in messages %}}{{{{ m.content }}}}{{% endfor %}}")
 }
 
 /// As transformers' `get_chat_template` chooses.
@@ -110,12 +87,27 @@ fn the_files_of_additional_chat_templates_are_named_templates() {
     assert!(rendered(dir.path(), &plain()).unwrap_err().contains("rag, tool_use"));
 }
 
-/// A tokenizer of bytes and `<|end|>` (256).
-fn tokenizer() -> Value {
-    let mut file: Value = serde_json::from_str(&byte_tokenizer_json()).unwrap();
-    file["added_tokens"] = json!([{"id": 256, "content": "<|end|>", "single_word": false, "lstrip": false,
-        "rstrip": false, "normalized": false, "special": true}]);
-    file
+/// What is wrong with a template is told where it is chosen, with its name.
+#[test]
+fn a_wrong_template_among_several_is_named() {
+    let broken = "{% if %}";
+    let dir = folder(&[
+        ("chat_template.jinja", named("alone").into()),
+        ("additional_chat_templates/tool_use.jinja", broken.into()),
+    ]);
+    std::fs::write(dir.path().join("additional_chat_templates/rag.jinja"), [0xff]).unwrap();
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "alone:qa");
+    let e = rendered(dir.path(), &with_tools()).unwrap_err();
+    assert!(e.contains("\"tool_use\"") && e.contains("line 1"), "{e}");
+    std::fs::write(dir.path().join("additional_chat_templates/tool_use.jinja"), [0xff]).unwrap();
+    assert_eq!(rendered(dir.path(), &plain()).unwrap(), "alone:qa");
+    let e = rendered(dir.path(), &with_tools()).unwrap_err();
+    assert!(e.contains("tool_use.jinja") && e.contains("UTF-8"), "{e}");
+    let list =
+        json!({"chat_template": [{"name": "default", "template": broken}, {"name": "rag", "template": ""}]});
+    let dir = folder(&[("tokenizer_config.json", list)]);
+    let e = rendered(dir.path(), &plain()).unwrap_err();
+    assert!(e.contains("\"default\"") && e.contains("line 1"), "{e}");
 }
 
 #[test]
@@ -167,23 +159,19 @@ fn all_special_tokens_are_defined() {
     assert_eq!(rendered(dir.path(), &line).unwrap(), "!<unk><image>False<a><b>qa");
 }
 
-/// A run with a checkpoint, whose configuration has these keys under `[data]`.
-fn run(dir: &Path, data: &str) {
-    let model = HfCheckpoint::open(&golden::fixture("qwen2")).unwrap();
-    let item = |t: &ferrotron_bridge::LogicalTensor| {
-        Item::whole(
-            &format!("model/{}", t.name),
-            DType::F32,
-            t.shape.clone(),
-            model.read(&t.name, DType::F32).unwrap(),
-        )
+/// transformers 5 takes every key that ends so, and writes a tokenizer's tokens of its own as such keys.
+#[test]
+fn special_tokens_of_one_model_are_defined() {
+    let all = "{{ image_token }}|{{ eot_token }}|{{ think_token }}|{{ add_bos_token }}|{% for m in messages %}{{ m.content }}{% endfor %}";
+    let rendered_with = |config: Value| {
+        let dir = folder(&[("chat_template.jinja", all.into()), ("tokenizer_config.json", config)]);
+        rendered(dir.path(), &plain()).unwrap()
     };
-    let items = model.tensors().iter().map(item).collect();
-    let state = weights_only(model.config().model()).unwrap();
-    let mut saver = Saver::new(&dir.join(CHECKPOINTS), None).unwrap();
-    saver.save(Snapshot { step: 1, state, items }).unwrap();
-    saver.finish().unwrap();
-    std::fs::write(dir.join("config.toml"), format!("[data]\n{data}\n")).unwrap();
+    let keys = json!({"image_token": "<image>", "eot_token": {"content": "<|eot|>"}, "add_bos_token": true,
+        "extra_special_tokens": {"think_token": "<think>"}});
+    assert_eq!(rendered_with(keys), "<image>|<|eot|>|<think>||qa");
+    let own = json!({"eot_token": "old", "model_specific_special_tokens": {"eot_token": "<|eot|>", "think_token": "<think>"}});
+    assert_eq!(rendered_with(own), "|<|eot|>|<think>||qa");
 }
 
 /// Chat, `generate --chat`, `eval` and `convert` use the template that the run was trained with.
@@ -201,7 +189,7 @@ fn a_run_is_used_with_the_template_that_it_was_trained_with() {
     let at = |name: &str| dir.path().join(name);
     let (folder, mine) = (at("run"), at("mine.jinja"));
     let own = format!("tokenizer = {:?}", at("tokenizer"));
-    run(&folder, &format!("{own}\nchat_template = {mine:?}"));
+    run(&folder, &format!("[data]\n{own}\nchat_template = {mine:?}\n"));
     let asked = [Message { role: "user".into(), content: "q".into() }];
     let show = |model: &Path, given: Option<&Path>| -> Result<Option<String>, String> {
         let text = ModelSource::open(model).unwrap().text(None).unwrap();

@@ -6,7 +6,10 @@ mod support;
 #[path = "../../../tests/support/soak.rs"]
 mod soak;
 
-use ferrotron_bridge::{Error, ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
+use ferrotron_bridge::{
+    ChatTemplate, Error, ExportOptions, HfCheckpoint, HfConfig, TensorData, Tokenizer, byte_tokenizer_json,
+    export,
+};
 use ferrotron_tensor::DType;
 use support::{SeededRng, copy_dir, covered};
 
@@ -36,6 +39,38 @@ fn corrupt_configurations() {
                         let e = e.to_string();
                         assert!(e.contains("config.json") && e.len() < 2000, "{e}");
                     }
+                }
+            }
+        }
+    }
+    assert!(refused > total / 4, "{refused} of {total} refused");
+}
+
+/// What is read beside a `tokenizer.json` gives an error with its file's name, or a tokenizer and a template that can be used.
+#[test]
+fn corrupt_files_beside_a_tokenizer() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = r#"{"eos_token": {"content": "~"}, "image_token": "!", "model_specific_special_tokens": {"eot_token": "a"},
+        "added_tokens_decoder": {"256": {"content": "<a>", "rstrip": true, "special": true}, "257": {"content": "<b>"}},
+        "chat_template": [{"name": "default", "template": "{{ messages[0].content }}"}, {"name": "tool_use", "template": "x"}]}"#;
+    let map = r#"{"eos_token": "~", "additional_special_tokens": ["b", {"content": "c", "lstrip": true}]}"#;
+    std::fs::write(dir.path().join("tokenizer.json"), byte_tokenizer_json()).unwrap();
+    let (mut refused, mut total, mut dice) = (0, 0, SeededRng(7));
+    for (file, good) in [("tokenizer_config.json", config), ("special_tokens_map.json", map)] {
+        std::fs::write(dir.path().join("tokenizer_config.json"), "{}").unwrap();
+        for _ in 0..soak::rounds(300) {
+            std::fs::write(dir.path().join(file), dice.corrupt(good.as_bytes())).unwrap();
+            total += 1;
+            let template = ChatTemplate::from_dir(dir.path());
+            match (Tokenizer::from_dir(dir.path()), template) {
+                (Ok(tokenizer), Ok(template)) => {
+                    let ids = tokenizer.encode("a <a> ~").unwrap();
+                    assert!(ids.iter().all(|id| (*id as usize) < tokenizer.vocab_size()));
+                    template.map(|t| t.render(&[], true).ok());
+                }
+                (Err(e), _) | (_, Err(e)) => {
+                    refused += 1;
+                    assert!(e.to_string().len() < 2000, "{e}");
                 }
             }
         }

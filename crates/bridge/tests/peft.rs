@@ -103,7 +103,8 @@ fn logits_are_those_of_peft() {
         let base = HfConfig::from_dir(&dir.join("base")).unwrap();
         let adapter = work.path().join(&name);
         let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
-        write_peft(&adapter, &adapters, (&base, Some(&dir.join("base"))), None, (DType::F32, false)).unwrap();
+        write_peft(&adapter, &adapters, (&base, Some(&dir.join("base"))), (None, &[]), (DType::F32, false))
+            .unwrap();
         let weights = Weights::open(&adapter).unwrap();
         let golden = dir.join("logits.safetensors");
         let input = forward::read_input(&golden).unwrap();
@@ -130,7 +131,7 @@ fn what_peft_wrote_is_written_back() {
         let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
         assert!(!adapters.is_empty(), "{name}");
         let written = out.path().join(&name);
-        write_peft(&written, &adapters, (&base, None), None, (DType::F32, false)).unwrap();
+        write_peft(&written, &adapters, (&base, None), (None, &[]), (DType::F32, false)).unwrap();
         let file = "adapter_model.safetensors";
         assert!(
             tensors(&written.join(file)) == tensors(&dir.join("adapter").join(file)),
@@ -144,7 +145,8 @@ fn what_peft_wrote_is_written_back() {
             assert!(module == other && same && a.scale as f32 == b.scale as f32, "{name}: {module}");
         }
         // An earlier export is replaced only when that is wanted.
-        let again = |overwrite| write_peft(&written, &adapters, (&base, None), None, (DType::F32, overwrite));
+        let again =
+            |overwrite| write_peft(&written, &adapters, (&base, None), (None, &[]), (DType::F32, overwrite));
         assert!(again(false).is_err());
         again(true).unwrap();
     }
@@ -232,7 +234,7 @@ fn an_adapter_with_its_own_tokenizer_stops_where_its_base_does() {
     copy(&dir.join("base"), &base);
     let config = HfConfig::from_dir(&base).unwrap();
     let adapters = Adapters::from_peft(&dir.join("adapter"), &config).unwrap();
-    write_peft(&adapter, &adapters, (&config, Some(&base)), None, (DType::F32, false)).unwrap();
+    write_peft(&adapter, &adapters, (&config, Some(&base)), (None, &[]), (DType::F32, false)).unwrap();
     let ends =
         |folder: &Path, text: &str| std::fs::write(folder.join("generation_config.json"), text).unwrap();
     ends(&base, r#"{"bos_token_id": 1, "eos_token_id": [3, 5]}"#);
@@ -277,7 +279,8 @@ fn dora_is_trained_further() {
     let base = HfConfig::from_dir(&dir.join("base")).unwrap();
     let adapters = Adapters::from_peft(&dir.join("adapter"), &base).unwrap();
     let folder = merged.path().join("adapter");
-    write_peft(&folder, &adapters, (&base, Some(&dir.join("base"))), None, (DType::F32, false)).unwrap();
+    write_peft(&folder, &adapters, (&base, Some(&dir.join("base"))), (None, &[]), (DType::F32, false))
+        .unwrap();
     let (plain, _) = trainer(keys(false), Some(Weights::open(&folder).unwrap()));
     let data = source::open(&resolved).unwrap();
     let [a, b] = [&adapted, &plain].map(|t| t.evaluate(&*data.train, 4).unwrap());
@@ -303,7 +306,14 @@ fn dora_is_trained_further() {
     assert_eq!(lora, resolved.config.lora);
     let given = ["lora.rank=4", &format!("lora.alpha={}", lora.alpha.unwrap()), "lora.targets=all-linear"];
     assert_eq!(start(Recipe::default(), &given).unwrap().rank, 4);
+    // So it does beside what a run has stored, all of whose keys are there.
+    let stored = tempfile::tempdir().unwrap();
+    let config = stored.path().join("config.toml");
+    std::fs::write(&config, "[lora]\ndora = false\nfused = true\nrank = 8\n").unwrap();
+    let lora = start(Recipe::read_stored(&config).unwrap(), &[]).unwrap();
+    assert_eq!((lora.dora, lora.fused, lora.rank), (true, false, 4));
     for (key, want) in [
+        ("lora.fused=true", "leave out lora.fused"),
         ("lora.dora=false", "leave out lora.dora"),
         ("lora.rank=8", "has adapters of rank 4; leave out lora.rank"),
         ("lora.alpha=1", "leave out lora.alpha"),

@@ -1,7 +1,7 @@
 //! The special tokens that templates name, as transformers' `special_tokens_map` passes them.
 
 use crate::error::Result;
-use crate::tokenizer::{MORE_SPECIAL, SPECIAL, Tokenizer, special_tokens, token_text};
+use crate::tokenizer::{NamedTokens, Tokenizer, token_text};
 use minijinja::value::Value;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -23,27 +23,14 @@ impl SpecialTokens {
 
     /// Those that the tokenizer's files name: also the tokens of one model, such as `image_token`.
     pub fn of_folder(dir: &Path) -> Result<SpecialTokens> {
-        let named = special_tokens(dir)?;
+        let found = NamedTokens::of(dir)?;
         let text = |token: &Json| token_text(token).map(Value::from);
-        let mut tokens = SpecialTokens::default();
-        for name in SPECIAL {
-            if let Some(token) = named.get(name) {
-                tokens.0.insert(name.into(), text(token));
-            }
-        }
-        for key in MORE_SPECIAL {
-            match named.get(key) {
-                Some(Json::Object(own)) => {
-                    tokens.0.extend(own.iter().map(|(name, token)| (name.clone(), text(token))));
-                }
-                Some(Json::Array(list)) if !list.is_empty() => {
-                    let texts: Vec<Value> = list.iter().filter_map(text).collect();
-                    tokens.0.insert(key.into(), Some(Value::from(texts)));
-                }
-                _ => {}
-            }
-        }
-        Ok(tokens)
+        let named = found.named().map(|(name, token)| (name.to_string(), text(token)));
+        let lists = found.lists().filter(|(_, list)| !list.is_empty()).map(|(key, list)| {
+            let texts: Vec<Value> = list.iter().filter_map(text).collect();
+            (key.to_string(), Some(Value::from(texts)))
+        });
+        Ok(SpecialTokens(named.chain(lists).collect()))
     }
 
     /// The beginning and end tokens by the tokenizer's ids, where no file says anything about them.

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::json::{parse_object, read_text};
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The file of a folder's template, or of the one called [`DEFAULT`].
 pub(crate) const TEMPLATE: &str = "chat_template.jinja";
@@ -18,8 +18,22 @@ const TOOL_USE: &str = "tool_use";
 /// The template of all others, and of these where there is no other; an only template is called so.
 const DEFAULT: &str = "default";
 
-/// Texts of templates by name.
-type Texts = BTreeMap<String, String>;
+/// Templates by name, before any is read.
+type Texts = BTreeMap<String, Text>;
+
+enum Text {
+    File(PathBuf),
+    Read(String),
+}
+
+impl Text {
+    fn source(&self) -> Result<Source> {
+        match self {
+            Text::File(path) => Source::new(&read_text(path)?),
+            Text::Read(text) => Source::new(text),
+        }
+    }
+}
 
 /// One template, checked.
 #[derive(Debug)]
@@ -51,11 +65,12 @@ impl Source {
     }
 }
 
-/// The templates that conversations choose from. Others are not compiled: they may need what is not supported.
+/// The templates that conversations choose from. Others are not read: they may need what is not supported.
 #[derive(Debug)]
 pub(super) struct Templates {
     default: Option<Source>,
-    tool_use: Option<Source>,
+    /// Conversations without tools do not need it, so that what is wrong with it is told where it is chosen.
+    tool_use: Option<Result<Source, String>>,
     /// The names of all.
     names: Vec<String>,
 }
@@ -77,15 +92,23 @@ impl Templates {
             }
         }
         let names: Vec<String> = texts.keys().cloned().collect();
-        let source = |name: &str| texts.get(name).map(|text| Source::new(text)).transpose();
-        let (default, tool_use) = (source(DEFAULT)?, source(TOOL_USE)?);
-        Ok((!names.is_empty()).then_some(Templates { default, tool_use, names }))
+        let alone = names.len() == 1;
+        let wrong = |name: &str, e: Error| match e {
+            Error::Chat(what) if alone => what,
+            Error::Chat(what) => format!("of its templates that called {name:?}: {what}"),
+            other => other.to_string(),
+        };
+        let source = |name: &str| texts.get(name).map(|text| text.source().map_err(|e| wrong(name, e)));
+        let default = source(DEFAULT).transpose().map_err(Error::Chat)?;
+        Ok((!names.is_empty()).then_some(Templates { default, tool_use: source(TOOL_USE), names }))
     }
 
     /// The template of a conversation with or without tools.
     pub fn of(&self, tools: bool) -> Result<&Source, String> {
-        let own = self.tool_use.as_ref().filter(|_| tools);
-        own.or(self.default.as_ref()).ok_or_else(|| {
+        if let Some(own) = self.tool_use.as_ref().filter(|_| tools) {
+            return own.as_ref().map_err(String::clone);
+        }
+        self.default.as_ref().ok_or_else(|| {
             format!(
                 "the model's templates are called {}, and none {DEFAULT:?}, so that none is chosen for a conversation {} tools; \
                  write the one to use into {TEMPLATE} of its folder, or give it as a file (--chat-template, in training \
@@ -98,8 +121,9 @@ impl Templates {
 
     /// All that may be chosen, with their names.
     pub fn all(&self) -> impl Iterator<Item = (&'static str, &Source)> {
-        let named = [(DEFAULT, &self.default), (TOOL_USE, &self.tool_use)];
-        named.into_iter().filter_map(|(name, source)| Some((name, source.as_ref()?)))
+        let tool_use = self.tool_use.as_ref().and_then(|source| source.as_ref().ok());
+        let named = [(DEFAULT, self.default.as_ref()), (TOOL_USE, tool_use)];
+        named.into_iter().filter_map(|(name, source)| Some((name, source?)))
     }
 }
 
@@ -108,11 +132,11 @@ fn texts_of_files(dir: &Path) -> Result<Texts> {
     let mut texts = Texts::new();
     let own = dir.join(TEMPLATE);
     if own.exists() {
-        texts.insert(DEFAULT.into(), read_text(&own)?);
+        texts.insert(DEFAULT.into(), Text::File(own));
     }
     for name in named_files(dir)? {
-        let text = read_text(&dir.join(NAMED_TEMPLATES).join(&name))?;
-        texts.insert(name.strip_suffix(ENDING).unwrap_or(&name).into(), text);
+        let stem = name.strip_suffix(ENDING).unwrap_or(&name);
+        texts.insert(stem.into(), Text::File(dir.join(NAMED_TEMPLATES).join(&name)));
     }
     Ok(texts)
 }
@@ -144,10 +168,10 @@ pub(crate) fn is_template(name: &str) -> bool {
 fn texts_of_json(text: &str, origin: &str) -> Result<Texts> {
     const KEY: &str = "chat_template";
     let map = parse_object(text, origin)?;
-    let pair = |name: &str, text: &Json| Some((name.to_string(), text.as_str()?.to_string()));
+    let pair = |name: &str, text: &Json| Some((name.to_string(), Text::Read(text.as_str()?.into())));
     let found = match map.get(KEY) {
         None | Some(Json::Null) => Some(Texts::new()),
-        Some(Json::String(one)) => Some(Texts::from([(DEFAULT.into(), one.clone())])),
+        Some(Json::String(one)) => Some(Texts::from([(DEFAULT.into(), Text::Read(one.clone()))])),
         Some(Json::Array(list)) => {
             list.iter().map(|t| pair(t.get("name")?.as_str()?, t.get("template")?)).collect()
         }

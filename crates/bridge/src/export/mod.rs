@@ -3,8 +3,7 @@
 mod sharding;
 mod write_tensor;
 
-use crate::chat::TEMPLATE;
-use crate::companions::{copy_companions, write_template};
+use crate::companions::write_companions;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::hf_checkpoint::{HfCheckpoint, Role};
@@ -31,7 +30,8 @@ pub struct ExportOptions<'a> {
     pub max_shard_bytes: u64,
     /// The folder the model came from: the output has its tensor names, order, files, headers and tokenizer files.
     pub reference: Option<&'a HfCheckpoint>,
-    /// A folder whose tokenizer files are copied; the reference unless given.
+    /// A folder whose tokenizer files are copied; the reference unless given. Without a reference all files that accompany weights
+    /// are.
     pub companions: Option<&'a Path>,
     /// Additional files as name and text, such as a tokenizer for a natively trained model.
     pub more: &'a [(&'a str, &'a str)],
@@ -81,15 +81,8 @@ pub fn export(
     if let Some(index) = &plan.index {
         folder.write(INDEX, index.as_bytes())?;
     }
-    if let Some(from) = options.companions.or(options.reference.map(HfCheckpoint::dir)) {
-        copy_companions(from, folder.dir())?;
-    }
-    for (name, text) in options.more {
-        match *name {
-            TEMPLATE => write_template(text, &folder)?,
-            name => folder.write(name, text.as_bytes())?,
-        }
-    }
+    let from = (options.reference.map(HfCheckpoint::dir), options.companions);
+    write_companions(&folder, from, options.more)?;
     folder.publish()?;
     Ok(ExportSummary {
         files: plan.files.into_iter().map(|f| f.name).collect(),

@@ -5,7 +5,7 @@ use super::read::{A, ADAPTER_WEIGHTS, B, INNER, MAGNITUDE, WRAPPED};
 use super::sites::{Site, sites};
 use super::{ADAPTER_CONFIG, Adapter, Adapters};
 use crate::cast::cast;
-use crate::companions::{copy_companions, write_template};
+use crate::companions::write_companions;
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::replaceable::OutputKind;
@@ -26,13 +26,13 @@ struct Stored {
 }
 
 /// Writes the adapters of a base model as a PEFT folder, and returns the bytes of their tensors. `folder` is the base model's, if it
-/// is on this machine: PEFT finds it by that name, and its tokenizer files are copied;
-/// `template` is a chat template in place of the base model's.
+/// is on this machine: PEFT finds it by that name. Its files are copied, but those of the tokenizer from the folder `companions` if there
+/// is one; texts of `more` by name come in place of them.
 pub fn write_peft(
     out: &Path,
     adapters: &Adapters,
     (base, folder): (&HfConfig, Option<&Path>),
-    template: Option<&str>,
+    (companions, more): (Option<&Path>, &[(&str, &str)]),
     (dtype, overwrite): (DType, bool),
 ) -> Result<u64> {
     let all = sites(base, false)?;
@@ -81,12 +81,7 @@ pub fn write_peft(
         file.write(name, &cast_to)?;
     }
     file.finish()?;
-    if let Some(folder) = folder {
-        copy_companions(folder, staged.dir())?;
-    }
-    if let Some(template) = template {
-        write_template(template, &staged)?;
-    }
+    write_companions(&staged, (folder, companions), more)?;
     staged.publish()?;
     Ok(bytes)
 }

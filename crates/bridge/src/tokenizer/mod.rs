@@ -11,14 +11,13 @@ mod stream;
 
 pub use byte_level::byte_tokenizer_json;
 pub(crate) use file::token_text;
-pub(crate) use named::{MORE_SPECIAL, SPECIAL, special_tokens};
+pub(crate) use named::NamedTokens;
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
 use alignment::{Surfaces, overlaps};
 use ferrotron_core::data::TokenizerInfo;
 use limits::Growth;
-use named::NamedTokens;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -31,6 +30,8 @@ pub struct Tokenizer {
     vocab_size: usize,
     /// CRC-32C over all pairs of id and token; `None` for bytes.
     digest: Option<u32>,
+    /// CRC-32C of the `tokenizer.json`, with what the files beside it add to it.
+    file_digest: u32,
     /// Special tokens by their text.
     specials: Vec<(String, u32)>,
     bos: Option<u32>,
@@ -58,6 +59,7 @@ impl Tokenizer {
             origin,
             vocab_size: 256,
             digest: None,
+            file_digest: 0,
             specials,
             bos: None,
             eos: Vec::new(),
@@ -123,8 +125,10 @@ impl Tokenizer {
     fn build(text: &str, origin: &str, named: &NamedTokens) -> Result<Tokenizer> {
         let wrong = |what: String| Error::Tokenizer { origin: origin.into(), what };
         let mut checked = file::check(text).map_err(wrong)?;
+        let mut file_digest = crc32c::crc32c(text.as_bytes());
         if let Some(text) = named.added_to(&checked) {
             checked = file::check(&text).map_err(wrong)?;
+            file_digest = crc32c::crc32c(text.as_bytes());
         }
         let built = guard(|| {
             let mut value = checked.value;
@@ -144,6 +148,7 @@ impl Tokenizer {
             origin: origin.into(),
             vocab_size: checked.vocab_size,
             digest: Some(checked.digest),
+            file_digest,
             specials: checked.specials,
             bos: None,
             eos: Vec::new(),
@@ -162,6 +167,13 @@ impl Tokenizer {
             // A byte-level tokenizer.json, as `convert` writes it for models of bytes, is the byte-level tokenizer.
             digest: self.digest.filter(|d| Some(*d) != byte_level_digest()).map(|d| format!("{d:08x}")),
         }
+    }
+
+    /// Identifies all that the tokens of a text depend on, also where [`Tokenizer::info`] is the same: how added tokens are found, and what
+    /// ends a text.
+    pub(crate) fn text_digest(&self) -> u32 {
+        let ends = self.eos.iter().flat_map(|id| id.to_le_bytes());
+        crc32c::crc32c_append(self.file_digest, &ends.collect::<Vec<u8>>())
     }
 
     /// The id of a special or added token.

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod inconsistent;
+mod named;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -292,48 +293,6 @@ fn bos_and_eos_come_from_the_files_beside_it() {
 }
 
 /// The pre-tokenization patterns of the supported families.
-/// What transformers 5.23 makes of tokens that only the files beside `tokenizer.json` name.
-#[test]
-fn tokens_named_beside_the_file_are_added_to_it() {
-    let token = |content: &str| json!({"content": content, "lstrip": false, "special": true});
-    let new = vocab().len() as u32 + 2;
-    let the = vocab()["Ġthe"];
-    let (end, decoder, map) = ("tokenizer_config.json", "added_tokens_decoder", "special_tokens_map.json");
-    let open = |files: &[(&str, Value)]| {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("tokenizer.json"), file(true).to_string()).unwrap();
-        for (name, json) in files {
-            std::fs::write(dir.path().join(name), json.to_string()).unwrap();
-        }
-        Tokenizer::from_dir(dir.path())
-    };
-    let ids = |files: &[(&str, Value)], text: &str| {
-        let t = open(files).unwrap();
-        (t.encode(text).unwrap(), t.eos().to_vec())
-    };
-    let [a, b] = ["a", "b"].map(|c| vocab()[c]);
-    // Entries of `added_tokens_decoder` in the order of their ids; new tokens have the next ids, whatever it says.
-    let two = json!({decoder: {"900": token("<y>"), "899": token("<x>"), "1": token("<|end|>")}, "eos_token": "<y>"});
-    assert_eq!(ids(&[(end, two)], "a<y>b<x>"), (vec![a, new + 1, b, new], vec![new + 1]));
-    // A token of the vocabulary is looked for in the text before it is split into words.
-    let the_end = json!({"eos_token": {"content": "Ġthe"}});
-    assert_eq!(ids(&[(end, the_end.clone())], "aĠtheb"), (vec![a, the, b], vec![the]));
-    assert_eq!(ids(&[(map, the_end.clone())], "aĠtheb"), (vec![a, the, b], vec![the]));
-    let listed = json!({decoder: {"1": token("<|end|>")}});
-    assert!(
-        ids(&[(end, listed), (map, the_end)], "aĠtheb").1.is_empty(),
-        "the map counts without the list only"
-    );
-    let more = json!({"additional_special_tokens": ["Ġthe"], "pad_token": "<pad>"});
-    assert_eq!(ids(&[(end, more)], "Ġthe"), (vec![the], vec![]));
-    // An end that no model was trained with.
-    let nowhere = (end, json!({"eos_token": "<|nowhere|>"}));
-    let e = open(std::slice::from_ref(&nowhere)).unwrap_err().to_string();
-    assert!(e.contains("no token \"<|nowhere|>\"") && e.contains("eos_token_id"), "{e}");
-    let known = ("generation_config.json", json!({"eos_token_id": 5}));
-    assert_eq!(open(&[nowhere, known]).unwrap().eos(), [5]);
-}
-
 #[test]
 fn patterns_of_the_families_are_known() {
     let llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";

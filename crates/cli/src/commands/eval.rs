@@ -81,7 +81,7 @@ pub struct Args {
     /// Folder with tokenizer.json, or the file itself [default: the model's own]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
-    /// Chat template, a Jinja file [default: that of the model's folder]
+    /// Chat template, a Jinja file [default: that of the model's run, otherwise of its folder]
     #[arg(long, value_name = "FILE")]
     pub chat_template: Option<String>,
     /// Parallel layout: tp splits the model, dp shares the work, ep spreads experts; such as tp=2,dp=4
