@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: words, formatting, lints, links between doc comments, every test (all golden sets
-# included), half a minute of each fuzz target.
+# included), a quarter of a minute of each fuzz target.
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
 # target/, so that every CUDA kernel is compiled here although no GPU is needed; TensorBoard's reader of event files, there
 # too; and, where it may, Open MPI, tmux, Chromium, g++ and Python's venv.
@@ -29,6 +29,9 @@ if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
     echo "test.sh: SKIPPED: compiling the CUDA kernels (NVRTC could not be installed)"
   fi
 fi
+
+# What the compiler says of a kernel is kept by the hash of its text, so that a new clone compiles only what has changed.
+export FERROTRON_KERNEL_RESOURCES="${FERROTRON_KERNEL_RESOURCES:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/ferrotron/kernel_resources}"
 
 # FERROTRON_TENSORBOARD names a folder with the Python package tensorboard.
 if [ -z "${FERROTRON_TENSORBOARD:-}" ]; then
@@ -82,9 +85,9 @@ else
 fi
 step cargo test --workspace --locked --quiet --no-fail-fast
 
-# Half a minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
+# A quarter of a minute for each fuzz target, seeded as all tests are; scripts/fuzz.sh alone gives each an hour and mutates differently every time.
 if command -v c++ >/dev/null; then
-  step env FERROTRON_FUZZ_SEED=1 scripts/fuzz.sh 30
+  step env FERROTRON_FUZZ_SEED=1 scripts/fuzz.sh 15
 elif [ -n "${CI:-}" ]; then
   echo "test.sh: fuzzing needs a C++ compiler (g++)" >&2
   exit 1

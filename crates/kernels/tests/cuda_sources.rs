@@ -71,7 +71,8 @@ fn resources(compiler: &Compiler, source: &Source, arch: &str) -> Vec<KernelReso
         source.variant.suffix(),
         hasher.finish()
     );
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernel_resources");
+    let folder = std::env::var_os("FERROTRON_KERNEL_RESOURCES")
+        .map_or_else(|| Path::new(env!("CARGO_TARGET_TMPDIR")).join("kernel_resources"), PathBuf::from);
     let known = std::fs::read_to_string(folder.join(&name)).unwrap_or_default();
     // A file that was not written to its end has no last line.
     if let Some(lines) = known.strip_suffix("end\n") {
