@@ -1,20 +1,15 @@
 //! Times of kernels that can be compared with those of another day. On the CPU they are CPU times of the process, in units of a
-//! loop of multiplications that is measured in turn with the kernel, so that clock rate and other processes cancel as far as they
-//! can; on a GPU they are milliseconds.
+//! plain matrix product that is measured in turn with the kernel, so that clock rate and other processes cancel as far as they can;
+//! on a GPU they are milliseconds.
 
 use super::cases::{KernelCase, cases};
 use super::ceiling::{median, time_back_to_back};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
+use ferrotron_kernels::cpu::reference_loop;
 use ferrotron_tensor::Threads;
-use std::hint::black_box;
 use std::time::Instant;
-
-/// Multiplications and additions of each lane in the reference loop: about a millisecond.
-const REFERENCE_STEPS: u32 = 200_000;
-/// Lanes of the loop: enough independent sums to hide the latency of an addition, few enough to stay in registers.
-const LANES: usize = 32;
 
 /// The time of one kernel.
 #[derive(Clone, Debug, PartialEq)]
@@ -91,15 +86,6 @@ fn reference(threads: &Threads) -> f64 {
     let start = cpu_seconds();
     threads.parallel_for(threads.count(), &|_| reference_loop());
     cpu_seconds() - start
-}
-
-fn reference_loop() {
-    let mut sums = black_box([1f32; LANES]);
-    let (factor, term) = (black_box(0.999_f32), black_box(0.001_f32));
-    for _ in 0..REFERENCE_STEPS {
-        sums.iter_mut().for_each(|x| *x = *x * factor + term);
-    }
-    black_box(sums);
 }
 
 /// Seconds that the threads of this process have run so far; time in which another process had the core is not in it.
