@@ -1,7 +1,9 @@
 //! f32 GEMM on AVX2 and AVX-512: how it is split.
 //!
-//! B is packed a slab at a time, into panels of 32 columns that all threads share and each keeps in its L2. Tasks are ranges of rows
-//! of C, and of panels where rows are few; a task takes its rows strip by strip (`f32_strip`), so that A is read once for a slab.
+//! B is packed a slab at a time, into panels of 32 columns that each thread keeps in its L2. Where there are many rows for every
+//! thread, each packs a slab for itself: panels that another core wrote are read more slowly, L2 or not. Where there are few, the
+//! threads share the packing. Tasks are ranges of rows of C, and of panels where rows are few; a task takes its rows strip by strip
+//! (`f32_strip`), so that A is read once for a slab.
 //! Every element of C is a sum of blocks of k in order. Their length depends on the shape alone.
 
 use super::driver::{From, TILE};
@@ -11,12 +13,15 @@ use super::vector::flip;
 use super::{Epilogue, GemmShape};
 use crate::cpu::{CpuContext, Isa};
 use std::ops::Range;
-use std::ptr::null;
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Elements of packed B that leave room in L2.
 const SLAB: usize = 256 << 10;
 /// Strips of a task: so few that its part of C stays in L2 from one block of k to the next.
 const TASK_STRIPS: usize = 8;
+/// Rows for each thread from which it packs B for itself: an element packed costs about as much as 80 rows of its multiply-adds.
+const OWN_ROWS: usize = 384;
 /// Tasks for each thread, so that none waits long for the last one.
 const TASKS: usize = 4;
 /// Multiply-adds that are worth handing over to another thread.
@@ -56,13 +61,14 @@ fn part(i: usize, parts: usize, len: usize) -> Range<usize> {
 }
 
 /// A range of k and of panels.
+#[derive(Clone)]
 struct Slab<'a> {
     shape: GemmShape,
     epilogue: Epilogue<'a, f32>,
     a: Shared,
     b: Shared,
     c: Shared,
-    /// Blocks of k, in each the panels.
+    /// Blocks of k, in each the panels; null where threads pack for themselves.
     packed: Shared,
     isa: Isa,
     /// For strips of `1..=len` rows.
@@ -84,6 +90,16 @@ impl Slab<'_> {
         self.k.len().div_ceil(self.block)
     }
 
+    /// Elements.
+    fn len(&self) -> usize {
+        self.k.len() * self.panels.len() * TILE
+    }
+
+    /// Parts that can be packed one by one: a panel for a block of k.
+    fn parts(&self) -> usize {
+        self.blocks() * self.panels.len()
+    }
+
     /// Strips of all rows.
     fn strips(&self) -> usize {
         self.shape.m.div_ceil(self.kernels.len())
@@ -95,8 +111,14 @@ impl Slab<'_> {
         self.packed.at(block + (j - self.panels.start) * self.block(i).len() * TILE)
     }
 
+    /// Packs these parts.
+    fn pack(&self, parts: Range<usize>) {
+        let count = self.panels.len();
+        parts.for_each(|p| self.pack_panel(p / count, self.panels.start + p % count));
+    }
+
     /// Packs panel `j` of block `i`; columns that B does not have become zero.
-    fn pack(&self, i: usize, j: usize) {
+    fn pack_panel(&self, i: usize, j: usize) {
         let (s, k, col, out) = (&self.shape, self.block(i), j * TILE, self.packed(i, j));
         let cols = (s.n - col).min(TILE);
         let b = From { at: self.b.at(0).cast_const(), ld: s.ldb, trans: s.trans_b }.part(k.start, col).at;
@@ -177,7 +199,7 @@ pub(super) fn run(
     epilogue: Epilogue<'_, f32>,
     c: &mut [f32],
 ) {
-    let GemmShape { n, k, trans_a, .. } = shape;
+    let GemmShape { m, n, k, trans_a, .. } = shape;
     let longest = if trans_a { K_BLOCK_TRANS } else { K_BLOCK };
     let block = k.div_ceil(k.div_ceil(longest));
     let all = n.div_ceil(TILE);
@@ -185,44 +207,64 @@ pub(super) fn run(
     for panels in (0..slabs).map(|i| part(i, slabs, all)) {
         let blocks = (SLAB / (panels.len() * TILE * block)).max(1);
         for start in (0..k).step_by(blocks * block) {
-            let end = k.min(start + blocks * block);
-            SHARED.with(|packed| {
-                packed.with((end - start) * panels.len() * TILE * size_of::<f32>(), |packed| {
-                    let slab = Slab {
-                        shape,
-                        epilogue,
-                        a: Shared(a.as_ptr().cast_mut()),
-                        b: Shared(b.as_ptr().cast_mut()),
-                        c: Shared(c.as_mut_ptr()),
-                        packed: Shared(packed.cast()),
-                        isa: cpu.isa,
-                        kernels: kernels[usize::from(trans_a)],
-                        block,
-                        k: start..end,
-                        panels: panels.clone(),
-                    };
-                    compute(&slab, cpu);
+            let slab = Slab {
+                shape,
+                epilogue,
+                a: Shared(a.as_ptr().cast_mut()),
+                b: Shared(b.as_ptr().cast_mut()),
+                c: Shared(c.as_mut_ptr()),
+                packed: Shared(null_mut()),
+                isa: cpu.isa,
+                kernels: kernels[usize::from(trans_a)],
+                block,
+                k: start..k.min(start + blocks * block),
+                panels: panels.clone(),
+            };
+            if m >= OWN_ROWS * cpu.threads.count() {
+                multiply(&slab, cpu);
+            } else {
+                SHARED.with(|packed| {
+                    packed.with(slab.len() * size_of::<f32>(), |packed| {
+                        let slab = Slab { packed: Shared(packed.cast()), ..slab };
+                        cpu.threads.parallel_ranges(slab.parts(), PACK, &|parts| slab.pack(parts));
+                        multiply(&slab, cpu);
+                    });
                 });
-            });
+            }
         }
     }
 }
 
-fn compute(slab: &Slab<'_>, cpu: CpuContext) {
-    let count = slab.panels.len();
-    cpu.threads.parallel_ranges(slab.blocks() * count, PACK, &|parts| {
-        for p in parts {
-            slab.pack(p / count, slab.panels.start + p % count);
-        }
-    });
+/// Computes C of a slab. If nobody has packed it, every thread does so for itself.
+fn multiply(slab: &Slab<'_>, cpu: CpuContext) {
+    let own = if slab.packed.0.is_null() { slab.len() } else { 0 };
     let [down, across] = slab.tasks(cpu.threads.count());
-    cpu.threads.parallel_for(down * across, &|task| {
-        let panels = part(task % across, across, count);
-        let panels = slab.panels.start + panels.start..slab.panels.start + panels.end;
-        PIECE.with(|scratch| {
-            scratch.with(SCRATCH * size_of::<f32>(), |scratch| {
-                slab.task(part(task / across, down, slab.strips()), panels, scratch.cast());
-            });
-        });
+    let workers = cpu.threads.count().min(down * across);
+    // Every worker goes through a range of tasks of its own, then helps with the others'.
+    let ranges = (0..workers).map(|worker| part(worker, workers, down * across));
+    let ranges: Vec<_> = ranges.map(|tasks| (AtomicUsize::new(tasks.start), tasks.end)).collect();
+    let take = |worker: usize| {
+        let nth = |i: usize| {
+            let (next, end) = &ranges[(worker + i) % workers];
+            Some(next.fetch_add(1, Ordering::Relaxed)).filter(|task| task < end)
+        };
+        (0..workers).find_map(nth)
+    };
+    cpu.threads.parallel_for(workers, &|worker| {
+        let work = |scratch: *mut f32| {
+            let mut next = take(worker);
+            let mut slab = slab.clone();
+            if own > 0 && next.is_some() {
+                slab.packed = Shared(scratch.wrapping_add(SCRATCH));
+                slab.pack(0..slab.parts());
+            }
+            while let Some(task) = next {
+                let columns = part(task % across, across, slab.panels.len());
+                let panels = slab.panels.start + columns.start..slab.panels.start + columns.end;
+                slab.task(part(task / across, down, slab.strips()), panels, scratch);
+                next = take(worker);
+            }
+        };
+        PIECE.with(|scratch| scratch.with((SCRATCH + own) * size_of::<f32>(), |memory| work(memory.cast())));
     });
 }
