@@ -37,7 +37,7 @@ pub struct Results {
     /// Median growth of resident memory from step to step, in bytes; not recorded.
     #[serde(skip)]
     pub growth: f64,
-    /// Median time of a step or a kernel, by name: multiples of a reference loop on the CPU, milliseconds on a GPU.
+    /// Median time of a step or a kernel, by name: multiples of a plain matrix product on the CPU, milliseconds on a GPU.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub time: BTreeMap<String, f64>,
 }
