@@ -212,6 +212,8 @@ fn shapes_of_several_tiles_match_the_f64_reference() {
         // Slabs of panels and of k; many blocks of k in a slab.
         (30, 2100, 300),
         (29, 40, 5000),
+        // So many rows that each thread packs B for itself.
+        (770, 40, 290),
     ] {
         try_types(&mut random, &threads, size, &mut Random::unit);
     }
@@ -271,6 +273,9 @@ fn results_do_not_depend_on_the_number_of_threads() {
         (40, 1300, 90),
         (1, 9000, 513),
         (193, 257, 1537),
+        // Few threads pack B for themselves, more of them share the packing; slabs of panels and of k.
+        (780, 1100, 300),
+        (780, 64, 5000),
     ] {
         let bf16_out = Case::<bf16, bf16>::new(&mut random, size, &mut Random::unit);
         let f32_out = Case::<bf16, f32>::new(&mut random, size, &mut Random::unit);
