@@ -6,7 +6,7 @@
 //! (`f32_strip`), so that A is read once for a slab.
 //! Every element of C is a sum of blocks of k in order. Their length depends on the shape alone.
 
-use super::driver::{From, TILE};
+use super::driver::TILE;
 use super::f32_strip::{K_BLOCK, K_BLOCK_TRANS, SCRATCH, Strip, StripFn};
 use super::scratch::{PIECE, SHARED};
 use super::vector::flip;
@@ -20,15 +20,16 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const SLAB: usize = 256 << 10;
 /// Strips of a task: so few that its part of C stays in L2 from one block of k to the next.
 const TASK_STRIPS: usize = 8;
-/// Rows for each thread from which it packs B for itself: an element packed costs about as much as 80 rows of its multiply-adds.
+/// Rows for each thread from which it packs B for itself: to pack an element costs as much as its
+/// multiply-adds of some tens of rows.
 const OWN_ROWS: usize = 384;
 /// Tasks for each thread, so that none waits long for the last one.
 const TASKS: usize = 4;
 /// Multiply-adds that are worth handing over to another thread.
 const TASK_WORK: usize = 1 << 18;
-/// How many rows ahead B is fetched while it is packed: they are far apart, so that the CPU does not by itself.
-const AHEAD: usize = 8;
-/// Parts of panels packed in one go.
+/// Rows of B in a part.
+const ROWS: usize = 32;
+/// Parts that one task packs.
 const PACK: usize = 4;
 
 /// Memory that threads share: A, B and packed B are read, and every task writes other elements of C.
@@ -41,18 +42,6 @@ impl Shared {
     fn at(&self, index: usize) -> *mut f32 {
         self.0.wrapping_add(index)
     }
-}
-
-/// Fetches a row of a panel.
-fn prefetch(row: *const f32) {
-    #[cfg(target_arch = "x86_64")]
-    for line in [0, 16] {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: prefetching any address is harmless.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(line).cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = row;
 }
 
 /// Part `i` of `parts` of `0..len`; their lengths differ by one at most.
@@ -95,9 +84,13 @@ impl Slab<'_> {
         self.k.len() * self.panels.len() * TILE
     }
 
-    /// Parts that can be packed one by one: a panel for a block of k.
+    /// Parts that can be packed one by one: of each block of k the panels of Bᵀ, or groups of rows of B.
     fn parts(&self) -> usize {
-        self.blocks() * self.panels.len()
+        self.blocks() * self.parts_of_block()
+    }
+
+    fn parts_of_block(&self) -> usize {
+        if self.shape.trans_b { self.panels.len() } else { self.block.div_ceil(ROWS) }
     }
 
     /// Strips of all rows.
@@ -111,32 +104,49 @@ impl Slab<'_> {
         self.packed.at(block + (j - self.panels.start) * self.block(i).len() * TILE)
     }
 
-    /// Packs these parts.
+    /// Packs these parts; columns that B does not have become zero.
     fn pack(&self, parts: Range<usize>) {
-        let count = self.panels.len();
-        parts.for_each(|p| self.pack_panel(p / count, self.panels.start + p % count));
+        for p in parts {
+            let (i, p) = (p / self.parts_of_block(), p % self.parts_of_block());
+            if self.shape.trans_b {
+                self.pack_panel(i, self.panels.start + p);
+            } else {
+                let len = self.block(i).len();
+                self.pack_rows(i, (p * ROWS).min(len)..((p + 1) * ROWS).min(len));
+            }
+        }
     }
 
-    /// Packs panel `j` of block `i`; columns that B does not have become zero.
+    /// Packs panel `j` of block `i` of Bᵀ, whose columns are contiguous.
     fn pack_panel(&self, i: usize, j: usize) {
         let (s, k, col, out) = (&self.shape, self.block(i), j * TILE, self.packed(i, j));
         let cols = (s.n - col).min(TILE);
-        let b = From { at: self.b.at(0).cast_const(), ld: s.ldb, trans: s.trans_b }.part(k.start, col).at;
         // SAFETY: these columns and this block of k are inside B; no other thread writes this panel of the block.
         unsafe {
             if cols < TILE {
                 out.write_bytes(0, k.len() * TILE);
             }
-            if s.trans_b {
-                return flip(self.isa, b, s.ldb, [cols, k.len()], out, TILE);
-            }
-            for l in 0..k.len() {
-                let (from, to) = (b.add(l * s.ldb), out.add(l * TILE));
-                prefetch(from.wrapping_add(AHEAD * s.ldb));
-                if cols == TILE {
-                    to.cast::<[f32; TILE]>().write(from.cast::<[f32; TILE]>().read());
-                } else {
-                    to.copy_from_nonoverlapping(from, cols);
+            let b = self.b.at(col * s.ldb + k.start).cast_const();
+            flip(self.isa, b, s.ldb, [cols, k.len()], out, TILE);
+        }
+    }
+
+    /// Packs these rows of block `i` of B into all panels: whole rows, which the CPU fetches ahead by itself.
+    fn pack_rows(&self, i: usize, rows: Range<usize>) {
+        let s = &self.shape;
+        for l in rows {
+            for j in self.panels.clone() {
+                let cols = (s.n - j * TILE).min(TILE);
+                let from = self.b.at((self.block(i).start + l) * s.ldb + j * TILE).cast_const();
+                let to = self.packed(i, j).wrapping_add(l * TILE);
+                // SAFETY: this row and these columns are inside B; no other thread writes this row of the block.
+                unsafe {
+                    if cols == TILE {
+                        to.cast::<[f32; TILE]>().write(from.cast::<[f32; TILE]>().read());
+                    } else {
+                        to.copy_from_nonoverlapping(from, cols);
+                        to.add(cols).write_bytes(0, TILE - cols);
+                    }
                 }
             }
         }
